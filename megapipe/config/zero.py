@@ -64,6 +64,8 @@ class ZeroConfig:
 
     def stage_of(self, name: str) -> int:
         """Return the stage of a layer by its name, or by the name of one of its parameters."""
+        if not self.layer_stages:
+            return self.stage
         layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
         return self.layer_stages.get(layer, self.layer_stages.get(layer.partition(".")[0], self.stage))
 

@@ -4,9 +4,9 @@ Tensor, sequence and context parallelism, recomputation, isolated documents and 
 of a micro-batch; ZeRO and the optimizer what is kept of its parameters.
 """
 
-from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import cast
 
 from megapipe.config.bert import BertPretrainConfig
@@ -24,8 +24,10 @@ from megapipe.spec.ops import (
     saved_bytes,
     weight_half_bytes,
 )
-from megapipe.spec.parameters import LayerKind, LayerSpec, tied_names
+from megapipe.spec.parameters import LayerSpec, tied_names
 from megapipe.spec.temporaries import Phase, Temporaries
+
+_ops = lru_cache(maxsize=4096)(layer_ops)
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,16 @@ class LayoutCosts:
         predictions: hidden tokens of a sample that this rank holds at most, where context ranks share a BERT's; which
         these are the data decides.
         """
+        base, tensorwise = self._shape, self.config.training.fp8 == "tensorwise"
         in_fp8 = layer.kind == "block" and layer.index in self._fp8_blocks
-        return self._shape(in_fp8, self.predictions if predictions is None else predictions)
+        held = base.predictions if predictions is None else predictions
+        if not in_fp8 and held == base.predictions:
+            return base
+        return replace(base, fp8=in_fp8, tensorwise_fp8=in_fp8 and tensorwise, predictions=held)
 
     def ops(self, layer: LayerSpec, predictions: int | None = None) -> tuple[Op, ...]:
         """Return the ops of a layer on this rank."""
-        return self._ops(layer.kind, self.shape(layer, predictions))
-
-    @cached_property
-    def _ops(self) -> Callable[[LayerKind, MicrobatchShape], tuple[Op, ...]]:
-        """By kind of layer and shape; each computed once."""
-        known: dict[tuple[LayerKind, bool, int | None], tuple[Op, ...]] = {}
-
-        def ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
-            key = kind, shape.fp8, shape.predictions
-            if key not in known:
-                known[key] = layer_ops(kind, shape)
-            return known[key]
-
-        return ops
+        return _ops(layer.kind, self.shape(layer, predictions))
 
     @cached_property
     def _fp8_blocks(self) -> range:
@@ -131,7 +124,8 @@ class LayoutCosts:
         return range(0) if training.fp8 == "none" else chosen
 
     @cached_property
-    def _shape(self) -> Callable[[bool, int | None], MicrobatchShape]:
+    def _shape(self) -> MicrobatchShape:
+        """Of a layer whose products are not in fp8."""
         config, model = self.config, self.config.model
         parallel, recompute = config.parallel, config.recompute
         isolates = config.data.isolate_documents
@@ -139,8 +133,8 @@ class LayoutCosts:
         # On a GPU only flash attention shares keys among heads, which takes neither fp32 nor a mask.
         masked = isolates or (model.sliding_window or self.tokens) < self.tokens
         grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1
-        base = MicrobatchShape(
-            model,
+        return MicrobatchShape(
+            copy(model),  # of its own: ops are cached by shape, and a configuration may change
             config.batch.micro_size,
             config.data.sequence_length,
             self.precision,
@@ -152,29 +146,24 @@ class LayoutCosts:
             context=self.context,
             context_attention=parallel.context_attention,
             recompute=frozenset(recompute.parts if recompute.method == "selective" else ()),
+            predictions=self.predictions,
             recompute_logits=recompute.logits,
             isolate_documents=isolates,
             document_blocks=blocks,
             stored_masks=self.device == "cpu",
             repeats_keys=self.device != "cpu" and grouped and not blocks and (masked or self.precision == "fp32"),
         )
-        tensorwise = config.training.fp8 == "tensorwise"
-        return cache(
-            lambda in_fp8, predictions: replace(
-                base, fp8=in_fp8, tensorwise_fp8=in_fp8 and tensorwise, predictions=predictions
-            )
-        )
 
     def kept(self, layer: LayerSpec, predictions: int | None = None) -> int:
         """Return the bytes of one micro-batch's activations from a layer's forward to its backward."""
         shape = self.shape(layer, predictions)
-        return saved_bytes(self._ops(layer.kind, shape), shape.recompute)
+        return saved_bytes(_ops(layer.kind, shape), shape.recompute)
 
     def pending(self, layer: LayerSpec, predictions: int | None = None) -> int:
         """Return what is left of `kept` between the halves of a split backward, with the gradients that the input half
         hands over."""
         shape = self.shape(layer, predictions)
-        return weight_half_bytes(self._ops(layer.kind, shape), shape.recompute)
+        return weight_half_bytes(_ops(layer.kind, shape), shape.recompute)
 
     def temporaries(self, layer: LayerSpec, phase: Phase, predictions: int | None = None) -> int:
         """Return the bytes that a layer's backward, or half of it, needs for a moment beyond what there was before."""

@@ -11,18 +11,27 @@ from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, layers_of
 from megapipe.schedules import Schedule
 from megapipe.spec.attention_path import attention_path
 from megapipe.spec.dtypes import Precision
+from megapipe.spec.parameters import LayerSpec
 
 
-def layout_costs(config: PretrainConfig, *, device: str = "cpu", amx: bool = False, shard: int = 0) -> LayoutCosts:
+def layout_costs(
+    config: PretrainConfig,
+    *,
+    device: str = "cpu",
+    amx: bool = False,
+    shard: int = 0,
+    layers: tuple[LayerSpec, ...] | None = None,
+) -> LayoutCosts:
     """Return the sizes of a run's layers on one rank. Arguments as in `predict_rank`; shard: as in `LayoutCosts`.
 
-    parallel.data may be open; the state of units then counts one replica.
+    parallel.data may be open; the state of units then counts one replica. layers: those of interest, by default all.
     """
     path = attention_path(
         config.model, cast(Precision, config.training.precision), device, config.data.sequence_length, amx
     )
     data = config.parallel.data or 1
-    return LayoutCosts(config, layers_of(config), data, path, VOCABULARY_ALIGNMENT, shard=shard, device=device)
+    found = layers_of(config) if layers is None else layers
+    return LayoutCosts(config, found, data, path, VOCABULARY_ALIGNMENT, shard=shard, device=device)
 
 
 def predict_rank(

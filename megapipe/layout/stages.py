@@ -110,10 +110,12 @@ def lay_out(
     Raises ScheduleError with more stages than layers, or numbers by hand that do not fit.
     """
     if layers_per_stage is None:
-        flops = [
-            layer_flops(model, layer, 1, sequence_length, predictions, recompute_logits).executed for layer in layers
-        ]
-        bounds = balance_layers(flops, num_stages)
+        by_kind = {layer.kind: layer for layer in layers}
+        flops = {
+            kind: layer_flops(model, layer, 1, sequence_length, predictions, recompute_logits).executed
+            for kind, layer in by_kind.items()
+        }
+        bounds = balance_layers([flops[layer.kind] for layer in layers], num_stages)
     else:
         bounds = check_assignment(layers_per_stage, len(layers), num_stages)
     ranges = tuple(range(first, stop) for first, stop in bounds)

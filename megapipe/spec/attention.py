@@ -1,6 +1,7 @@
 """The ops of attention: projections, what is between them, and its exchanges between context ranks."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.spec.dtypes import FULL_BYTES
@@ -52,7 +53,7 @@ def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         weight_needs=(source, gradient("qkv", shape.tokens * projected * shape.width // tensor)),
         flops=linear_flops(all_tokens(shape), qkv.num_elements),
         collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
-        kernels=linear_products(shape, qkv, shape.tokens),
+        kernels=partial(linear_products, shape, qkv, shape.tokens),
     )
     core, result = _heads(shape)
     yield core
@@ -65,7 +66,7 @@ def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         weight_needs=(Value("attention result", mixed), gradient("attention output", shape.own_stream)),
         flops=linear_flops(all_tokens(shape), output.num_elements),
         collectives=scales(shape),
-        kernels=linear_products(shape, output, shape.tokens),
+        kernels=partial(linear_products, shape, output, shape.tokens),
     )
 
 
@@ -111,7 +112,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         # 2023, arXiv 2401.10241, table 1).
         flops=Flops(pairs, 2 * pairs),
         collectives=tuple(collectives),
-        kernels=(*_head_kernels(shape), *_attention_kernels(shape)),
+        kernels=partial(_attention_kernels, shape),
         uses=_attention_uses(shape),
     ), result
 
@@ -186,7 +187,11 @@ def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     return passes("rotation and norms of heads", moved, moved) if kinds else ()
 
 
-def _attention_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
+def _attention_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
+    return (*_head_kernels(shape), *_core_kernels(shape))
+
+
+def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
     """Yield one fused kernel, or scores, softmax, dropout and the weighted sum of values, each by itself."""
     model, length, keys = shape.model, shape.local_length, _seen_keys(shape)
     batch = shape.micro_size * (model.num_heads // shape.tensor)

@@ -1,6 +1,7 @@
 """Matrix products whose weights tensor ranks shard: their parameters, exchanges and kernels."""
 
 import math
+from functools import lru_cache
 
 from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import FULL_BYTES
@@ -32,11 +33,13 @@ def table(model: ModelConfig, path: str, rows: int, *, padded: bool) -> Paramete
     return ParameterSpec(path, (rows, model.hidden_size), axis, init, decay=True, matrix=False, padded=padded)
 
 
+@lru_cache(maxsize=256)
 def matrix(path: str, shape: tuple[int, ...], axis: int | None, std: float) -> ParameterSpec:
     """Return a matrix of a linear layer. axis: the one that tensor ranks shard."""
     return ParameterSpec(path, shape, axis, Init("normal", std), decay=True, matrix=True)
 
 
+@lru_cache(maxsize=256)
 def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> ParameterSpec:
     """Return a bias or a norm's weight: never decayed."""
     return ParameterSpec(path, shape, axis, init, decay=False, matrix=False)

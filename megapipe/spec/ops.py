@@ -6,8 +6,8 @@ and kernels. Saved tensors are named values, not byte counts, so that a tensor t
 recomputed one is replaced by what it is computed from.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -35,7 +35,7 @@ class MicrobatchShape:
     needs a key and value head for each query head.
     """
 
-    model: ModelConfig
+    model: ModelConfig = field(hash=False)
     micro_size: int = 1
     sequence_length: int = 1
     precision: Precision = "fp32"
@@ -189,14 +189,19 @@ class Flops(NamedTuple):
 NO_FLOPS = Flops()
 
 
-@dataclass(frozen=True)
-class Op:
+def no_kernels() -> tuple[Kernel, ...]:
+    """Return no kernel: those of an op that others' kernels do, or whose time is not counted."""
+    return ()
+
+
+class Op(NamedTuple):
     """One op of a layer.
 
     weights: parameters, named by their path in the layer. gathered: its weights that tensor ranks hold whole see the
     tokens of all of them also under sequence parallelism, so that their gradients need no sum. saves: what its
-    backward reads. weight_needs: what the weight half of a split backward reads, gradients included. uses: ops of the
-    kernel registry that it calls, with the length of the last axis.
+    backward reads. weight_needs: what the weight half of a split backward reads, gradients included. kernels: returns
+    its executed work, which only estimates of time ask for. uses: ops of the kernel registry that it calls, with the
+    length of the last axis.
     """
 
     name: str
@@ -206,7 +211,7 @@ class Op:
     weight_needs: tuple[Value, ...] = ()
     flops: Flops = NO_FLOPS
     collectives: tuple[Collective, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: Callable[[], tuple[Kernel, ...]] = no_kernels
     uses: tuple[tuple[str, int], ...] = ()
 
 

@@ -10,6 +10,7 @@ count, and the statistics of its norms, which they leave out.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
@@ -39,6 +40,7 @@ from megapipe.spec.ops import (
     Value,
     linear_flops,
     linear_kernels,
+    no_kernels,
     passes,
 )
 from megapipe.spec.parameters import ParameterSpec
@@ -87,7 +89,7 @@ def norm(shape: MicrobatchShape, path: str, source: Value, *, kernels: bool = Tr
         weights=norm_weights(model, path),
         saves=(source, statistics),
         weight_needs=(source, statistics, gradient(path, stream)),
-        kernels=passes(path, 2 * stream, 4 * stream, again=again) if kernels else (),
+        kernels=partial(passes, path, 2 * stream, 4 * stream, again=again) if kernels else no_kernels,
         uses=((model.norm_kind.op, model.hidden_size),),
     )
 
@@ -98,7 +100,7 @@ def residual(shape: MicrobatchShape, name: str) -> Op:
     return Op(
         name,
         saves=(Value(f"{name} mask", elements * shape.stored_masks),),
-        kernels=passes(name, 3 * shape.own_stream, 2 * shape.own_stream, mask=elements),
+        kernels=partial(passes, name, 3 * shape.own_stream, 2 * shape.own_stream, mask=elements),
         uses=(("bias_dropout_residual", shape.model.hidden_size),) if elements else (),
     )
 
@@ -120,7 +122,7 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         weight_needs=(source, gradient("up", outer.bytes)),
         flops=linear_flops(all_tokens(shape), up.num_elements),
         collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
-        kernels=linear_products(shape, up, shape.tokens),
+        kernels=partial(linear_products, shape, up, shape.tokens),
     )
     yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.bias == "all")
     yield Op(
@@ -130,7 +132,7 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         weight_needs=(activated, gradient("down", shape.own_stream)),
         flops=linear_flops(all_tokens(shape), down.num_elements),
         collectives=scales(shape),
-        kernels=linear_products(shape, down, shape.tokens),
+        kernels=partial(linear_products, shape, down, shape.tokens),
     )
 
 
@@ -141,7 +143,9 @@ def _activation(shape: MicrobatchShape, source: Value, inner: int, channels: int
     return Op(
         "activation",
         saves=(source,),
-        kernels=passes("activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, again="mlp" in shape.recompute),
+        kernels=partial(
+            passes, "activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, again="mlp" in shape.recompute
+        ),
         uses=((op, inputs * channels),),
     )
 
@@ -172,7 +176,9 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         weight_needs=(source, gradient("scores", scores.bytes)),
         flops=linear_flops(all_tokens(shape), router.num_elements),
         collectives=(*entering(shape, 1), *_choice_collectives(shape, choices)),
-        kernels=linear_kernels("mlp.router", shape.tokens // shape.shards, hidden, number, dtype="fp32", width=width),
+        kernels=partial(
+            linear_kernels, "mlp.router", shape.tokens // shape.shards, hidden, number, dtype="fp32", width=width
+        ),
     )
     yield Op(
         "dispatch",
@@ -180,7 +186,7 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
             Value("tokens of rows", rows * INDEX_BYTES),
             Value("numbers of rows", choices * INDEX_BYTES),
         ),
-        kernels=_row_kernels(shape),
+        kernels=partial(_row_kernels, shape),
     )
     yield Op(
         "up",
@@ -188,7 +194,7 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         saves=(picked,),
         weight_needs=(picked, gradient("up", outer.bytes)),
         flops=_expert_flops(shape, up),
-        kernels=_expert_products(shape, up),
+        kernels=partial(_expert_products, shape, up),
     )
     yield _activation(shape, outer, choices * ffn * width // shape.tensor, ffn, biased=False)
     yield Op(
@@ -202,7 +208,7 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         saves=(activated,),
         weight_needs=(activated, gradient("down", picked.bytes)),
         flops=_expert_flops(shape, down),
-        kernels=_expert_products(shape, down),
+        kernels=partial(_expert_products, shape, down),
     )
     yield Op("combine", saves=(Value("results of rows", picked.bytes), Value("weights of rows", rows * width)))
 
@@ -275,7 +281,6 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         handed.append(gradient("sum", stream))
     if model.positions == "learned":
         handed.append(gradient("positions", stream // shape.micro_size))
-    moved = stream + stream // shape.width * 2 * FULL_BYTES
     yield Op(
         "lookup",
         weights=tuple(tables),
@@ -285,14 +290,20 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         ),
         weight_needs=tuple(handed),
         collectives=collectives,
-        kernels=(
-            Kernel("embedding", "forward", moved=3 * stream),
-            Kernel("embedding, gradient of its table", "backward_weight", moved=moved),
-        ),
+        kernels=partial(_lookup_kernels, shape),
         uses=(("dropout", model.hidden_size),) if model.embedding_dropout else (),
     )
     if post_norm:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
+
+
+def _lookup_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
+    stream = shape.own_stream
+    moved = stream + stream // shape.width * 2 * FULL_BYTES
+    return (
+        Kernel("embedding", "forward", moved=3 * stream),
+        Kernel("embedding, gradient of its table", "backward_weight", moved=moved),
+    )
 
 
 def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
@@ -317,7 +328,7 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weight_needs=(normalised, logits, Value("scale of the loss", FULL_BYTES)),
         flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
         collectives=collectives,
-        kernels=_output_kernels(shape),
+        kernels=partial(_output_kernels, shape),
         uses=(("linear_cross_entropy", model.hidden_size),),
     )
 
@@ -348,7 +359,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         saves=(picked,),
         weight_needs=(picked, gradient("transform", wide)),
         flops=linear_flops(every_row, transform.num_elements),
-        kernels=linear_products(shape, transform, rows),
+        kernels=partial(linear_products, shape, transform, rows),
     )
     yield Op("gelu", saves=(transformed,), uses=(("gelu", hidden),))
     yield Op(
@@ -376,7 +387,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weight_needs=(normalised, gradient("logits", rows * columns * width)),
         flops=linear_flops(every_row, _output_elements(model), shape.recompute_logits),
         collectives=collectives,
-        kernels=_output_kernels(shape),
+        kernels=partial(_output_kernels, shape),
         uses=(loss,),
     )
     if model.sentence_head:
@@ -405,7 +416,7 @@ def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
             saves=(source, *saves),
             weight_needs=(source, handed),
             flops=linear_flops(micro, spec.num_elements),
-            kernels=linear_products(shape, spec, micro),
+            kernels=partial(linear_products, shape, spec, micro),
         )
 
 

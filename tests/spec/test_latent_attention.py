@@ -1,6 +1,7 @@
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), declared as ops and counted on a toy module."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def latent_attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
             saves=(read,),
             weight_needs=(read, gradient(name, tokens * rows * width)),
             flops=linear_flops(tokens, weight.num_elements),
-            kernels=linear_products(shape, weight, tokens),
+            kernels=partial(linear_products, shape, weight, tokens),
         )
     statistics = Value("latent statistics", shape.statistics(tokens))
     weights = tuple(norm_weights(ModelConfig(hidden_size=LATENT, num_heads=1, normalization="rms_norm"), "norm"))

@@ -42,10 +42,10 @@ class LayerKernels:
     megatron_kernels: bool = False
 
     def __iter__(self) -> Iterator[TimedKernel]:
-        costs = layout_costs(self.config, device=device_type(self.device))
+        costs = layout_costs(self.config, device=device_type(self.device), layers=(self.layer,))
         shape = costs.shape(self.layer)
         for op in costs.ops(self.layer):
-            for kernel in op.kernels:
+            for kernel in op.kernels():
                 chosen = self._unfused_loss(kernel, shape) if self.megatron_kernels else kernel
                 if chosen is not None:
                     yield TimedKernel(chosen.name, chosen.phase, self._time(chosen, shape))
