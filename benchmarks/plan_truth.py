@@ -22,6 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megapipe.calibration import profile
+from megapipe.calibration.ranks import on_ranks
+from megapipe.calibration.samples import samples_for
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
@@ -33,9 +36,6 @@ from megapipe.optim.learning_rate import learning_rate
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.cost.model import Prediction, predict
-from megapipe.training.calibration import profile
-from megapipe.training.calibration.ranks import on_ranks
-from megapipe.training.calibration.samples import samples_for
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader

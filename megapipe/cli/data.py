@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from megapipe.cli import stalls as stall_command
 from megapipe.data.shard_command import Subcommand
 from megapipe.data.shard_command import main as run_data
-from megapipe.training import stall_command
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -92,7 +92,7 @@ def devices(findings: Diagnosis) -> None:
     """
     import torch
 
-    from megapipe.planner.report.words import bytes_told
+    from megapipe.config.words import bytes_told
     from megapipe.training.memory_check import free_on_host
 
     free = free_on_host()
@@ -175,7 +175,7 @@ def space(findings: Diagnosis) -> None:
     """Add the free space on the disk and in shared memory. Report less than a checkpoint, or than NCCL, needs."""
     import torch
 
-    from megapipe.planner.report.words import bytes_told
+    from megapipe.config.words import bytes_told
 
     here = Path.cwd()
     free = shutil.disk_usage(here).free

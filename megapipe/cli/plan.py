@@ -17,6 +17,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _with_torch(name: str, request: "Request") -> int:
     # Importing torch takes a second, which the other commands need not wait for.
-    from megapipe.training import plan_commands
+    from megapipe.calibration import commands as plan_commands
 
     return plan_commands.HANDLERS[name](request)

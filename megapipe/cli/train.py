@@ -10,12 +10,12 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from megapipe.cli.launcher import Job, first_slurm_node, launch, slurm_variables
+from megapipe.cli.rank import run_parser, run_program
 from megapipe.config.command_line import OneLineParser, natural, positive
 from megapipe.config.errors import ConfigError
 from megapipe.config.kinds import KINDS, kind_of
 from megapipe.config.load import parse_given
 from megapipe.config.run import PretrainConfig
-from megapipe.training.command import run_parser, run_program
 from megapipe.training.exit_codes import ExitCode
 
 EXAMPLES = """\

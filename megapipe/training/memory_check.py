@@ -19,6 +19,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.config.schedule import ScheduleConfig
+from megapipe.config.words import bytes_told
 from megapipe.engine.clocks import this_host
 from megapipe.layers.attention import has_amx
 from megapipe.layout.lowered import lowered_schedule
@@ -26,7 +27,6 @@ from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.validation import data_parallel_size
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.report.words import bytes_told
 from megapipe.schedules.generators.registry import find_generator
 from megapipe.training.validate import validate
 

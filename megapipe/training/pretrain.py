@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from megapipe.checkpoint.lock import DirectoryLock
+from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
@@ -45,7 +46,6 @@ from megapipe.training.metrics import MetricsFile
 from megapipe.training.muon_shards import muon_shards
 from megapipe.training.precision import with_precision
 from megapipe.training.profile import Profiler
-from megapipe.training.recompute_choice import with_recompute
 from megapipe.training.references import reference_losses
 from megapipe.training.replica import Replica
 from megapipe.training.resume import Checkpointer
@@ -60,12 +60,29 @@ from megapipe.training.validate import validate
 from megapipe.training.watchdog import Heartbeat, Watchdog
 
 Say = Callable[[str], None]
+ChooseRecompute = Callable[[PretrainConfig, Mesh, Say], PretrainConfig]
+"""Replaces recompute.method auto, a collective call; raises ConfigError, the same on every rank, if nothing fits."""
 
 
-def pretrain(config: PretrainConfig, environment: LaunchEnvironment, start: Start | None = None) -> int:
+def named_recompute(config: PretrainConfig, mesh: Mesh, say: Say) -> PretrainConfig:
+    """Return the configuration. Raises ConfigError for recompute.method auto, which needs a planner."""
+    if config.recompute.method == "auto":
+        raise ConfigError(
+            "recompute.method auto is chosen by megapipe train; set none, selective or full, or pass "
+            "choose_recompute=megapipe.calibration.recompute_choice.with_recompute"
+        )
+    return config
+
+
+def pretrain(
+    config: PretrainConfig,
+    environment: LaunchEnvironment,
+    start: Start | None = None,
+    choose_recompute: ChooseRecompute = named_recompute,
+) -> int:
     """Train a model as configured; returns the process's exit status (130 after Ctrl-C, 143 after SIGTERM).
 
-    start: the ranks of this start, None for one process.
+    start: the ranks of this start, None for one process. choose_recompute: resolves recompute.method auto.
 
     Raises ConfigError, DataError, CheckpointError or LaunchError before any process group starts.
     """
@@ -86,7 +103,9 @@ def pretrain(config: PretrainConfig, environment: LaunchEnvironment, start: Star
         if config.training.deterministic:
             require_determinism()
         with Watchdog(config.watchdog, environment.rank, Path(config.training.directory)) as heartbeat:
-            return _connected(config, environment, start, samples, validation, heartbeat, lock, variables)
+            return _connected(
+                config, environment, start, samples, validation, heartbeat, lock, variables, choose_recompute
+            )
 
 
 def _connected(
@@ -98,6 +117,7 @@ def _connected(
     heartbeat: Heartbeat,
     lock: DirectoryLock | None,
     variables: Mapping[str, str],
+    choose_recompute: ChooseRecompute,
 ) -> int:
     parallel = config.parallel
     mesh = initialize(
@@ -109,7 +129,7 @@ def _connected(
     if mesh.device.type == "cpu":
         keep_freed_memory()
     try:
-        return _train(config, mesh, samples, validation, heartbeat, lock, variables)
+        return _train(config, mesh, samples, validation, heartbeat, lock, variables, choose_recompute)
     finally:
         shutdown()
 
@@ -127,6 +147,7 @@ def _train(
     heartbeat: Heartbeat,
     lock: DirectoryLock | None,
     variables: Mapping[str, str],
+    choose_recompute: ChooseRecompute,
 ) -> int:
     """Build the model and train. variables: of the environment, that were set for the GPU."""
     run = new_run_id()
@@ -134,7 +155,7 @@ def _train(
         say = listeners.say
         if variables:
             say(gpu_variables_told(variables))
-        config = with_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
+        config = choose_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)
         replica = Replica(config, mesh, family_of(config).layers, heartbeat=heartbeat, say=say)

@@ -17,7 +17,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.families import ModelFamily, family_of
 from megapipe.training.loader import Consumer, StepBatch
 from megapipe.training.precision import with_precision
-from megapipe.training.recompute_choice import with_recompute
+from megapipe.training.pretrain import ChooseRecompute, named_recompute
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples
 from megapipe.training.stall_report import StallReport
@@ -94,11 +94,18 @@ class ColdShards:
 
 
 def measure_stalls(
-    config: PretrainConfig, *, ingestion: float | None, num_steps: int, warm_up: int, say: Callable[[str], None]
+    config: PretrainConfig,
+    *,
+    ingestion: float | None,
+    num_steps: int,
+    warm_up: int,
+    say: Callable[[str], None],
+    choose_recompute: ChooseRecompute = named_recompute,
 ) -> StallReport:
     """Measure the first steps of a run as one data-parallel replica has them.
 
-    ingestion: tokens a second of all replicas, where the model is not to be run here.
+    ingestion: tokens a second of all replicas, where the model is not to be run here. choose_recompute: as in
+    `pretrain`.
 
     Raises ConfigError, DataError or LaunchError before anything is measured.
     """
@@ -122,7 +129,7 @@ def measure_stalls(
     num_samples = len(open_samples(config, "train"))
     consumer: Consumer
     if given is None:
-        config = with_recompute(with_precision(config, mesh, None, say), mesh, say)
+        config = choose_recompute(with_precision(config, mesh, None, say), mesh, say)
         model = ModelHere(config, mesh)
         consumer, train = model.replica, model.train
     else:

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from megapipe.checkpoint import background
+from megapipe.cli.rank import run_program
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
 from megapipe.parallel.groups.distributed import DistributedGroup
 from megapipe.training import pretrain
 from megapipe.training.batches import BatchLoader
-from megapipe.training.command import run_program
 from megapipe.training.evaluation import Evaluator
 from megapipe.training.guards import Guards
 from megapipe.training.replica import Replica

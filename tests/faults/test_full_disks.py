@@ -26,7 +26,7 @@ from megapipe.training import output, resume, saving
 from megapipe.training import pretrain as program
 from megapipe.training.display import PlainLines
 from megapipe.training.loop import TrainingLoop
-from megapipe.training.pretrain import _train, pretrain
+from megapipe.training.pretrain import _train, named_recompute, pretrain
 from megapipe.training.sources import open_samples
 from megapipe.training.watchdog import Heartbeat
 from tests.faults.jobs import saved_steps, told_steps
@@ -198,9 +198,9 @@ def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> l
     samples = open_samples(config, "train")
     if mesh.rank == victim:
         with on_disk(disk, at_step):
-            assert _train(config, mesh, samples, None, Heartbeat(), None, {}) == 0
+            assert _train(config, mesh, samples, None, Heartbeat(), None, {}, named_recompute) == 0
     else:
-        assert _train(config, mesh, samples, None, Heartbeat(), None, {}) == 0
+        assert _train(config, mesh, samples, None, Heartbeat(), None, {}, named_recompute) == 0
     return said
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from megapipe.checkpoint import CheckpointError
+from megapipe.cli.rank import run_program
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.command import run_program
 from megapipe.training.folders import locked_folder
 from megapipe.training.pretrain import pretrain
 from tests.faults.jobs import LIMIT_SECONDS, RUN, needs_proc, statuses
@@ -196,7 +196,7 @@ PROGRAM = """
 import os, signal, sys
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
-from megapipe.training.command import run_program
+from megapipe.cli.rank import run_program
 if os.environ["RANK"] == "1":
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == int(os.environ["DIFFERS_AT_START"]):
         sys.argv += ["--training.seed=7"]

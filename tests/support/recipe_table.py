@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.words import bytes_told, count_told, duration_told, seconds_told
 from megapipe.planner.command.arguments import Request, parse_request
 from megapipe.planner.command.main import main as plan
-from megapipe.planner.report.words import bytes_told, count_told, duration_told, layout_told, seconds_told
+from megapipe.planner.report.words import layout_told
 
 PAGE = Path(__file__).resolve().parents[2] / "examples/recipes/README.md"
 BEGIN, END = "<!-- predictions: begin -->", "<!-- predictions: end -->"

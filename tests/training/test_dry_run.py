@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megapipe.calibration.commands import run_dry_run
 from megapipe.config import progress
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
@@ -26,7 +27,6 @@ from megapipe.training import dry_run as module
 from megapipe.training.context_layout import HeldTokens
 from megapipe.training.dry_run import ShapeError, ShapeGroup, dry_run
 from megapipe.training.families import family_of
-from megapipe.training.plan_commands import run_dry_run
 from megapipe.training.replica import Replica
 from tests.support.covering import covering_array
 from tests.support.layouts import AXES, allowed, config_of, world_size

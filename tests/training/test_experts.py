@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.calibration import commands as plan_commands
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.engine.step import StepInput
@@ -18,7 +19,6 @@ from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.command.main import main
 from megapipe.spec.layers import load_variations, model_layers
-from megapipe.training import plan_commands
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader, open_samples

@@ -158,9 +158,10 @@ PROGRAM = """
 import atexit, sys, threading
 atexit.register(threading.Event().wait)  # as Weights & Biases waits for its server
 from megapipe.config.run import PretrainConfig
-from megapipe.training import command, listeners, pretrain
+from megapipe.cli import rank
+from megapipe.training import listeners, pretrain
 
-def stuck(config, environment, start):
+def stuck(config, environment, start, choose_recompute):
     listeners.OPEN_SECONDS = 0.2
     with listeners.Listeners() as heard:
         heard.add("tracker", "stuck", threading.Event().wait)
@@ -170,7 +171,7 @@ def stuck(config, environment, start):
     return 143
 
 pretrain.pretrain = stuck
-raise SystemExit(command.run_program(PretrainConfig, sys.argv[1:]))
+raise SystemExit(rank.run_program(PretrainConfig, sys.argv[1:]))
 """
 
 

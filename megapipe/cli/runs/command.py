@@ -14,7 +14,7 @@ from typing import Any
 from megapipe.cli.runs import curves
 from megapipe.cli.runs.reader import RATE_STEPS, Run, find_runs, is_run, read_run
 from megapipe.config.command_line import OneLineParser, tool_parser, with_hyphens
-from megapipe.planner.report.words import bytes_told, count_told, duration_told, seconds_told
+from megapipe.config.words import bytes_told, count_told, duration_told, seconds_told
 from megapipe.training.metrics import finite
 from megapipe.training.output import print_error, print_line
 from megapipe.training.records import TIME_PARTS

@@ -1,6 +1,6 @@
 """What was measured on a machine: layers of one model, collectives, and what busy neighbours cost.
 
-All times are seconds. `megapipe.training.calibration` fills this in, a hardware file carries it, `planner.measured`
+All times are seconds. `megapipe.calibration` fills this in, a hardware file carries it, `planner.measured`
 answers from it.
 """
 

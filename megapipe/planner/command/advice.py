@@ -5,9 +5,9 @@ from itertools import groupby
 from typing import Any
 
 from megapipe.config.run import PretrainConfig
+from megapipe.config.words import bytes_told, seconds_told
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.arguments import Request
-from megapipe.planner.report.words import bytes_told, seconds_told
 
 
 def advised(request: Request, config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.words import DAY, HOUR, count_told, duration_told
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.report.words import DAY, HOUR, count_told, duration_told
 
 
 def priced(hardware: Hardware, price: float | None) -> Hardware:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.config.words import bytes_told, seconds_told
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.validation import run_problems
 from megapipe.planner.command.arguments import Request
@@ -22,7 +23,7 @@ from megapipe.planner.cost.model import Prediction, estimate, explain_stages, pr
 from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.breakdown import Row
 from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
+from megapipe.planner.report.words import figures_cells, layout_cells, layout_told
 
 PHASES = (
     "forward", "backward_input", "backward_weight", "recompute", "tensor", "context", "update", "reduction", "gather",

@@ -5,6 +5,7 @@ from typing import Any, Final, Literal
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
+from megapipe.config.words import HOUR, count_told, duration_told
 from megapipe.layout.hardware.description import Efficiency, Hardware
 from megapipe.layout.hardware.precision import with_named_precision
 from megapipe.layout.hardware.reader import load_hardware
@@ -12,7 +13,6 @@ from megapipe.layout.stages import layers_of
 from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.measured.times import MeasuredTimes
-from megapipe.planner.report.words import HOUR, count_told, duration_told
 from megapipe.planner.save_interval import lost_share, save_interval
 
 FITTED_PRESETS = ("a100-80", "h100")

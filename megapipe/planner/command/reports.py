@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.words import bytes_told, seconds_told
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.command.launch import write_text
@@ -14,7 +15,7 @@ from megapipe.planner.report.breakdown import Row, draw_breakdown
 from megapipe.planner.report.memory import draw_memory
 from megapipe.planner.report.page import PageSection, command_html, draw_page, lines_html, table_html
 from megapipe.planner.report.pareto import draw_pareto
-from megapipe.planner.report.words import bytes_told, figures_cells, layout_cells, layout_told, seconds_told
+from megapipe.planner.report.words import figures_cells, layout_cells, layout_told
 from megapipe.planner.search.findings import Findings
 from megapipe.schedules.drawing import draw_svg
 

@@ -11,6 +11,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.progress import progress_bar
+from megapipe.config.words import seconds_told
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.advice import advised, print_advice
 from megapipe.planner.command.arguments import NO_DATA, Request
@@ -28,7 +29,7 @@ from megapipe.planner.command.planning import (
 from megapipe.planner.cost.model import predict
 from megapipe.planner.recompute_auto import limited
 from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import figures_cells, layout_cells, seconds_told
+from megapipe.planner.report.words import figures_cells, layout_cells
 from megapipe.planner.search.findings import Findings, Found
 from megapipe.planner.search.plan import Effort
 from megapipe.planner.search.search import search

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.words import DAY, bytes_told, count_told, seconds_told
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.stages import layers_of
 from megapipe.planner.command.arguments import Request
 from megapipe.planner.command.planning import PREFERRED, measured_times, num_parameters, planned_config
 from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import DAY, bytes_told, count_told, layout_told, seconds_told
+from megapipe.planner.report.words import layout_told
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
 from megapipe.planner.training_time.intensity import (
     Transformer,

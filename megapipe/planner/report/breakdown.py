@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from megapipe.config.words import bytes_told, seconds_told
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.report.svg import CHARACTER, box, cut, document, lane, legend, line, text, ticks
-from megapipe.planner.report.words import bytes_told, seconds_told
 
 COLOURS: Final = {
     "compute": "#3b7dd8",

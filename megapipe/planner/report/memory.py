@@ -3,9 +3,9 @@
 from dataclasses import fields
 from typing import Final
 
+from megapipe.config.words import bytes_told
 from megapipe.planner.cost.estimate import Estimate, RankMemory
 from megapipe.planner.report.svg import box, document, lane, legend, line, text, ticks
-from megapipe.planner.report.words import bytes_told
 
 COLOURS: Final = {
     "weights": "#3b7dd8",

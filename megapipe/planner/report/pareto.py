@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from html import escape
 
+from megapipe.config.words import bytes_told
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.report.svg import cut, document, line, text, ticks
-from megapipe.planner.report.words import bytes_told, layout_told
+from megapipe.planner.report.words import layout_told
 
 LEFT, TOP, RIGHT, HEIGHT, ROW = 84, 48, 28, 280, 18
 RADIUS = 9

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import yaml
 
+from megapipe.calibration.commands import run_dry_run
+from megapipe.config.words import bytes_told, seconds_told
 from megapipe.planner.command.arguments import parse_request
 from megapipe.planner.command.launch import config_yaml
 from megapipe.planner.command.main import main
 from megapipe.planner.command.planning import provenance
-from megapipe.planner.report.words import bytes_told, layout_told, seconds_told
+from megapipe.planner.report.words import layout_told
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
-from megapipe.training.plan_commands import run_dry_run
 from tests.planner.command.plan import ROOT
 
 LAUNCH = ROOT / "examples" / "launch"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.load import parse
+from megapipe.config.words import bytes_told, duration_told, seconds_told
 from megapipe.layout.hardware.reader import load_hardware
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.model import predict
@@ -19,7 +20,7 @@ from megapipe.planner.report.page import MOST_BARS, PageSection, draw_page
 from megapipe.planner.report.pareto import draw_pareto
 from megapipe.planner.report.svg import ticks
 from megapipe.planner.report.table import plain_table
-from megapipe.planner.report.words import bytes_told, duration_told, layout_told, seconds_told
+from megapipe.planner.report.words import layout_told
 from tests.planner.command.plan import LAYOUT, output
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from megapipe.calibration.samples import samples_for
+from megapipe.calibration.silent_group import silent_mesh
 from megapipe.config.run import PretrainConfig
 from megapipe.config.schedule import ScheduleConfig
 from megapipe.engine.step import StepInput
@@ -21,8 +23,6 @@ from megapipe.layout.hardware.measured import LAYER_KINDS, MeasuredLayer
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
 from megapipe.schedules.generators.registry import find_generator
-from megapipe.training.calibration.samples import samples_for
-from megapipe.training.calibration.silent_group import silent_mesh
 from megapipe.training.families import family_of
 from megapipe.training.replica import Replica
 from megapipe.training.sources import open_loader

@@ -7,12 +7,12 @@ waits for whoever is last. So the steps of `layers` run once more, on as many ra
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 
+from megapipe.calibration.layers import Cell, measure_cell
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.measured import LayerKind, MeasuredLayer, MeasuredWait
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.calibration.layers import Cell, measure_cell
 
 
 def shared_cells(cells: Sequence[Cell], ranks: int) -> dict[int, list[Cell]]:

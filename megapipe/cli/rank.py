@@ -53,10 +53,11 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str], parser: Ar
     end_with_launcher()
 
     # Importing torch takes a second, which --help and a misspelt key need not wait for.
+    from megapipe.calibration.planning import planned
+    from megapipe.calibration.recompute_choice import with_recompute
     from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.failures import status_of
     from megapipe.training.listeners import any_abandoned
-    from megapipe.training.planning import planned
     from megapipe.training.pretrain import pretrain
 
     start, failure = None, None
@@ -72,7 +73,7 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str], parser: Ar
             config, plan_line = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
             if environment.rank == 0:
                 print_line(plan_line)
-        status = pretrain(config, environment, start)
+        status = pretrain(config, environment, start, with_recompute)
     except Exception as error:
         failure = error  # kept, because its frames hold process groups
         status = status_of(error, start)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapipe.calibration import recompute_choice
+from megapipe.calibration.recompute_choice import with_recompute
 from megapipe.config.bert import BertDataConfig, BertModelConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
@@ -21,8 +23,6 @@ from megapipe.layout.hardware.reader import load_hardware
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.recompute_budget import GIB, peak_bytes
-from megapipe.training import recompute_choice
-from megapipe.training.recompute_choice import with_recompute
 from tests.support.bert_runs import make_bert_config
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import environment, launch

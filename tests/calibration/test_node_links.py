@@ -15,12 +15,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.calibration.node_links import NodeLinks, Place, measure_node_links, rounds, with_node_links
+from megapipe.calibration.ranks import on_ranks
 from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.reader import load_hardware
 from megapipe.layout.hardware.writer import written
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.calibration.node_links import NodeLinks, Place, measure_node_links, rounds, with_node_links
-from megapipe.training.calibration.ranks import on_ranks
 from tests.planner.measured.machines import machine
 from tests.support.launch import ROOT, environment
 

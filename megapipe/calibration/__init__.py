@@ -1,5 +1,5 @@
 """Measuring a machine: its layers, collectives and links, for the planner."""
 
-from megapipe.training.calibration.machine import profile
+from megapipe.calibration.machine import profile
 
 __all__ = ["profile"]

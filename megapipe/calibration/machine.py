@@ -8,6 +8,12 @@ from pathlib import Path
 
 import torch
 
+from megapipe.calibration.device import device_name, measured_bandwidth, measured_products, memory_bytes
+from megapipe.calibration.layers import Cell, StepTimes, cells, measure_cell
+from megapipe.calibration.ranks import on_ranks
+from megapipe.calibration.samples import samples_for
+from megapipe.calibration.together import Together, has_devices, measure_together
+from megapipe.calibration.waits import measure_shared, shared_cells, waits
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.durable import write_whole
@@ -20,12 +26,6 @@ from megapipe.layout.validation import context_problems
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.measured.shape import shape_of
 from megapipe.spec.layers import tensor_problems
-from megapipe.training.calibration.device import device_name, measured_bandwidth, measured_products, memory_bytes
-from megapipe.training.calibration.layers import Cell, StepTimes, cells, measure_cell
-from megapipe.training.calibration.ranks import on_ranks
-from megapipe.training.calibration.samples import samples_for
-from megapipe.training.calibration.together import Together, has_devices, measure_together
-from megapipe.training.calibration.waits import measure_shared, shared_cells, waits
 from megapipe.training.offload_plan import copy_bandwidth
 from megapipe.training.precision import with_precision
 

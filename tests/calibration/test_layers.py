@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megapipe.calibration.layers import Cell, LayerRun, cells, measure_cell, measured_config
+from megapipe.calibration.samples import RandomSamples, samples_for
+from megapipe.calibration.silent_group import SilentGroup, silent_mesh
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
@@ -12,9 +15,6 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.schedules.actions import Kind
-from megapipe.training.calibration.layers import Cell, LayerRun, cells, measure_cell, measured_config
-from megapipe.training.calibration.samples import RandomSamples, samples_for
-from megapipe.training.calibration.silent_group import SilentGroup, silent_mesh
 
 CPU = torch.device("cpu")
 CONFIG = PretrainConfig(

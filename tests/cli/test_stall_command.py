@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
+from megapipe.cli.stalls import main, read_config
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data import page_cache
 from megapipe.training import stall_measurement
 from megapipe.training.sources import open_samples
-from megapipe.training.stall_command import main, read_config
 from megapipe.training.stall_measurement import ColdShards
 from tests.data.preprocess_runs import ROOT
 from tests.support.bert_runs import write_corpus

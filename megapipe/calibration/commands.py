@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
+from megapipe.calibration import profile
+from megapipe.calibration.machine import check_output
+from megapipe.calibration.node_links import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.config.errors import ConfigError
 from megapipe.config.progress import progress_bar
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.config.words import bytes_told
 from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
 from megapipe.layout.hardware.description import Hardware
@@ -25,10 +29,7 @@ from megapipe.planner.command.arguments import NO_DATA, Request
 from megapipe.planner.command.planning import check_fields
 from megapipe.planner.recompute_auto import resolved
 from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import bytes_told, layout_told
-from megapipe.training.calibration import profile
-from megapipe.training.calibration.machine import check_output
-from megapipe.training.calibration.node_links import NodeLinks, Place, measure_node_links, with_node_links
+from megapipe.planner.report.words import layout_told
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
 from megapipe.training.signals import STOPS
 from megapipe.training.validate import validate

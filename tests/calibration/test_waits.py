@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.calibration.layers import Cell, cells
+from megapipe.calibration.ranks import on_ranks
+from megapipe.calibration.waits import measure_shared, shared_cells, waits
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.measured import MeasuredLayer
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.calibration.layers import Cell, cells
-from megapipe.training.calibration.ranks import on_ranks
-from megapipe.training.calibration.waits import measure_shared, shared_cells, waits
-from tests.training.calibration.test_layers import CONFIG
+from tests.calibration.test_layers import CONFIG
 
 LATE = 0.05
 SECONDS = st.floats(0.0, 10.0)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
+from megapipe.calibration.device import memory_bytes
+from megapipe.calibration.planning import this_machine
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layers.attention import has_amx
@@ -13,8 +15,6 @@ from megapipe.layout.hardware.device_type import hardware_device_type
 from megapipe.layout.hardware.reader import load_hardware
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.recompute_auto import Resolved, resolved
-from megapipe.training.calibration.device import memory_bytes
-from megapipe.training.planning import this_machine
 
 
 def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None]) -> PretrainConfig:

@@ -6,12 +6,12 @@ from statistics import median
 
 import torch
 
+from megapipe.calibration.collectives import fitted, measured_collectives, measured_sends
+from megapipe.calibration.layers import Cell, LayerRun
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.measured import MeasuredCollective, Transport
 from megapipe.parallel.links import LinkKind
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.calibration.collectives import fitted, measured_collectives, measured_sends
-from megapipe.training.calibration.layers import Cell, LayerRun
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
     # Importing torch takes a second, which --help need not wait for.
+    from megapipe.calibration.recompute_choice import with_recompute
     from megapipe.parallel.errors import LaunchError
     from megapipe.planner.command.launch import check_folders
     from megapipe.training.stall_measurement import measure_stalls
@@ -55,6 +56,7 @@ def _run(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
             num_steps=arguments.steps,
             warm_up=arguments.warm_up,
             say=lambda line: print(line, file=sys.stderr, flush=True),
+            choose_recompute=with_recompute,
         )
         if arguments.json is not None:
             with open(arguments.json, "w", encoding="utf-8") as file:

@@ -10,13 +10,14 @@ import torch
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
+from megapipe.config.words import seconds_told
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.reader import PRESETS, load_hardware
 from megapipe.parallel.launch import DeviceChoice, set_driver_variables
 from megapipe.planner.command.arguments import MEMORY_RESERVE
 from megapipe.planner.command.planning import measured_times, provenance
 from megapipe.planner.recompute_auto import limited
-from megapipe.planner.report.words import layout_told, seconds_told
+from megapipe.planner.report.words import layout_told
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
 
 AUTO = "auto"
