@@ -32,7 +32,7 @@ def held_tool(folder: Path) -> list[str]:
     program.write_text(
         "import runpy, time\n"
         "from megapipe.data.preprocess import command\n"
-        "command.Progress.show = lambda *_: time.sleep(1000)\n"
+        "command.ProgressLine.show = lambda *_: time.sleep(1000)\n"
         f"if __name__ == '__main__': runpy.run_path({TOOL[1]!r}, run_name='__main__')\n"
     )
     return [sys.executable, str(program)]

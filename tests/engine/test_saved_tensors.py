@@ -15,6 +15,7 @@ from megapipe.layers.split import SplitTape
 from megapipe.spec.layers import model_layers
 from megapipe.training.memory_report import saved_bytes
 from tests.layers.bound import GPT2, LLAMA, bind, small_model
+from tests.spec.sizes import predicted_bytes
 from tests.support.live_bytes import LiveBytes
 
 SIZE = 64
@@ -102,7 +103,7 @@ def test_a_split_backward_finds_its_tape(model: dict[str, object]) -> None:
         saved, piece = forward(lambda x, m=layer.module, c=context: m(x, context=c)[0], data.clone(), tape,
                                *layer.module.parameters())  # fmt: skip
         if moves:
-            assert move_away(saved, pool) == saved(config, spec, 2, 16, "fp32", "sdpa") + shared(config)
+            assert move_away(saved, pool) == predicted_bytes(config, spec, 2, 16, "fp32", "sdpa") + shared(config)
             assert not [tensor for tensor in tape.kept if tensor.numel()]
             bring_back(saved, pool)
         (passed,) = backward_input(piece, (gradient,))

@@ -38,7 +38,7 @@ def other(hint: Any, value: Any) -> Any:
     if hint is str:
         return f"{value or ''}x"
     if get_origin(hint) is dict:
-        return {**value, "x": other(get_args(hint)[1], 1 if get_args(hint)[1] is float else "")}
+        return {**value, "x": other(get_args(hint)[1], "" if get_args(hint)[1] is str else 1)}
     return [*(value or []), 7]
 
 

@@ -50,7 +50,7 @@ def test_the_guides_predictions_and_budget_run(tmp_path: Path) -> None:
 def test_the_guides_call_of_profile_is_one() -> None:
     """Its arguments are profile's own; running it is the slow test of tests/calibration."""
     compile(blocks("python")[0], "guide", "exec")
-    source = (ROOT / "megapipe" / "training" / "calibration" / "machine.py").read_text()
+    source = (ROOT / "megapipe" / "calibration" / "machine.py").read_text()
     for name in ("ranks", "tensor_sizes", "micro_sizes", "say"):
         assert f"{name}=" in blocks("python")[0]
         assert f"    {name}:" in source
