@@ -33,6 +33,7 @@ start()
 """
 """The program of a rank. Started with -P, so that files in the current folder do not hide modules."""
 
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _SHUTDOWN_SECONDS = 3600
 """After a signal, ranks have this long to save before the agent kills them; torch's default is 30 s."""
 
@@ -80,6 +81,10 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
     The status is that of the first rank of this node that failed; 128 + N for a signal N to the rank or to this
     process.
     """
+    # torch reads this when it is imported. At its own level the agent prints the C++ stack of its last exchange if the
+    # node that serves the store ends first. Ranks do not inherit it.
+    level = os.environ.get(_CPP_LOG_LEVEL)
+    os.environ[_CPP_LOG_LEVEL] = level or "ERROR"
     # Importing torch takes seconds, which wrong input need not wait for.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -87,6 +92,8 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # in this process only
+    if level is None:
+        del os.environ[_CPP_LOG_LEVEL]
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
     if job.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks would compete for the cores
