@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ActivationKind:
-    """What the model, its costs and its kernels need to know about an activation function.
+    """Properties of an activation function that the model, its costs and its kernels read.
 
     op: of the kernel registry; its function `apply` takes the tensor and `arguments`. gated: the first matrix gives
     two halves, the gate first. biased: op whose `apply` adds the bias of the first matrix too, if there is one.
@@ -20,8 +20,8 @@ class ActivationKind:
 
 @dataclass(frozen=True)
 class NormKind:
-    """What they need to know about a norm. op: of the kernel registry. centred: it subtracts the mean, keeps it for
-    the backward, and has a bias."""
+    """Properties of a norm. op: of the kernel registry. centred: the norm subtracts the mean, saves it for the
+    backward, and has a bias."""
 
     op: str
     centred: bool

@@ -217,7 +217,7 @@ class PretrainConfig:
                 "recompute.method full cannot be combined with offload.activations auto, which chooses by itself what "
                 "to recompute; set recompute.method none, or offload.activations blocks"
             )
-        found += self.budget_problems()
+        found += self.budget_problems() + self.zero.block_problems(self.model.num_layers)
         if self.offload.weights and self.zero.stage:
             found.append(
                 f"offload.weights cannot be combined with zero.stage {self.zero.stage}: replicas that shard their "

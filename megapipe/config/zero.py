@@ -62,6 +62,15 @@ class ZeroConfig:
                 )
         return found
 
+    def block_problems(self, num_blocks: int) -> list[str]:
+        """Return one message for each block in layer_stages that a model of so many blocks does not have."""
+        return [
+            f"zero.layer_stages names {name}, but model.num_layers is {num_blocks}: blocks are numbered from 0 to "
+            f"{num_blocks - 1}"
+            for name in self.layer_stages
+            if re.fullmatch(r"blocks\.\d+", name) and int(name.removeprefix("blocks.")) >= num_blocks
+        ]
+
     def stage_of(self, name: str) -> int:
         """Return the stage of a layer by its name, or by the name of one of its parameters."""
         if not self.layer_stages:

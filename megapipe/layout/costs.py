@@ -1,4 +1,4 @@
-"""What a layer holds and sends on one rank of a layout: sums over its ops, as a configuration shapes them.
+"""Sizes and traffic of a layer on one rank of a layout: sums over its ops for the shape that a configuration gives.
 
 Tensor, sequence and context parallelism, recomputation, isolated documents and the precision change what a layer keeps
 of a micro-batch; ZeRO and the optimizer what is kept of its parameters.
@@ -125,7 +125,7 @@ class LayoutCosts:
 
     @cached_property
     def _shape(self) -> MicrobatchShape:
-        """Of a layer whose products are not in fp8."""
+        """The shape for a layer without products in fp8."""
         config, model = self.config, self.config.model
         parallel, recompute = config.parallel, config.recompute
         isolates = config.data.isolate_documents

@@ -236,7 +236,7 @@ def _attention_uses(shape: MicrobatchShape) -> tuple[tuple[str, int], ...]:
 def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
     """Return how often all_to_all sends each key and value head of a tensor rank: once if they divide over the ranks.
 
-    heads_each: query heads of a key head; with copies, each stands for a part of them.
+    heads_each: query heads of a key head; each copy of a key head serves a part of them.
     Raises ValueError if the query heads do not divide either.
     """
     if kv_heads * heads_each % context_size:

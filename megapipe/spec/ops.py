@@ -119,7 +119,7 @@ class Collective(NamedTuple):
 
     elements: as in `Exchange`. forward, backward: calls in a forward and in a whole backward. input_half, weight_half:
     calls in the halves of a split one, which together may be more: sequence parallelism gathers twice in a whole
-    backward and four times in a split one. input_half None stands for `backward`.
+    backward and four times in a split one. input_half None means `backward`.
     """
 
     group: Literal["tensor", "context"]

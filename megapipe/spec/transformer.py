@@ -277,7 +277,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     # Sequence parallelism gathers the gradient of the word embeddings; other tables read that of their shard, and
     # positions its sum over samples.
     handed = [gradient("words", shape.stream)]
-    if shape.sequence_parallel and (bert or post_norm):
+    if shape.sequence_parallel and bert:
         handed.append(gradient("sum", stream))
     if model.positions == "learned":
         handed.append(gradient("positions", stream // shape.micro_size))

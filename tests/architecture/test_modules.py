@@ -30,7 +30,7 @@ TRAINING_MODULES = 359
 TRAINING_PLANNER_MODULES = 0
 """What `import megapipe.training.pretrain` loads of megapipe, and of that of the planner. May only go down."""
 TRAINED_MODULES = 359
-"""What a process has loaded of megapipe after a step of a GPT on one device. May only go down."""
+"""Modules of megapipe in a process after one step of a GPT on one device. May only go down."""
 
 TRAIN_AND_COUNT = """
 import pickle, sys

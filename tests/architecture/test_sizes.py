@@ -1,4 +1,4 @@
-"""What the script of sizes counts."""
+"""The script of sizes counts files, code lines and docstring lines."""
 
 from tests.architecture.sizes import code_lines, docstring_lines, percentile, public_functions
 from tests.architecture.source import Source

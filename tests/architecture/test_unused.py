@@ -23,7 +23,7 @@ USED_BY_TESTS_ALONE = {
     "run_in_process": "a mesh as threads of one process",
     "transition_seconds": "one entry of a table of Galvatron's",
 }
-"""What stays all the same, and why. Nothing may be added."""
+"""Names that stay although tests alone use them, each with its reason. Nothing may be added."""
 
 
 def test_no_function_or_class_is_used_by_tests_alone() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.run import PretrainConfig
 from megapipe.config.zero import ZeroConfig
 from megapipe.layout.prediction import predict_rank
 from megapipe.schedules import ScheduleError, build, dumps, loads, validate
@@ -60,6 +61,14 @@ def test_wrong_stages_are_refused(stages: dict[str, int], message: str) -> None:
     assert problem.startswith(message)
 
 
+def test_a_block_that_the_model_lacks_is_refused() -> None:
+    config = PretrainConfig(model=MODEL, zero=ZeroConfig(stage=3, layer_stages={"blocks.3": 1, "blocks.4": 1}))
+    (problem,) = [each for each in config.problems() if "layer_stages" in each]
+    assert problem.startswith(
+        "zero.layer_stages names blocks.4, but model.num_layers is 4: blocks are numbered from 0"
+    )
+
+
 def test_a_schedule_keeps_the_stages_of_its_units() -> None:
     """In its text form too; and a gather of whole weights, or two sums of a whole gradient, are refused."""
     schedule = build(
@@ -71,6 +80,9 @@ def test_a_schedule_keeps_the_stages_of_its_units() -> None:
     assert loads(text).header.zero_stages == ((1, 3), (2, 1))
     for others, problem in (("zero 3 3", "the weights of its unit are not gathered"), ("zero 1 2", "are whole")):
         with pytest.raises(ScheduleError, match=problem):
+            validate(loads(text.replace("zero 1 3", others)))
+    for others in ("zero 1 3 1", "zero 1"):
+        with pytest.raises(ScheduleError, match="give one for each unit"):
             validate(loads(text.replace("zero 1 3", others)))
     with pytest.raises(ScheduleError, match=r"units by stage, but stages have \[2, 2\] units"):
         build("1f1b", 2, 4, units_per_stage=(2, 2), data_parallel=True, weight_buffers=1, zero_stages=((1, 3),))

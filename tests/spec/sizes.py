@@ -1,4 +1,4 @@
-"""What a layer's ops declare that it saves, for tests that compare it with counted bytes or closed forms."""
+"""Saved bytes that the ops of a layer declare, for tests that compare them with counted bytes or closed forms."""
 
 from collections.abc import Collection
 from typing import Any

@@ -25,7 +25,7 @@ def shaped(heads: int, kv_heads: int | None = None, **fields: object) -> ModelCo
 def exchanged(
     model: ModelConfig, kind: LayerKind = "block", forwards: int = 1, split: bool = False, **shape: Any
 ) -> list[Exchange]:
-    """What tensor ranks exchange for one micro-batch. shape: fields of `MicrobatchShape`."""
+    """Exchanges of tensor ranks for one micro-batch. shape: fields of `MicrobatchShape`."""
     ops = layer_ops(kind, MicrobatchShape(model, **shape))
     return exchanges(ops, forwards=forwards, split=split).get("tensor", [])
 

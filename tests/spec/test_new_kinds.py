@@ -1,4 +1,4 @@
-"""What it takes to add an activation or a norm: a row of a table and a reference kernel. Bytes then follow."""
+"""A new activation or norm takes a row of a table and a reference kernel; its bytes follow from the ops."""
 
 from functools import partial
 from types import ModuleType
