@@ -1,12 +1,9 @@
 """Collectives that autograd sees.
 
 `copy_to_group` and `reduce_from_group` are f and g of Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3),
-a conjugate pair: the forward of one is the backward of the other. f is applied where a replicated tensor enters a region
-in which every rank computes its own part, g where the sum of the parts leaves it. Parts that are slices along a dimension
-leave it through `gather_from_group`.
-
-Over processes these are torch's functional collectives, so torch.compile traces them into one graph; between threads
-the graph breaks. In a group of one rank every function returns its input as it is.
+a conjugate pair: the forward of one is the backward of the other. f is applied where a replicated tensor enters a
+region in which every rank computes its own part, g where the sum of the parts leaves it. Parts that are slices along
+a dimension leave it through `gather_from_group`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
