@@ -5,7 +5,7 @@
    command runs in a process of its own, so that its caches start out empty: `processor_s` leaves the start of Python
    and of imports out, `whole_processor_s` counts all of the process.
 2. GPTs of table 1 of Narayanan et al. (2021, arXiv 2104.04473) on A100s: 39.1B on 64, 1008B on 3,072. Each search is
-   timed with more and more of what it answers: the best alone by closed forms, the ranking by simulation besides, the
+   timed with more and more of what it answers: the best alone by estimates, the ranking by simulation besides, the
    Pareto front besides, and the alternatives. All run in one process, and the first includes caches that start out
    empty.
 3. The layout that the authors chose beside the best one, by the same cost model, and what differs in words.

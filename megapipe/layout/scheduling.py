@@ -171,9 +171,7 @@ def _named_problems(config: PretrainConfig, share: int) -> list[str]:
     except ScheduleError as error:
         return [f"schedule.chunks: {error} ({name})"]
     per_step = config.batch.global_size // share
-    policy = generator.policy(
-        pipeline, per_step, **generator.arguments(generator.policy_options, schedule_options(config))
-    )
+    policy = generator.policy_of(pipeline, per_step, schedule_options(config))
     return _asynchronous_problems(config, policy.updates_per_step)
 
 
@@ -234,9 +232,7 @@ def _flushes(config: PretrainConfig, num_microbatches: int) -> bool:
     if config.schedule.file:
         return read_file(Path(config.schedule.file)).flushes
     generator, options = find_generator(config.schedule.name), schedule_options(config)
-    pipeline = config.parallel.pipeline
-    policy = generator.policy(pipeline, num_microbatches, **generator.arguments(generator.policy_options, options))
-    return max(policy.versions_by_rank) == 1 and policy.updates_per_step == 1
+    return generator.policy_of(config.parallel.pipeline, num_microbatches, options).flushes
 
 
 def _stage_problems(config: PretrainConfig, name: str) -> list[str]:

@@ -36,7 +36,7 @@ class Recomputation:
     """What a budget allows.
 
     config: the run with its recompute group set, and parallel.data. peak_bytes: tensors on the fullest rank at its
-    fullest moment. step_seconds: of the cost model, in closed form. plain_seconds: of a step without recomputation.
+    fullest moment. step_seconds: as the cost model estimates it. plain_seconds: of a step without recomputation.
     plain_bytes: what that would hold. source: where layers' times come from.
     """
 

@@ -91,7 +91,7 @@ def order(
     sections = generator.order(num_ranks, num_microbatches, **arguments)
     if options.get("two_bp", False):
         sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
-    policy = generator.policy(num_ranks, num_microbatches, **generator.arguments(generator.policy_options, options))
+    policy = generator.policy_of(num_ranks, num_microbatches, options)
     header = Header(
         name=name,
         mode=mode,

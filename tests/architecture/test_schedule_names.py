@@ -11,14 +11,7 @@ GENERATOR_FILES = "megapipe/schedules/generators/"
 
 STILL_NAMED = {
     "megapipe/config/schedule.py": "the default",
-    "megapipe/planner/cost/in_flight.py": "closed forms of memory",
-    "megapipe/planner/cost/message_slots.py": "closed forms of memory",
-    "megapipe/planner/cost/pipeline_time.py": "closed forms of time",
-    "megapipe/planner/cost/step_time.py": "closed forms of time",
-    "megapipe/planner/cost/traffic_counts.py": "closed forms of traffic",
-    "megapipe/planner/search/bounds.py": "lower bounds of time",
     "megapipe/planner/search/in_flight.py": "lower bounds of memory",
-    "megapipe/planner/search/stage_seconds.py": "lower bounds of time",
     "megapipe/planner/search/two_buffered.py": "plans of a paper for its own schedule",
     "megapipe/planner/command/train_time.py": "methods of a paper, of which one is called as a schedule is",
     "megapipe/planner/training_time/layouts.py": "methods of a paper, of which one is called as a schedule is",

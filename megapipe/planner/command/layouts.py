@@ -88,7 +88,7 @@ def run_explain(request: Request) -> int:
         print(f"note: {remark}")
     print(f"\nsimulated step: {seconds_told(answer.step_seconds)}")
     print_terms(answer)
-    print(f"\nclosed form, as a search uses it: {seconds_told(closed.step_seconds)}")
+    print(f"\nestimate, as a search uses it: {seconds_told(closed.step_seconds)}")
     print_terms(closed)
     print()
     rows = [

@@ -39,7 +39,7 @@ def write_search(
 ) -> None:
     """The report of a search. prediction: of the best layout. command: that starts it. notes: as above.
 
-    Layouts beside each other are all in closed form, as a search compares them.
+    Layouts are compared by their estimates, as in a search.
     """
     found = findings.best
     best = estimate(found.config, hardware, node_order=found.node_order)
@@ -49,7 +49,7 @@ def write_search(
         if each.estimate is not None and layout_told(each.estimate.config) != layout_told(best.config)
     ]
     pictures = {
-        "breakdown": draw_breakdown([Row("best", best), *others], "Time of a step in closed form, by term"),
+        "breakdown": draw_breakdown([Row("best", best), *others], "Estimated time of a step, by term"),
         "pareto": draw_pareto([each.estimate for each in findings.pareto], best.memory_limit),
     }
     ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]
@@ -137,7 +137,7 @@ def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) ->
             PageSection(
                 "Speed against memory",
                 pictures["pareto"],
-                "Layouts that no other layout beats in both speed and memory. Their speeds are in closed form, as the "
+                "Layouts that no other layout beats in both speed and memory. Their speeds are estimates, as the "
                 "search compares them; the figures at the top are those of the simulated schedule.",
             )
         )

@@ -144,7 +144,7 @@ def print_findings(findings: Findings, top: int) -> None:
     columns = [name for name in rows[0] if name != "context" or any(row[name] != "1" for row in rows)]
     print_table(columns, [[row[name] for name in columns] for row in rows])
     if any(each.simulated for each in findings.ranked[:top]):
-        print("(*: time from a simulation of the schedule, others: from closed forms)")
+        print("(*: time from a simulation of the schedule, others: estimates)")
     if findings.trials:
         told = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
         print()

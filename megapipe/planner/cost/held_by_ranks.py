@@ -49,9 +49,8 @@ def held_by_ranks(
     """Of a schedule by name and options, for so many micro-batches. ranks, ranges: of every stage its rank and its
     layers. classes: of every layer its kind, a number."""
     generator, given = find_generator(name), Options(**dict(options))  # type: ignore[typeddict-item]
-    policy = generator.policy(pipeline, num_microbatches, **generator.arguments(generator.policy_options, given))
+    policy = generator.policy_of(pipeline, num_microbatches, given)
     splits = generator.splits or given.get("two_bp", False)
-    flushes = max(policy.versions_by_rank) == 1 and policy.updates_per_step == 1
     held = most_held(name, pipeline, num_microbatches, generator.number_of_chunks(given), given)
     own: list[list[int]] = [[] for _ in range(pipeline)]
     places: dict[tuple[tuple[int, ...], bool], int] = {}
@@ -75,7 +74,7 @@ def held_by_ranks(
         np.concatenate(held),
         np.repeat(np.arange(pipeline), lengths),
         np.cumsum([0, *lengths[:-1]]),
-        _slots(name, held, num_microbatches, ranks, splits=splits, flushes=flushes),
+        _slots(name, held, num_microbatches, ranks, splits=splits, flushes=policy.flushes),
     )
 
 

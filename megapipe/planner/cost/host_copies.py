@@ -57,7 +57,7 @@ def host_copies(run: RunLayout, schedule: Schedule) -> HostCopies:
 
 
 def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCopies) -> StageCosts:
-    """Stages whose passes and updates take as long as their copies, where those take longer: the closed form.
+    """Stages whose passes and updates take as long as their copies, where those take longer: the estimate.
 
     In a stage's forward its moved blocks leave, in its backward they come, each within the compute of as many units
     as it is prefetched by; weights come in both. Forwards of other micro-batches, which reloads far ahead of their

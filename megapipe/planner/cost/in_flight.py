@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from megapipe.schedules import Options, order
 from megapipe.schedules.actions import KIND, STAGE, Kind
-from megapipe.schedules.generators.looped import default_group_size
+from megapipe.schedules.generators.registry import find_generator
 
 ROUNDS = 3
 """Micro-batches a pipeline rank, or groups of them where those are larger, after which no schedule that alternates
@@ -21,19 +21,8 @@ def most_held(name: str, num_ranks: int, num_microbatches: int, chunks: int, opt
 
     A moment is left out where another has at least as much of everything.
     """
-    if name == "gpipe" and not options.get("two_bp", False):
-        return (np.array([[num_microbatches, 0.0]]),) * num_ranks
-    if name in ("1f1b", "2bw", "pipedream") and not options.get("two_bp", False):
-        return tuple(np.array([[min(num_ranks - rank, num_microbatches), 0.0]]) for rank in range(num_ranks))
-    if name == "modular" and not options.get("two_bp", False):
-        return (np.array([[num_microbatches] * chunks + [0.0] * chunks], dtype=np.float64),) * num_ranks
-    if (
-        name == "interleaved_1f1b" and "group_size" not in options
-    ):  # the default depends on the total number of micro-batches
-        options = {**options, "group_size": default_group_size(num_ranks, num_microbatches, chunks)}
-    # Weight halves that are put off without a limit pile up to the end.
-    rounds = ROUNDS * max(num_ranks, options.get("group_size", 1))
-    shown = num_microbatches if options.get("two_bp", False) else min(num_microbatches, rounds)
+    options, period = find_generator(name).settled(num_ranks, num_microbatches, options)
+    shown = min(num_microbatches, ROUNDS * period)
     return _from_order(name, num_ranks, shown, chunks, tuple(sorted(options.items())))
 
 

@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 from megapipe.planner.cost.in_flight import Counts
+from megapipe.schedules.generators.registry import find_generator
 
 
 class MessageSlots(NamedTuple):
@@ -35,7 +36,7 @@ def message_slots(
     """
     num_chunks = held.shape[1] // 2
     pending = int(held[:, num_chunks + chunk].max())
-    if name == "modular" and not splits:
+    if num_chunks > 1 and not splits and not find_generator(name).repeats:
         # The last rank has all gradients of a chunk before it may go on to the one below.
         last = rank == num_ranks - 1
         steady = 4 if num_microbatches > num_ranks else 2

@@ -1,4 +1,4 @@
-"""The cost model: a step's time and memory for one layout on one machine, in closed form or by simulation."""
+"""The cost model: a step's time and memory for one layout on one machine, estimated or by simulation."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def estimate(
     node_order: Sequence[int] | None = None,
     assumptions: Assumptions = ENGINE,
 ) -> Estimate:
-    """A step in closed form, for searching.
+    """Estimate a step, for searching.
 
     world_size: ranks; needed where parallel.data is open. times: of layers, by default those measured on the
     machine, or the roofline of its slowest device. node_order: as in `Placement`.
@@ -82,7 +82,7 @@ def predict(
 ) -> Prediction:
     """The same from the lowered schedule: its time by the simulator, its memory action by action.
 
-    How far replicas' traffic slows down the compute beside it comes from the closed form. Arguments and errors as of
+    How far replicas' traffic slows down the compute beside it comes from the estimate. Arguments and errors as of
     `estimate`.
     """
     run = lay_run(config, hardware, world_size, node_order)
@@ -107,7 +107,7 @@ def explain_stages(
 
 
 def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
-    """In closed form, but for its memory: what has left when is the schedule's own."""
+    """Estimate the time; memory is exact, since what has left when is the schedule's own."""
     schedule = schedule_of(run)
     terms = step_terms(run, costs, assumptions, source)
     slower = step_terms(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
@@ -135,7 +135,7 @@ def _predicted(
 
 
 def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> tuple[Term, ...]:
-    """What replicas' traffic costs the compute beside it, which the simulator leaves alone: by the closed form."""
+    """What replicas' traffic costs the compute beside it, which the simulator leaves alone: by the estimate."""
     slowed, alone = (
         sum(term.seconds for term in step_terms(run, costs, each, ""))
         for each in (assumptions, replace(assumptions, slow_down=1.0))

@@ -1,8 +1,9 @@
-"""The terms of a step in closed form."""
+"""The terms of an estimated step."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +11,13 @@ import numpy.typing as npt
 from megapipe.layout.scheduling import schedule_options
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.estimate import Term
-from megapipe.planner.cost.pipeline_time import ChunkTimes, waiting_of
+from megapipe.planner.cost.pipeline_time import waiting_of
 from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side, tied_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.stages import StageCosts
 from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
 from megapipe.schedules.generators.registry import find_generator
+from megapipe.schedules.simulation.order_times import OrderCosts
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,16 +41,22 @@ def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, f
     return [(time.latency + gathered, time.transfer) for time in times]
 
 
+class _Pace(NamedTuple):
+    """Seconds of a micro-batch: on each rank, shape [ranks], and of its backwards by chunk, shape [chunks, ranks]."""
+
+    work: Floats
+    backward: Floats
+
+
 class _Step:
     def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> None:
         self.run, self.costs, self.assumptions, self.source = run, costs, assumptions, source
         config = run.config
         self.generator = find_generator(config.schedule.name)
         self.options = schedule_options(config)
-        arguments = self.generator.arguments(self.generator.policy_options, self.options)
-        self.policy = self.generator.policy(run.pipeline, run.num_microbatches, **arguments)
+        self.policy = self.generator.policy_of(run.pipeline, run.num_microbatches, self.options)
         self.splits = self.generator.splits or config.schedule.two_bp
-        self.flushes = max(self.policy.versions_by_rank) == 1 and self.policy.updates_per_step == 1
+        self.flushes = self.policy.flushes
         self.count = run.num_microbatches
         self.units = np.bincount(costs.ranks, costs.layers)
 
@@ -66,34 +74,55 @@ class _Step:
         backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
         if self.policy.updates_per_step > 1:
             backward_traffic = self._up_to_the_update(whole, gathers + sums)
-        # A weight half, behind which gradients are summed, is on no micro-batch's way.
-        held_up = side_by_side(whole, gathers, slow) - whole if splits else backward_traffic
-        hops = np.array(hop_seconds(self.run, self.assumptions))
-        pipeline = ChunkTimes(
-            self._by_chunk(costs.whole_forward),
-            self._by_chunk(costs.whole_again + forward_traffic + backward_traffic),
-            self._by_chunk(costs.input_half),
-            self._by_chunk(costs.weight_half(apart=splits)),
-            hops.sum(axis=1),
-            self._by_chunk(forward_traffic + held_up) * self._without_buffer()
-            + self._by_chunk(costs.whole_again * self._between_backwards()),
-            hops[:, 1],
+        pace = _Pace(
+            costs.by_rank(costs.whole_forward + forward_traffic + backward + costs.whole_again + backward_traffic),
+            self._by_chunk(backward + costs.whole_again + forward_traffic + backward_traffic),
         )
-        waiting = waiting_of(self.run.config.schedule.name, self.options, pipeline, self.count)
-        busiest = int(pipeline.work.argmax())
+        busiest = int(pace.work.argmax())
+        work = float(pace.work[busiest])
+        hops = np.array(hop_seconds(self.run, self.assumptions))
+        # A weight half, after which gradients are summed, blocks no other rank.
+        blocking = side_by_side(whole, gathers, slow) - whole if splits else backward_traffic
+        without, between = self._without_buffer(), costs.whole_again * self._between_backwards()
+        late_forward, late_backward = forward_traffic * without, blocking * without + between
+        apart, after = costs.weight_half(apart=splits), backward_traffic - blocking
+        waiting = waiting_of(
+            self.run.config.schedule.name,
+            self.options,
+            OrderCosts(
+                (forward_traffic - late_forward)[None],
+                (costs.whole_forward + late_forward)[None],
+                (costs.whole_again + blocking - late_backward)[None],
+                (costs.input_half + apart + late_backward)[None],
+                (costs.input_half + late_backward)[None],
+                (apart + after)[None],
+                *self._links(hops),
+            ),
+            self.count,
+            work,
+        )
         yield from self._of_rank(busiest)
         exposed = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
         yield Term(
             "data", exposed, "sharded weights and gradients of every micro-batch, overlapping with compute (ZeRO)"
         )
-        yield Term("bubble", waiting.bubble, waiting.source)
+        yield Term("bubble", waiting.bubble, "walk of the schedule's order: waiting for other ranks' compute")
         messages = waiting.messages
-        before = self.count * float(pipeline.work[busiest]) + waiting.bubble + messages
+        before = self.count * work + waiting.bubble + messages
         if self.assumptions.waits_for_sends and self.run.pipeline > 1:
             # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
-            messages += 2 * self.run.chunks * float(pipeline.hops.max()) * self.count
+            messages += 2 * self.run.chunks * float(hops.sum(axis=1).max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
-        yield from self._at_the_end(pipeline, before)
+        yield from self._at_the_end(pace, before)
+
+    def _links(self, hops: Floats) -> tuple[Floats, Floats]:
+        """Latencies and transfers as `OrderCosts` has them. hops: by rank, both of a message to the next rank."""
+        size = self.run.pipeline
+        ranks, found = np.arange(size), np.zeros((2, size, size))
+        following = (ranks + 1) % size
+        found[:, following, ranks] = hops.T
+        found[:, ranks, following] = hops.T
+        return found[0][None], found[1][None]
 
     def _up_to_the_update(self, backward: Floats, traffic: Floats) -> Floats:
         """By stage, what an update behind every micro-batch waits for sums that its backward did not hide: each unit's
@@ -114,12 +143,12 @@ class _Step:
         return found
 
     def _without_buffer(self) -> Floats:
-        """By chunk and rank, the share of a stage's sharded weights and gradients that has no buffer while its
+        """By stage, the share of a stage's sharded weights and gradients that has no buffer while its
         micro-batch passes: that of the others is over before, or goes on behind, while other stages compute."""
         zero = self.run.config.zero
         buffers = zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
-        units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
-        return np.maximum(0.0, 1.0 - buffers / units)
+        found: Floats = np.maximum(0.0, 1.0 - buffers / self.costs.layers)
+        return found
 
     def _by_chunk(self, values: Floats) -> Floats:
         """From stages to [chunks, ranks], the chunks of a rank in the order of its stages."""
@@ -146,9 +175,9 @@ class _Step:
         sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
         return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
 
-    def _at_the_end(self, pipeline: ChunkTimes, before: float) -> Iterator[Term]:
+    def _at_the_end(self, pace: _Pace, before: float) -> Iterator[Term]:
         """before: seconds up to the last backward."""
-        sums = max(self._reductions(pipeline, before), self._streamed() - before)
+        sums = max(self._reductions(pace, before), self._streamed() - before)
         yield Term("data", sums, "gradient reduction that overlaps with backwards, arXiv 2211.13878")
         tied = tied_seconds(self.run) - sums - self._slack(before)[0]
         yield Term(
@@ -156,15 +185,15 @@ class _Step:
         )
         if self.flushes:
             yield Term("scalars", scalar_seconds(self.run), "counts and norms over all ranks")
-        yield Term("update", self._update(pipeline), "bytes of the optimizer state / memory bandwidth")
-        yield Term("data", self._gathers(pipeline), "gathers of updated weights (ZeRO 1 and 2)")
+        yield Term("update", self._update(pace), "bytes of the optimizer state / memory bandwidth")
+        yield Term("data", self._gathers(), "gathers of updated weights (ZeRO 1 and 2)")
 
-    def _update(self, pipeline: ChunkTimes) -> float:
+    def _update(self, pace: _Pace) -> float:
         """Of the slowest rank; without a flush each rank's is a part of its own work."""
         if self.flushes:
             return float(self.costs.by_rank(self.costs.update).max())
         updates = self._of_update
-        work = pipeline.work * self.count
+        work = pace.work * self.count
         return float((work + updates * self.policy.updates_per_step).max() - work.max())
 
     @cached_property
@@ -173,13 +202,13 @@ class _Step:
         gathered = self.costs.gather if self.run.gathers_after_update else 0.0
         return self.costs.by_rank(self.costs.update + gathered)
 
-    def _reductions(self, pipeline: ChunkTimes, before: float) -> float:
+    def _reductions(self, pace: _Pace, before: float) -> float:
         """What sums of gradients add behind the last backward, of the rank that ends last."""
         if self.policy.updates_per_step > 1 or not self.costs.reduction.any():
             return 0.0
-        earlier = np.concatenate([[0.0], np.cumsum((pipeline.again + pipeline.backward).mean(axis=0))[:-1]])
+        earlier = np.concatenate([[0.0], np.cumsum(pace.backward.mean(axis=0))[:-1]])
         spare = earlier if self.flushes else np.zeros(self.run.pipeline)
-        return max(0.0, float((self._sums_left(pipeline, before) - spare).max()))
+        return max(0.0, float((self._sums_left(pace, before) - spare).max()))
 
     def _streamed(self) -> float:
         """Seconds that the busiest rank's stream of gathers and sums takes for a step, one behind the other, where
@@ -194,18 +223,18 @@ class _Step:
         each = self.costs.gather * counts.all_gathers + self.costs.reduction * counts.all_sums
         return float(self.costs.by_rank(each).max()) * self.count
 
-    def _sums_left(self, pipeline: ChunkTimes, before: float) -> Floats:
+    def _sums_left(self, pace: _Pace, before: float) -> Floats:
         """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
 
         Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
         and what is left of them goes on beside the backwards of the next chunk.
         """
-        backward, traffic = pipeline.again + pipeline.backward, self._by_chunk(self.costs.reduction)
+        backward, traffic = pace.backward, self._by_chunk(self.costs.reduction)
         units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
         # Sums of every micro-batch run beside its backward: the last unit's alone is left.
         last = traffic / units
         traffic = np.where(self._by_chunk(self.traffic.sums) > 0, last, traffic)
-        passes = self.count if self.run.config.schedule.name == "modular" else min(self.run.pipeline, self.count)
+        passes = min(self.run.pipeline, self.count) if self.generator.repeats else self.count
         left = hidden = np.zeros(self.run.pipeline)
         for chunk in reversed(range(self.run.chunks)):
             passed = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
@@ -231,14 +260,14 @@ class _Step:
         found[-1] += self._of_update[-1]
         return found
 
-    def _gathers(self, pipeline: ChunkTimes) -> float:
+    def _gathers(self) -> float:
         """Weights that updates left in shards are whole again before the next forward."""
         if not self.run.gathers_after_update or not self.flushes:
             return 0.0
         totals = self.costs.by_rank(self.costs.gather)
         if not self.assumptions.gathers_beside_forward:
             return float(totals.max())
-        forward = pipeline.forward.sum(axis=0)
+        forward = self.costs.by_rank(self.costs.whole_forward)
         return max(
             Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(self.assumptions.slow_down)
             for rank, total in enumerate(totals)

@@ -11,7 +11,7 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Rows, kind_mask
 from megapipe.schedules.gathers import ADDING, USES, stays_of
-from megapipe.schedules.generators.looped import default_group_size
+from megapipe.schedules.generators.registry import Options, find_generator
 from megapipe.schedules.schedule import Schedule
 
 Floats = npt.NDArray[np.float64]
@@ -81,11 +81,8 @@ def _counted(
     whole_gradients: int,
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """By shown rank and chunk, gathers and sums of a micro-batch on average. shown: ranks and their chunks' units."""
-    period = ranks
-    if name == "interleaved_1f1b":
-        given = {"group_size": default_group_size(ranks, count, len(shown[0][1]))} | dict(options)
-        options = tuple(sorted(given.items()))  # the default depends on the total number of micro-batches
-        period = max(ranks, int(given["group_size"]))  # type: ignore[call-overload]
+    given, period = find_generator(name).settled(ranks, count, Options(**dict(options)))  # type: ignore[typeddict-item]
+    options = tuple(sorted(given.items()))
     plain = _order(name, options, ranks, min(count, ROUNDS * period))
     few = plain.header.num_microbatches if plain.flushes else min(count, max(PERIODIC, ROUNDS * period))
     long = plain if plain.flushes else _order(name, options, ranks, few)

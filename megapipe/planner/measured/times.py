@@ -32,7 +32,7 @@ LAYOUT = {"sequence_parallel", "sequence_chunks", "context_attention", "recomput
 class MeasuredTimes:
     """`LayerTimes` of a machine with measurements.
 
-    contended: times while all ranks of the run on a node compute at once, for closed forms; else those of a rank by
+    contended: times while all ranks of the run on a node compute at once, for estimates; else those of a rank by
     itself, for simulations that know who computes when.
 
     Rows are looked up by the ranks that share a layer; between micro-batch sizes times go along straight lines, beyond

@@ -28,7 +28,7 @@ class LayoutKind:
 def alternatives(
     explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
 ) -> tuple[Alternative, ...]:
-    """All kinds beside the best layout. best: closed form, as the others are."""
+    """All kinds beside the best layout. best: an estimate, as the others are."""
     found = [_judged(explorer, kind, base, devices, best) for kind in _kinds(base, devices)]
     return (*found[:5], _rule_of_megatron(explorer, base, hardware, devices, best), *found[5:])
 

@@ -30,8 +30,6 @@ Floats = npt.NDArray[np.float64]
 
 ROUNDING = 1e-9
 """Relative, by which sums of the same terms in another order may differ at the most."""
-FILLS = {"1f1b", "gpipe", "interleaved_1f1b", "modular"}
-"""Schedules in which a step's first and last micro-batch pass all other ranks, a chunk at a time."""
 
 
 class LayoutBounds:
@@ -55,7 +53,9 @@ class LayoutBounds:
         self._held_of = cache(self._find_held)
         self._least_of = cache(self._find_least_blocks)
         self._sizes_of = cache(self._find_sizes)
-        self._last_of = cache(lambda pipeline, chunks: float(self._find_least_blocks(pipeline, chunks)[-1].sum()))
+        self._ends_last_of = cache(
+            lambda name, ranks, chunks: find_generator(name).placement(ranks, chunks).stages[-1].rank == ranks - 1
+        )
 
     def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
         """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape; no time where already
@@ -63,13 +63,10 @@ class LayoutBounds:
         options = tuple((each.sequence, each.zero, each.recompute) for each in layouts)
         sizes = self._sizes_of(shape.tensor, shape.context, shape.micro_size, shape.data * shape.context, options)
         num_bytes = self._num_bytes(shape, sizes).tolist()
-        key, facts = (shape.tensor, shape.context, shape.micro_size), self._facts(shape)
-        seconds = [
-            self._seconds(facts, each, self._figures.work(*key, each.sequence, each.recompute))
-            if size <= self._memory_limit
-            else math.inf
-            for each, size in zip(layouts, num_bytes, strict=True)
-        ]
+        fitting = [at for at, size in enumerate(num_bytes) if size <= self._memory_limit]
+        seconds = [math.inf] * len(layouts)
+        for at, least in zip(fitting, self._seconds(shape, [layouts[at] for at in fitting]), strict=True):
+            seconds[at] = least
         return seconds, num_bytes
 
     def _find_sizes(
@@ -106,56 +103,45 @@ class LayoutBounds:
             gradients=column(elements * FULL_BYTES if zero >= 2 else 0 for elements, zero in shared),
         )
 
+    def _work(self, layout: Layout) -> MicrobatchSeconds:
+        shape = layout.shape
+        return self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
+
     def _chunks(self, shape: Shape) -> int:
         return find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
 
     def _count(self, shape: Shape) -> int:
         return self._base.batch.global_size // (shape.micro_size * shape.data)
 
-    def _facts(self, shape: Shape) -> "_Facts":
-        schedule, chunks = self._base.schedule, self._chunks(shape)
-        most = -(-self._base.model.num_layers // shape.pipeline)
-        fills = shape.schedule in FILLS and not schedule.two_bp and schedule.group_size is None
-        last = None
-        if shape.schedule != "zb_v":
-            last = 0.0 if self._by_hand or schedule.file else self._last_of(shape.pipeline, chunks)
-        return _Facts(shape.pipeline, chunks, self._count(shape), most, last, fills)
+    def _seconds(self, shape: Shape, layouts: Sequence[Layout]) -> list[float]:
+        """Some rank has at least the average of blocks, rounded up, with the traffic of their replicas."""
+        if self._base.schedule.file or not layouts:
+            return [0.0] * len(layouts)
+        works, count = [self._work(each) for each in layouts], self._count(shape)
+        found = self._stages.at_least(shape, works, count).tolist()
+        for at, (layout, work) in enumerate(zip(layouts, works, strict=True)):
+            if layout.zero >= 2:
+                found[at] = max(found[at], count * self._most_blocks(shape) * self._with_traffic(layout, work.block))
+        return [self._after_update(*each) for each in zip(layouts, found, strict=True)]
 
-    def _seconds(self, facts: "_Facts", layout: Layout, work: MicrobatchSeconds) -> float:
-        """m micro-batches on the busiest rank, and under a flush one of them on each of the others.
+    def _most_blocks(self, shape: Shape) -> int:
+        """Return the blocks that some rank has at least."""
+        return -(-self._base.model.num_layers // shape.pipeline)
 
-        Some rank has at least the average of everything, and at least the average of blocks, rounded up; the last one
-        has the head beside the blocks that no other has room for.
-        """
-        if self._base.schedule.file:
-            return 0.0
-        each_block = self._with_traffic(facts, layout, work.block) if layout.zero >= 2 else work.block.whole
-        busiest = max(work.whole / facts.pipeline, facts.blocks * each_block)
-        if facts.last is not None:
-            busiest = max(busiest, facts.last * work.block.whole + work.head.whole)
-        return self._step(facts, layout, work, busiest)
-
-    def _step(self, facts: "_Facts", layout: Layout, work: MicrobatchSeconds, busiest: float) -> float:
-        """Of a step whose busiest rank works so long on a micro-batch, at the least."""
-        total = facts.num_microbatches * busiest
-        if facts.fills:
-            total += max(0.0, work.passing - busiest) / facts.chunks
+    def _after_update(self, layout: Layout, seconds: float) -> float:
+        """Return the time of a step with the gathers of updated weights."""
         if layout.zero in (1, 2) and not self._assumptions.gathers_beside_forward:
-            total += facts.blocks * self._figures.traffic(layout.shape, layout.zero).gather
-        return total
+            seconds += self._most_blocks(layout.shape) * self._figures.traffic(layout.shape, layout.zero).gather
+        return seconds * (1.0 - ROUNDING)
 
     def closer(self, layout: Layout) -> float:
-        """Seconds of a step again, nearer to what they are: with what each rank has, by `StageSeconds`, in place of
-        what some rank has at the least."""
-        shape = layout.shape
+        """Return the seconds of a step at least, nearer to the estimate: with the traffic of each rank's stages."""
         if self._base.schedule.file:
             return 0.0
-        work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
-        facts = self._facts(shape)
-        busiest = self._stages.busiest(layout, work, facts.num_microbatches)
-        return self._step(facts, layout, work, busiest) * (1.0 - ROUNDING)
+        seconds = self._stages.with_traffic(layout, self._work(layout), self._count(layout.shape))
+        return self._after_update(layout, seconds)
 
-    def _with_traffic(self, facts: "_Facts", layout: Layout, work: LayerWork) -> float:
+    def _with_traffic(self, layout: Layout, work: LayerWork) -> float:
         """Seconds of a block with what its replicas exchange for every micro-batch beside it, on average over a rank
         with many blocks.
 
@@ -163,10 +149,11 @@ class LayoutBounds:
         from the last pass, or stay for the next: of all stages of the rank no more than that many each.
         """
         zero, slow_down = self._base.zero, self._assumptions.slow_down
-        traffic, kept = self._figures.traffic(layout.shape, layout.zero), facts.chunks / facts.blocks
+        shape = layout.shape
+        traffic, kept = self._figures.traffic(shape, layout.zero), self._chunks(shape) / self._most_blocks(shape)
         gathers = traffic.gather * max(0.0, 1.0 - zero.weight_buffers * kept) if layout.zero >= 3 else 0.0
         reductions = traffic.reduction * max(0.0, 1.0 - zero.gradient_buffers * kept)
-        if facts.num_microbatches == 1:  # the one sum of a step counts behind its last backward
+        if self._count(shape) == 1:  # the one sum of a step counts behind its last backward
             reductions = 0.0
         return overlapped(work.forward, gathers, slow_down) + overlapped(
             work.backward + work.again, gathers + reductions, slow_down
@@ -175,7 +162,7 @@ class LayoutBounds:
     def _least_blocks(self, shape: Shape, chunks: int) -> Floats:
         """Of every stage, shape [pipeline, chunks] as ranks hold them: stages between the first and the last have at
         least one, and each as many as the others have no room for."""
-        if self._by_hand or shape.schedule == "zb_v":
+        if self._by_hand or not self._ends_last(shape):
             return np.zeros((shape.pipeline, chunks))
         return self._least_of(shape.pipeline, chunks)
 
@@ -205,7 +192,7 @@ class LayoutBounds:
         # A stage's input lies in the slot that it arrived in, which counts once for all.
         besides = held.more * sizes.kept + held.slots * sizes.stream
         besides[:, :1] += sizes.state_embedding + held.first * sizes.kept_embedding
-        if shape.schedule != "zb_v":
+        if self._ends_last(shape):
             besides[:, -1:] += sizes.state_head + held.last * sizes.kept_head
         if pipeline == 1:
             besides -= sizes.tied
@@ -216,6 +203,10 @@ class LayoutBounds:
         shares = 1.0 / each_block
         found = (held.needed + (besides * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
         return np.asarray(found.max(axis=1))
+
+    def _ends_last(self, shape: Shape) -> bool:
+        """Return whether the head is on the last rank."""
+        return self._ends_last_of(shape.schedule, shape.pipeline, self._chunks(shape))
 
     def _find_held(self, schedule: str, chunks: int | None, pipeline: int, count: int) -> "_Held":
         """Neither the replicas nor the tensor ranks of a shape change anything here."""
@@ -237,7 +228,7 @@ class LayoutBounds:
         """Blocks that the ranks behind each have room for."""
         limits = self._limits.of(shape.pipeline * chunks)
         room = np.full(shape.pipeline, float(chunks * limits.most))
-        if shape.schedule != "zb_v":
+        if self._ends_last(shape):
             room[-1] += limits.last - limits.most
         return room[::-1].cumsum()[::-1] - room
 
@@ -257,22 +248,6 @@ class _Held(NamedTuple):
     last: float
     needed: Floats
     fewest: int
-
-
-class _Facts(NamedTuple):
-    """What the time of all layouts of a shape depends on.
-
-    pipeline, chunks: ranks, and stages of each. num_microbatches: of a step. blocks: that some rank has at least.
-    last: that the last rank has at least, beside the head; None where the head lies elsewhere. fills: whether the
-    first and last micro-batch pass all ranks (`FILLS`).
-    """
-
-    pipeline: int
-    chunks: int
-    num_microbatches: int
-    blocks: int
-    last: float | None
-    fills: bool
 
 
 class _Sizes(NamedTuple):

@@ -40,13 +40,18 @@ class LayerWork:
 @dataclass(frozen=True)
 class MicrobatchSeconds:
     """Seconds of one micro-batch on one rank. embedding, block, head: of a layer, of blocks the fastest; whole: of all
-    layers; passing: without what runs again."""
+    layers."""
 
     embedding: LayerWork
     block: LayerWork
     head: LayerWork
     whole: float
-    passing: float
+
+    def parts(self) -> list[float]:
+        """Return all seconds of the embedding, a block and the head, then their forwards, then their backwards without
+        recomputation."""
+        layers = (self.embedding, self.block, self.head)
+        return [getattr(layer, part) for part in ("whole", "forward", "backward") for layer in layers]
 
 
 @dataclass(frozen=True)
@@ -169,8 +174,7 @@ class LayerFigures:
         embedding, head = (self._of_layer(config, layer) for layer in (self._embedding, self._head))
         edges = embedding.whole + head.whole
         blocks = self._base.model.num_layers
-        passing = blocks * (block.forward + block.backward) + edges
-        return MicrobatchSeconds(embedding, block, head, blocks * block.whole + edges, passing)
+        return MicrobatchSeconds(embedding, block, head, blocks * block.whole + edges)
 
     def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
         found = self._times.of(config, layer)

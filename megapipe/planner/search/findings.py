@@ -17,7 +17,7 @@ class Found:
     """A layout that was looked at.
 
     estimate: its cost; `estimate.config` is the whole configuration, parallel.data filled in. simulated: its numbers
-    come from its lowered schedule, run by the simulator, and not from closed forms. node_order: of the machine, where
+    come from its lowered schedule, run by the simulator, and not from estimates. node_order: of the machine, where
     measured links between nodes make another one than theirs faster. price: of a million tokens in the hardware
     file's currency, None where a node has no price.
     """

@@ -97,7 +97,7 @@ def search_speed(
     report(0.6)
     ranked = refiner.refined(found, stages=movable)
     report(0.8)
-    # Where closed forms err, layouts behind those that were kept may be better, or may be the only ones that fit.
+    # Where estimates err, layouts behind those that were kept may be better, or may be the only ones that fit.
     while len(found) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], found[-1]))):
         keep *= 2
         more = explorer.fastest(keep)

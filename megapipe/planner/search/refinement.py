@@ -33,7 +33,7 @@ class Refiner:
         """The same layouts, improved, together with those that are known, ordered by what is known best of each.
 
         The first whose schedule was not simulated is, and takes its new place, until all are or the first is too long
-        for what is left. So the one in front stays there only where no other is faster by its closed form. One that
+        for what is left. So the one in front stays there only where no other is faster by its estimate. One that
         does not fit by simulation is left out. stages: layers may move between stages.
         """
         ranked = [*known, *(self._ordered(self._by_time(each) if stages else each) for each in found)]

@@ -13,6 +13,11 @@ class Policy(NamedTuple):
     updates_per_step: int = 1
     gradient_buffers: int = 1
 
+    @property
+    def flushes(self) -> bool:
+        """Whether every step ends with an empty pipeline."""
+        return max(self.versions_by_rank) == 1 and self.updates_per_step == 1
+
 
 def flush_policy(num_ranks: int, num_microbatches: int) -> Policy:
     """One version, written when the step's gradients are complete."""

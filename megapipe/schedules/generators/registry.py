@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.asynchronous import check_enough_microbatches, pipedream, two_buffered_weights
 from megapipe.schedules.generators.flush import gpipe, one_forward_one_backward
-from megapipe.schedules.generators.looped import interleaved_1f1b, modular
+from megapipe.schedules.generators.looped import default_group_size, interleaved_1f1b, modular
 from megapipe.schedules.generators.policies import Policy, flush_policy, pipedream_policy, two_buffered_policy
 from megapipe.schedules.generators.weight_halves import Times
 from megapipe.schedules.generators.zero_bubble import zb_h1, zb_h2, zb_v
@@ -49,7 +49,9 @@ class Generator:
     ``order`` takes ``(num_ranks, num_microbatches)`` and keyword options, ``policy`` the same and says when weights
     are written. ``chunks`` is the number of stages a rank where none is asked for. ``takes_two_bp``: its backwards may
     be split; ``splits``: they always are. ``check`` raises what the schedule cannot run. ``looped``: the schedule of
-    the same order with several chunks. ``search``: the layouts with which a planner's search tries it unasked.
+    the same order with several chunks. ``settle`` fills in options whose defaults depend on the number of
+    micro-batches. ``repeats``: between its first and last actions, the order is the same for every period of
+    micro-batches. ``search``: the layouts with which a planner's search tries it unasked.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Generator:
     search: Literal["all", "promising", "none"] = "none"
     policy: Callable[..., Policy] = flush_policy
     check: Callable[[str, int, int], None] | None = None
+    settle: Callable[[int, int, Options], Options] | None = None
+    repeats: bool = True
     order_options: tuple[str, ...] = field(init=False)
     policy_options: tuple[str, ...] = field(init=False)
 
@@ -86,6 +90,21 @@ class Generator:
         if ("max_pending" in options or "times" in options) and self.takes_two_bp and not options.get("two_bp", False):
             raise ScheduleError(f"{self.name} accepts 'max_pending' and 'times' only with two_bp")
 
+    def policy_of(self, num_ranks: int, num_microbatches: int, options: Options) -> Policy:
+        """Return when weights are written with these options."""
+        return self.policy(num_ranks, num_microbatches, **self.arguments(self.policy_options, options))
+
+    def settled(self, num_ranks: int, num_microbatches: int, options: Options) -> tuple[Options, int]:
+        """Return the options with which an order of fewer micro-batches starts and ends like that of
+        ``num_microbatches``, and the period: the number of micro-batches after which it repeats, all where it never
+        does."""
+        if self.settle is not None:
+            options = self.settle(num_ranks, num_microbatches, options)
+        if not self.repeats or options.get("two_bp", False):
+            return options, num_microbatches
+        group = options.get("group_size", 1)
+        return options, group * -(-num_ranks // group)
+
     def number_of_chunks(self, options: Options) -> int:
         """Stages a rank."""
         chunks = options.get("chunks", self.chunks)
@@ -99,6 +118,11 @@ class Generator:
         return {name: given[name] for name in names if name in given}
 
 
+def _with_group_size(num_ranks: int, num_microbatches: int, options: Options) -> Options:
+    chunks = options.get("chunks", 2)
+    return {"group_size": default_group_size(num_ranks, num_microbatches, chunks), **options}
+
+
 def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
@@ -107,7 +131,7 @@ def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
 GENERATORS: dict[str, Generator] = {
     generator.name: generator
     for generator in (
-        Generator("gpipe", gpipe, linear, "A", takes_two_bp=True),
+        Generator("gpipe", gpipe, linear, "A", takes_two_bp=True, repeats=False),
         Generator(
             "1f1b",
             one_forward_one_backward,
@@ -117,16 +141,27 @@ GENERATORS: dict[str, Generator] = {
             looped="interleaved_1f1b",
             search="all",
         ),
-        Generator("interleaved_1f1b", interleaved_1f1b, round_robin, "A", chunks=2, takes_two_bp=True, search="all"),
+        Generator(
+            "interleaved_1f1b",
+            interleaved_1f1b,
+            round_robin,
+            "A",
+            chunks=2,
+            takes_two_bp=True,
+            settle=_with_group_size,
+            search="all",
+        ),
         Generator("pipedream", pipedream, linear, "B", policy=pipedream_policy, check=check_enough_microbatches),
         Generator(
             "2bw", two_buffered_weights, linear, "B", policy=two_buffered_policy, check=check_enough_microbatches
         ),
-        Generator("modular", modular, round_robin, "A", chunks=2, takes_two_bp=True, search="promising"),
+        Generator(
+            "modular", modular, round_robin, "A", chunks=2, takes_two_bp=True, repeats=False, search="promising"
+        ),
         Generator("zb_h1", zb_h1, linear, "A", splits=True, search="promising"),
         Generator("zb_h2", zb_h2, linear, "A", splits=True, search="promising"),
         Generator("zb_v", zb_v, v_shape, "A", chunks=2, splits=True, search="promising"),
-        Generator("zb_auto", zb_auto, linear, "A", splits=True),
+        Generator("zb_auto", zb_auto, linear, "A", splits=True, repeats=False),
     )
 }
 

@@ -56,7 +56,7 @@ def test_a_model_that_was_not_named_is_told(capsys):
 def test_explain_names_each_source_and_stage(capsys):
     text = output(capsys, "explain", *LAYOUT)
     assert "simulated step:" in text
-    assert "closed form, as a search uses it:" in text
+    assert "estimate, as a search uses it:" in text
     assert "roofline of the device" in text
     assert "embedding to blocks." in text
     found = json_of(capsys, "explain", *LAYOUT)

@@ -1,4 +1,4 @@
-"""The closed form beside simulation where traffic sets the time: slow links, sharded weights, PipeDream."""
+"""The estimate beside simulation where traffic sets the time: slow links, sharded weights, PipeDream."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,13 +9,9 @@ from megapipe.layout.hardware.reader import load_hardware
 from megapipe.layout.units import Unit
 from megapipe.planner.cost.assumptions import Assumptions
 from megapipe.planner.cost.model import estimate, explain_stages, predict
-from megapipe.planner.cost.pipeline_time import waiting_of
 from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
 from megapipe.planner.cost.run_layout import lay_run
-from megapipe.schedules import build, rank_costs, simulate
-from megapipe.schedules.simulation import Link
 from tests.planner.cost.runs import SMALL, config_of, even_stages, machine
-from tests.planner.cost.test_pipeline_time import even
 
 PLAIN = Assumptions(slow_down=1.0)
 """As the simulator: what runs side by side does not slow down."""
@@ -50,12 +46,12 @@ def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, 
     ("name", "least", "most"),
     [
         ("gpipe", 0.97, 1.04),
-        ("1f1b", 0.95, 1.18),
+        ("1f1b", 0.93, 1.15),
         ("modular", 0.74, 1.13),
-        ("interleaved_1f1b", 0.73, 1.13),
-        ("zb_h1", 0.84, 1.18),
+        ("interleaved_1f1b", 0.74, 1.13),
+        ("zb_h1", 0.88, 1.05),
         ("pipedream", 0.99, 1.08),
-        ("2bw", 0.94, 1.24),
+        ("2bw", 0.95, 1.20),
     ],
 )
 def test_sharded_weights_that_travel_with_every_micro_batch(
@@ -116,28 +112,7 @@ def test_only_what_the_first_backward_needs_runs_again_while_a_rank_waits(
         recompute={"method": "full"},
     )
     closed = estimate(config, machine(), assumptions=PLAIN).step_seconds
-    within = 0.10 if name == "zb_h1" else 0.01
-    assert closed == pytest.approx(predict(config, machine(), assumptions=PLAIN).estimate.step_seconds, rel=within)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "least"),
-    [("gpipe", 1, 0.99), ("modular", 2, 0.88), ("interleaved_1f1b", 2, 0.79), ("interleaved_1f1b", 4, 0.79)],
-)
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("hop", [0.6, 1.5, 4.0])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 4), (4, 16), (8, 16)])
-def test_messages_that_take_longer_than_compute_set_the_pace(
-    name: str, chunks: int, least: float, hop: float, ranks: int, count: int
-) -> None:
-    """A link has room for one message at a time; a rank's forward takes 1. Closed over simulated seconds."""
-    options = {"chunks": chunks} if chunks > 1 else {}
-    schedule = build(name, ranks, count, **options)  # type: ignore[arg-type]
-    link = Link(latency=0.0, transfer=hop)
-    costs = rank_costs(schedule.header, forward=1.0, backward_input=1.0, backward_weight=1.0, link=link)
-    found = waiting_of(name, {}, even(ranks, chunks, 1.0, 1.0, 1.0, hop), count)
-    closed = 3 * count + found.bubble + found.messages
-    assert least <= closed / simulate(schedule, costs).finish <= 1.10
+    assert closed == pytest.approx(predict(config, machine(), assumptions=PLAIN).estimate.step_seconds, rel=1e-9)
 
 
 def test_a_ring_for_every_tensor_takes_a_latency_for_every_replica() -> None:

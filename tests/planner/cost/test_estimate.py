@@ -1,4 +1,4 @@
-"""The closed form beside the paper's FLOPs, simulation, exact memory, and common sense."""
+"""The estimate beside the paper's FLOPs, simulation, exact memory, and common sense."""
 
 import json
 import time
@@ -62,11 +62,11 @@ def layout(name: str, pipeline: int, microbatches: int, **groups: Any) -> Pretra
 def test_closed_form_and_simulation_agree(
     name: str, pipeline: int, microbatches: int, parallel: dict[str, Any]
 ) -> None:
-    """Within 3% where stages are even and nothing overlaps; within 8% where messages hide in a bubble (zero-bubble
-    schedules) or in what a rank has in store (2bw)."""
+    """Equal where stages are even and nothing overlaps, but for updates of a schedule without a flush, and those that
+    the last weight halves delay."""
     config = layout(name, pipeline, microbatches, parallel=parallel)
     closed = estimate(config, SELENE, assumptions=PLAIN).step_seconds
-    within = 0.08 if name in ("zb_h2", "zb_v", "2bw") else 0.03
+    within = {"zb_h2": 1e-3, "zb_v": 1e-3, "2bw": 5e-3}.get(name, 1e-12)
     assert closed == pytest.approx(predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds, rel=within)
 
 

@@ -1,24 +1,26 @@
 """Bounds never exceed the estimates that they stand for."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-import megapipe.planner.search.bounds as bounds_module
+import megapipe.planner.search.stage_seconds as stage_seconds
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.stages import StageLayout
 from megapipe.planner.cost.in_flight import most_held
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.search.bounds import FILLS, LayoutBounds
+from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.space import SearchSpace
 from megapipe.planner.search.stage_limits import StageLimiter
+from megapipe.planner.search.stage_seconds import _Cut
 from tests.planner.search.runs import machine, run, runs
 
 ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v", "zb_auto", "2bw", "pipedream")
@@ -80,15 +82,19 @@ def test_bounds_hold_in_thousands_of_layouts(schedule: str, data: st.DataObject)
     check_bounds(*data.draw(searches(schedule)))
 
 
-def test_a_schedule_without_a_bubble_that_is_taken_to_fill_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The property test is wide enough: a wrong bound does not pass it."""
+def test_a_bound_that_takes_too_much_for_granted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The property test is wide enough: bounds that overlook split backwards, or a missing flush, do not pass it."""
     generating = settings(
         max_examples=8, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False
     )
-    for schedule in ("zb_h2", "2bw"):
-        monkeypatch.setattr(bounds_module, "FILLS", {*FILLS, schedule})
+    for schedule, cut in (("zb_h2", _overlooking(splits=False)), ("2bw", _overlooking(flushes=True))):
+        monkeypatch.setattr(stage_seconds, "_Cut", cut)
         with pytest.raises(AssertionError):
             generating(given(searches(schedule))(_check_one))()
+
+
+def _overlooking(**fields: bool) -> Callable[..., _Cut]:
+    return lambda *values: replace(_Cut(*values), **fields)  # type: ignore[arg-type]
 
 
 def _check_one(search: tuple[PretrainConfig, Hardware, int, list[Layout]]) -> None:

@@ -1,0 +1,207 @@
+"""Times of a schedule's compute actions and messages, for many sets of costs over one graph.
+
+The simulator runs a lowered schedule action by action. This walk takes the order of compute actions before lowering,
+finds once which of them wait for which, and then times any number of cost vectors level by level: every action of a
+level starts after the end of at most two others. Results are those of `simulate` without reductions, gathers, updates
+and copies to host memory.
+"""
+
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Ints, Kind, kind_mask
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Schedule
+
+Floats = npt.NDArray[np.float64]
+ROUNDING = 1e-12
+"""Relative difference of times up to which they are equal."""
+COMPUTE: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+class OrderCosts(NamedTuple):
+    """Seconds of one or several layouts of the same order.
+
+    forward, backward, backward_input, backward_weight: of a micro-batch in a stage, shape [layouts, stages].
+    before_forward, before_backward: of work right before a forward, and before a backward or its input half, that does
+    not wait for the message, such as recomputation. latency, transfer: of a message from a rank (second index) to
+    another one, shape [layouts, ranks, ranks]; it keeps the link busy for `transfer` and arrives `latency` later.
+    """
+
+    before_forward: Floats
+    forward: Floats
+    before_backward: Floats
+    backward: Floats
+    backward_input: Floats
+    backward_weight: Floats
+    latency: Floats
+    transfer: Floats
+
+
+class OrderGraph:
+    """What waits for what among the compute actions and messages of a schedule.
+
+    Nodes are numbered level by level; node 0 is the start. Node n ends at
+    ``max(end[first[n]] + early[n], end[second[n]] + late[n]) + duration[n]``: for an action, `first` is the previous
+    action of its rank and `second` the message that it takes; for a message, the action that sends it and the previous
+    message on the link.
+
+    Args:
+        schedule: compute actions alone.
+        steps: optimizer steps, of which a schedule that never flushes needs at least one for its prologue.
+
+    Raises:
+        ScheduleError: its ranks wait for each other in a circle.
+    """
+
+    def __init__(self, schedule: Schedule, steps: int = 1) -> None:
+        ranks = [rows[kind_mask(rows[:, KIND], *COMPUTE)] for rows in schedule.expand(steps)]
+        rows, header = np.concatenate(ranks).astype(np.int64), schedule.header
+        self._kind, self._stage, self._microbatch = rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH]
+        count = len(rows)
+        receiver = _receiving_stages(schedule, rows)
+        home = header.stage_ranks
+        self._sender = np.flatnonzero((receiver >= 0) & (home[self._stage] != home[receiver]))
+        self._pair = home[self._stage[self._sender]], home[receiver[self._sender]]
+        # Message i is node count + 1 + i and is taken by the same kind of action of the receiving stage.
+        message = np.arange(len(self._sender))
+        taker = _find(rows, np.stack([self._kind, receiver, self._microbatch], axis=1)[self._sender])
+        self._taken = np.zeros(count, dtype=np.int64)
+        self._taken[taker] = message + 1
+        starts = np.cumsum([0, *map(len, ranks)])[:-1]
+        previous = np.arange(count)
+        previous[starts[starts < count]] = 0
+        link = self._pair[0] * header.num_ranks + self._pair[1]
+        by_link = np.argsort(link, kind="stable")
+        following = np.flatnonzero(np.diff(link[by_link]) == 0)
+        before = np.zeros(len(message), dtype=np.int64)
+        before[by_link[following + 1]] = count + 1 + by_link[following]
+        sent = self._microbatch[self._sender][by_link]
+        jumps = np.abs(self._microbatch - self._microbatch[previous - 1])[previous > 0]
+        self._longest_jump = int(max(jumps.max(initial=0), np.abs(np.diff(sent))[following].max(initial=0)))
+        taken = np.where(self._taken > 0, count + self._taken, 0)
+        first, second = np.concatenate([[0], previous, self._sender + 1]), np.concatenate([[0], taken, before])
+        levels = _levels(np.concatenate([previous, before]), np.concatenate([taken, self._sender + 1]), header.name)
+        order = np.concatenate([[0], *levels])
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        first, second = number[first[order]], number[second[order]]
+        parts = [slice(*each) for each in pairwise(accumulate(map(len, levels), initial=1))]
+        self._levels = [(part, first[part], second[part]) for part in parts]
+        self._number = number[1:]
+        # Places in the tables of `ends`, where row 0 is 0.
+        actions, none = 1 + self._kind * len(header.stages) + self._stage, np.zeros(len(message), dtype=np.int64)
+        links = 1 + link
+        durations = len(Kind) * len(header.stages) + links
+        self._duration_at = np.concatenate([[0], actions, durations])[order]
+        self._early_at = np.concatenate([[0], actions, none])[order]
+        self._late_at = np.concatenate([[0], np.append(0, links)[self._taken], none])[order]
+
+    def ends(self, costs: OrderCosts) -> Floats:
+        """Return the end of each action, and of each message on its link; shape [nodes, layouts]."""
+        layouts, stages = costs.forward.shape
+        phases, before = np.zeros((len(Kind), stages, layouts)), np.zeros((len(Kind), stages, layouts))
+        phases[Kind.FORWARD], phases[Kind.BACKWARD] = costs.forward.T, costs.backward.T
+        phases[Kind.BACKWARD_INPUT], phases[Kind.BACKWARD_WEIGHT] = costs.backward_input.T, costs.backward_weight.T
+        before[Kind.FORWARD] = costs.before_forward.T
+        before[[Kind.BACKWARD, Kind.BACKWARD_INPUT]] = costs.before_backward.T
+        zero = np.zeros((1, layouts))
+        transfer, latency = (each.reshape(layouts, -1).T for each in (costs.transfer, costs.latency))
+        duration = np.concatenate([zero, phases.reshape(-1, layouts), transfer]).take(self._duration_at, 0)
+        early = np.concatenate([zero, before.reshape(-1, layouts)]).take(self._early_at, 0)
+        late = np.concatenate([zero, latency]).take(self._late_at, 0)
+        end: Floats = np.zeros_like(duration)
+        for part, first, second in self._levels:
+            found = end.take(first, 0)
+            found += early[part]
+            other = end.take(second, 0)
+            other += late[part]
+            np.maximum(found, other, out=found)
+            found += duration[part]
+            end[part] = found
+        return end
+
+    def slope(self, ends: Floats, period: int) -> Floats | None:
+        """Return the seconds by which a longer step of the same order takes longer for `period` micro-batches more.
+
+        None where the step is not in a steady state: the state of all ranks and links must repeat after each period,
+        for at least as many micro-batches as lie between an action and the one before it on its rank. Then all that
+        follows repeats as well. ends: by `ends`.
+        """
+        grid = self._grid
+        needed = self._longest_jump + period
+        last = grid.shape[1] - needed
+        if last - needed < period:
+            return None
+        window = grid[:, last - needed : last]
+        later = ends[window] - ends[grid[:, last - needed - period : last - period]]
+        found, unlike = later[0, 0], np.ptp(later, axis=(0, 1))
+        return found if (unlike <= ROUNDING * found).all() else None
+
+    @cached_property
+    def _grid(self) -> Ints:
+        """Nodes by place, an action's kind and stage or the message that follows it, and micro-batch; shape
+        [places, micro-batches], or [0, 0] where not every micro-batch passes all stages."""
+        place = self._kind * (int(self._stage.max()) + 1) + self._stage
+        places = np.append(place, int(place.max()) + 1 + place[self._sender])
+        microbatch = np.append(self._microbatch, self._microbatch[self._sender])
+        count = int(microbatch.max()) + 1
+        if len(np.unique(places)) * count != len(places):
+            return np.zeros((0, 0), dtype=np.int64)
+        found: Ints = self._number[np.lexsort([microbatch, places])].reshape(-1, count)
+        return found
+
+
+def _receiving_stages(schedule: Schedule, rows: Ints) -> Ints:
+    """Return by action the stage that needs its result, -1 where there is none."""
+    header, kind = schedule.header, rows[:, KIND]
+    place = rows[:, MICROBATCH] % len(header.routes), rows[:, STAGE]
+    of_backward = np.where(kind == Kind.BACKWARD_WEIGHT, -1, header.preceding_stages[place])
+    found: Ints = np.where(kind == Kind.FORWARD, header.following_stages[place], of_backward)
+    return found
+
+
+def _find(rows: Ints, wanted: Ints) -> Ints:
+    """Return for each wanted kind, stage and micro-batch the row that has them; an input half is a backward."""
+    size = rows.max(axis=0) + 1
+
+    def keys(kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
+        kind = np.where(kind == Kind.BACKWARD_INPUT, Kind.BACKWARD, kind)
+        found: Ints = (kind * size[STAGE] + stage) * size[MICROBATCH] + microbatch
+        return found
+
+    known = keys(rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH])
+    in_order = np.argsort(known)
+    found: Ints = in_order[np.searchsorted(known[in_order], keys(*wanted.T))]
+    return found
+
+
+def _levels(same: Ints, other: Ints, name: str) -> list[Ints]:
+    """Return the nodes from 1 on level by level: each after the last of its predecessors.
+
+    same, other: for each node from 1 on the one before it on its rank or link, and the message that an action takes or
+    the action that sends a message; 0 where there is none. No node comes twice in one of them.
+    """
+    count = len(same) + 1
+    nodes = np.arange(1, count)
+    after = np.full((2, count), count)  # a node that is never ready stands for no successor
+    for row, before in zip(after, (same, other), strict=True):
+        row[before[before > 0]] = nodes[before > 0]
+    missing = np.concatenate([[0], (same > 0) * 1 + (other > 0), [3 * count]])
+    levels = []
+    ready = nodes[missing[1:count] == 0]
+    while len(ready):
+        levels.append(ready)
+        one, two = after[0].take(ready), after[1].take(ready)
+        missing[one] -= 1
+        missing[two] -= 1
+        one = one[missing.take(one) == 0]
+        missing[one] = -1  # not to be taken again from the other list
+        ready = np.concatenate([one, two[missing.take(two) == 0]])
+    if sum(map(len, levels)) < count - 1:
+        raise ScheduleError(f"the ranks of {name} wait for each other in a circle")
+    return levels
