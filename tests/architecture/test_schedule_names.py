@@ -11,7 +11,6 @@ GENERATOR_FILES = "megapipe/schedules/generators/"
 
 STILL_NAMED = {
     "megapipe/config/schedule.py": "the default",
-    "megapipe/planner/search/in_flight.py": "lower bounds of memory",
     "megapipe/planner/search/two_buffered.py": "plans of a paper for its own schedule",
     "megapipe/planner/command/train_time.py": "methods of a paper, of which one is called as a schedule is",
     "megapipe/planner/training_time/layouts.py": "methods of a paper, of which one is called as a schedule is",

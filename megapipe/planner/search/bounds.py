@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.scheduling import schedule_options
 from megapipe.planner.cost.assumptions import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.galvatron.costs import overlapped
 from megapipe.planner.search.figures import LayerFigures, LayerWork, MicrobatchSeconds
-from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Shape
 from megapipe.planner.search.space import Recompute, ZeroStage
 from megapipe.planner.search.stage_limits import StageLimiter
@@ -212,7 +212,9 @@ class LayoutBounds:
         """Neither the replicas nor the tensor ranks of a shape change anything here."""
         shape = Shape(1, 1, pipeline, 1, 1, schedule, chunks)
         stages = self._chunks(shape)
-        held, least = held_at_least(self._base.schedule, shape, stages, count), self._least_blocks(shape, stages)
+        least, generator = self._least_blocks(shape, stages), find_generator(schedule)
+        options = schedule_options(self._base)
+        held = np.zeros(least.shape) if generator.held is None else generator.held(pipeline, count, stages, options)
         always = held.min(axis=1)
         return _Held(
             always=always,

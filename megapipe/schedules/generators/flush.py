@@ -1,9 +1,17 @@
 """Schedules that flush the pipeline every step over one stage a rank."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+import numpy.typing as npt
 
 from megapipe.schedules.actions import Kind, Rows, rows_of
 from megapipe.schedules.schedule import Sections
+
+if TYPE_CHECKING:
+    from megapipe.schedules.generators.registry import Options
+
+Floats = npt.NDArray[np.float64]
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Sections:
@@ -49,3 +57,18 @@ def alternate(forwards: Rows, backwards: Rows, warmup: int) -> Rows:
     rows = np.empty((2 * count, forwards.shape[1]), dtype=forwards.dtype)
     rows[forward_places], rows[backward_places] = forwards, backwards
     return rows
+
+
+def warming_up(num_ranks: int, num_microbatches: int, chunks: int, options: "Options") -> Floats:
+    """Return the micro-batches of each chunk that ranks hold at least at their fullest, shape [ranks, chunks], where
+    rank r runs p - r forwards before its first backward.
+
+    A planner's search asks for this bound before it makes an order.
+    """
+    ahead = num_ranks - np.arange(num_ranks)
+    return np.minimum(ahead, num_microbatches).astype(np.float64)[:, None]
+
+
+def collecting(num_ranks: int, num_microbatches: int, chunks: int, options: "Options") -> Floats:
+    """Return what `warming_up` returns, where all forwards run before their backwards; halves may run in any order."""
+    return np.full((num_ranks, chunks), 0.0 if options.get("two_bp", False) else float(num_microbatches))

@@ -1,13 +1,16 @@
 """Schedules over several stages a rank, placed round robin."""
 
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from megapipe.schedules.actions import KIND, MICROBATCH, Kind, Rows, rows_of
-from megapipe.schedules.generators.flush import alternate
+from megapipe.schedules.generators.flush import Floats, alternate
 from megapipe.schedules.schedule import Sections
+
+if TYPE_CHECKING:
+    from megapipe.schedules.generators.registry import Options
 
 MORE_HELD: Final = 2
 """Micro-batches of activations that the default group size may add to a rank's peak."""
@@ -63,6 +66,20 @@ def _peak_held(num_ranks: int, num_microbatches: int, chunks: int, group_size: i
     """Peak number of chunk activations on the first rank, which holds the most."""
     rows = _in_groups(num_ranks, num_microbatches, chunks, group_size, 0)
     return int(np.cumsum(np.where(rows[:, KIND] == Kind.FORWARD, 1, -1)).max())
+
+
+def in_groups(num_ranks: int, num_microbatches: int, chunks: int, options: "Options") -> Floats:
+    """Return what `flush.warming_up` returns, for `interleaved_1f1b`: (v - 1) g + 2 (p - 1 - r) forwards and the
+    next one run before the first backward."""
+    group = options.get("group_size", default_group_size(num_ranks, num_microbatches, chunks))
+    group = min(group, num_microbatches)
+    ranks = np.arange(num_ranks)[:, None]
+    forwards = (chunks - 1) * group + np.minimum(2 * (num_ranks - 1 - ranks), 2 * group) + 1
+    before = np.arange(chunks)[None] * group
+    first = np.maximum(np.minimum(forwards - before, group), 0)
+    # A last group that is smaller leaves its places empty.
+    second = np.maximum(np.minimum(forwards - chunks * group - before, min(group, num_microbatches - group)), 0)
+    return (first + second).astype(np.float64)
 
 
 def modular(num_ranks: int, num_microbatches: int, *, chunks: int) -> Sections:

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypedDict
 
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators.asynchronous import check_enough_microbatches, pipedream, two_buffered_weights
-from megapipe.schedules.generators.flush import gpipe, one_forward_one_backward
-from megapipe.schedules.generators.looped import default_group_size, interleaved_1f1b, modular
+from megapipe.schedules.generators.flush import Floats, collecting, gpipe, one_forward_one_backward, warming_up
+from megapipe.schedules.generators.looped import default_group_size, in_groups, interleaved_1f1b, modular
 from megapipe.schedules.generators.policies import Policy, flush_policy, pipedream_policy, two_buffered_policy
 from megapipe.schedules.generators.weight_halves import Times
 from megapipe.schedules.generators.zero_bubble import zb_h1, zb_h2, zb_v
@@ -51,7 +51,8 @@ class Generator:
     be split; ``splits``: they always are. ``check`` raises what the schedule cannot run. ``looped``: the schedule of
     the same order with several chunks. ``settle`` fills in options whose defaults depend on the number of
     micro-batches. ``repeats``: between its first and last actions, the order is the same for every period of
-    micro-batches. ``search``: the layouts with which a planner's search tries it unasked.
+    micro-batches. ``held``: a lower bound of the micro-batches that ranks hold, see
+    :func:`warming_up`. ``search``: the layouts with which a planner's search tries it unasked.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Generator:
     check: Callable[[str, int, int], None] | None = None
     settle: Callable[[int, int, Options], Options] | None = None
     repeats: bool = True
+    held: Callable[[int, int, int, Options], Floats] | None = None
     order_options: tuple[str, ...] = field(init=False)
     policy_options: tuple[str, ...] = field(init=False)
 
@@ -131,7 +133,7 @@ def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
 GENERATORS: dict[str, Generator] = {
     generator.name: generator
     for generator in (
-        Generator("gpipe", gpipe, linear, "A", takes_two_bp=True, repeats=False),
+        Generator("gpipe", gpipe, linear, "A", takes_two_bp=True, repeats=False, held=collecting),
         Generator(
             "1f1b",
             one_forward_one_backward,
@@ -139,6 +141,7 @@ GENERATORS: dict[str, Generator] = {
             "A",
             takes_two_bp=True,
             looped="interleaved_1f1b",
+            held=warming_up,
             search="all",
         ),
         Generator(
@@ -149,17 +152,40 @@ GENERATORS: dict[str, Generator] = {
             chunks=2,
             takes_two_bp=True,
             settle=_with_group_size,
+            held=in_groups,
             search="all",
         ),
-        Generator("pipedream", pipedream, linear, "B", policy=pipedream_policy, check=check_enough_microbatches),
         Generator(
-            "2bw", two_buffered_weights, linear, "B", policy=two_buffered_policy, check=check_enough_microbatches
+            "pipedream",
+            pipedream,
+            linear,
+            "B",
+            policy=pipedream_policy,
+            check=check_enough_microbatches,
+            held=warming_up,
         ),
         Generator(
-            "modular", modular, round_robin, "A", chunks=2, takes_two_bp=True, repeats=False, search="promising"
+            "2bw",
+            two_buffered_weights,
+            linear,
+            "B",
+            policy=two_buffered_policy,
+            check=check_enough_microbatches,
+            held=warming_up,
         ),
-        Generator("zb_h1", zb_h1, linear, "A", splits=True, search="promising"),
-        Generator("zb_h2", zb_h2, linear, "A", splits=True, search="promising"),
+        Generator(
+            "modular",
+            modular,
+            round_robin,
+            "A",
+            chunks=2,
+            takes_two_bp=True,
+            repeats=False,
+            held=collecting,
+            search="promising",
+        ),
+        Generator("zb_h1", zb_h1, linear, "A", splits=True, held=warming_up, search="promising"),
+        Generator("zb_h2", zb_h2, linear, "A", splits=True, held=warming_up, search="promising"),
         Generator("zb_v", zb_v, v_shape, "A", chunks=2, splits=True, search="promising"),
         Generator("zb_auto", zb_auto, linear, "A", splits=True, repeats=False),
     )

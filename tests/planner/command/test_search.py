@@ -181,7 +181,7 @@ def test_the_report_names_the_model_and_one_speed(capsys, tmp_path):
     front = page.partition("<h3>Speed against memory</h3>")[2]
     fastest = re.findall(r">(\d[\d,]*)</text>", front.partition(">1</text>")[2])
     if figures["tokens/s"] not in fastest:
-        assert "Their speeds are estimates" in front.partition("<svg")[0], "two speeds of one layout need an explanation"
+        assert "speeds are estimates" in front.partition("<svg")[0], "two speeds of one layout need an explanation"
 
 
 def test_a_slow_search_shows_its_progress(capsys, monkeypatch):

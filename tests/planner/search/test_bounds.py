@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 import megapipe.planner.search.stage_seconds as stage_seconds
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.stages import StageLayout
 from megapipe.planner.cost.in_flight import most_held
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.in_flight import held_at_least
 from megapipe.planner.search.layouts import Layout, Layouts, Shape
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.space import SearchSpace
 from megapipe.planner.search.stage_limits import StageLimiter
 from megapipe.planner.search.stage_seconds import _Cut
+from megapipe.schedules.generators.registry import GENERATORS, Options
 from tests.planner.search.runs import machine, run, runs
 
 ALL = ("1f1b", "interleaved_1f1b", "gpipe", "modular", "zb_h1", "zb_h2", "zb_v", "zb_auto", "2bw", "pipedream")
@@ -128,33 +127,30 @@ def test_a_layout_that_cannot_fit_has_no_time() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    schedule=st.sampled_from(ALL),
+    schedule=st.sampled_from([name for name in ALL if GENERATORS[name].held]),
     pipeline=st.integers(1, 6),
     chunks=st.integers(2, 4),
     count=st.integers(1, 20),
     group=st.sampled_from([None, 1, 2, 5]),
+    two_bp=st.booleans(),
 )
-@example(schedule="interleaved_1f1b", pipeline=1, chunks=2, count=4, group=5)
+@example(schedule="interleaved_1f1b", pipeline=1, chunks=2, count=4, group=5, two_bp=False)
 def test_no_rank_holds_fewer_micro_batches(
-    schedule: str, pipeline: int, chunks: int, count: int, group: int | None
+    schedule: str, pipeline: int, chunks: int, count: int, group: int | None, two_bp: bool
 ) -> None:
-    looped = schedule in ("interleaved_1f1b", "modular", "zb_v")
-    chunks = (2 if schedule == "zb_v" else chunks) if looped else 1
-    if schedule in ("2bw", "pipedream"):
-        count = max(count, pipeline)
-    own = run().schedule
-    config = replace(
-        run(),
-        schedule=replace(
-            own,
-            name=schedule,
-            chunks=chunks if looped else None,
-            group_size=group if schedule == "interleaved_1f1b" else None,
-        ),
-    )
-    shape = Shape(1, 1, pipeline, 1, 1, schedule, config.schedule.chunks)
-    least = held_at_least(config.schedule, shape, chunks, count)
-    exact = most_held(schedule, pipeline, count, chunks, schedule_options(config))
+    generator, options = GENERATORS[schedule], Options()
+    chunks = chunks if generator.chunks > 1 and schedule != "zb_v" else generator.chunks
+    count = max(count, pipeline) if generator.check else count
+    if schedule == "interleaved_1f1b" and group is not None:
+        options["group_size"] = group
+    if chunks != generator.chunks:
+        options["chunks"] = chunks
+    if two_bp and generator.takes_two_bp:
+        options["two_bp"] = True
+    assert generator.held is not None
+    least = generator.held(pipeline, count, chunks, options)
+    assert least.shape == (pipeline, chunks)
+    exact = most_held(schedule, pipeline, count, chunks, options)
     for rank, moments in enumerate(exact):
         assert any((moment[:chunks] >= least[rank]).all() for moment in moments)
 
