@@ -10,7 +10,7 @@ RUN_TIME := .venv/.run-time
 READY := .venv/.ready
 CONSTRAINTS := .venv/constraints.txt
 
-.PHONY: help setup constraints quickstart quickstart-bert test test-slow test-exhaustive gpu-check lint docs docs-links format clean
+.PHONY: help setup constraints quickstart quickstart-bert test test-slow test-exhaustive gpu-check lint figures docs docs-links format clean
 
 help:
 	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample, export"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-exhaustive  more layouts, schedules and random examples of what those two show"
 	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one or more; continues where it ended"
 	@echo "make lint             ruff, mypy for Python 3.11 to 3.13, import-linter"
+	@echo "make figures          write every table and picture of the documentation that code makes"
 	@echo "make docs             the documentation as a site, in build/docs"
 	@echo "make docs-links       try every external link of the documentation; needs a network"
 	@echo "make setup            only the environment, in .venv"
@@ -68,6 +69,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version -p megapipe || exit 1; done
 	$(BIN)/lint-imports
+
+figures: setup
+	$(BIN)/python -m tests.docs.figures $(FIGURES)
 
 SPHINX := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto
 

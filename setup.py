@@ -9,6 +9,7 @@ from setuptools.command.build_ext import build_ext
 RUN_TIME = [
     "torch>=2.11",  # tensors, autograd, process groups
     "numpy>=1.26",  # counter-based random numbers, schedules as int32 columns, memory-mapped shards
+    "scipy>=1.15",  # least squares and global search, for fits of a machine to measurements
     "jsonargparse[signatures]>=4.40",  # typed dataclasses to YAML files, command-line overrides and --help
     "PyYAML>=6",  # configuration files
     "tokenizers>=0.20",  # Hugging Face tokenizer.json

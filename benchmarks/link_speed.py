@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links import Edge, LinkEnd, LinkKind, make_links
+from megapipe.parallel.links import Edge, LinkEnd
+from megapipe.parallel.pipeline_links import LinkKind, make_links
 
 KINDS: tuple[LinkKind, ...] = ("shared_memory", "gloo")
 

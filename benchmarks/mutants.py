@@ -1,6 +1,7 @@
 """Change the product's code in small random ways and report which tier of tests catches each change.
 
     python benchmarks/mutants.py --packages training checkpoint data conversion --count 16 --jobs 2
+    python benchmarks/mutants.py --packages spec layout planner schedules/simulation --count 40 --jobs 2
     python benchmarks/mutants.py --gpu --count 40 --seconds 90 --page docs/gpu_mutants.md
 
 The hash of the parent commit seeds the choice, so that nobody picks the mutants by hand. Each mutant is one change in
@@ -215,7 +216,11 @@ class Area:
 
     @classmethod
     def of_package(cls, package: str) -> "Area":
-        return cls((f"megapipe/{package}/**/*.py",), (f"tests/{package}",), mutants_of)
+        """Return the area of a package or of one inside it, such as `schedules/simulation`, with the tests of the
+        nearest package that has a folder of its own there."""
+        folders = (ROOT / "tests" / package, *(ROOT / "tests" / package).parents)
+        tests = next(each for each in folders if each.is_dir()).relative_to(ROOT)
+        return cls((f"megapipe/{package}/**/*.py",), (str(tests),), mutants_of)
 
 
 GPU_AREAS = {
@@ -328,7 +333,11 @@ def write_page(page: Path, lines: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Report which tests catch small random changes of the code.")
-    parser.add_argument("--packages", nargs="+", help="packages of megapipe, or areas of --gpu; default: four or all")
+    parser.add_argument(
+        "--packages",
+        nargs="+",
+        help="packages of megapipe (a/b: one inside another), or areas of --gpu; default: four or all",
+    )
     parser.add_argument("--gpu", action="store_true", help="mistakes with barriers, masks, streams and messages")
     parser.add_argument("--count", type=int, default=16, help="number of mutants")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tested at the same time")
@@ -342,6 +351,9 @@ def main() -> None:
     seed = options.seed or parent.stdout.strip()
     every = GPU_AREAS if options.gpu else {name: Area.of_package(name) for name in options.packages or PACKAGES}
     areas = {name: area for name, area in every.items() if name in (options.packages or every)}
+    for name, area in areas.items():
+        if not any(path for pattern in area.sources for path in ROOT.glob(pattern)):
+            parser.error(f"--packages {name}: megapipe has no such package")
     tiers = options.tiers or (["any"] if options.gpu else ["fast", "slow", "exhaustive"])
     mutants = chosen(areas, options.count, seed)
     print(f"seed {seed}\n", *HEADER, sep="\n", flush=True)

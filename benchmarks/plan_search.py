@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.run import PretrainConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.hardware.files import load_hardware
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.published import A100, PublishedRun
-from megapipe.planner.pipedream.transformer import TransformerShape
-from megapipe.planner.pipedream.two_buffered import Machine, plan
-from megapipe.planner.search.differences import differences
+from megapipe.planner.fitting.fit import A100, PublishedRun
+from megapipe.planner.papers.two_buffered import two_buffered_plan
+from megapipe.planner.search.findings import faster_or_slower, term_differences
 from megapipe.planner.search.plan import QUICK, Effort, search_speed
 
 PARTS = {
@@ -45,8 +45,6 @@ PARTS = {
     "everything": Effort(),
 }
 """What a search may do, each with all that the one before it does."""
-V100_16 = Machine(devices=64, devices_per_server=8, memory_bytes=16 * 2**30, fast=150e9, slow=25e9 / 8)
-V100_FLOPS = 45e12
 ROOT = Path(__file__).parents[1]
 PAGE = "--html"
 COMMANDS = (
@@ -98,11 +96,11 @@ def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
         "model": run.name,
         "devices": devices,
     } | {name: timed(base, hardware, devices, effort) for name, effort in PARTS.items()}
-    if devices == run.row.devices:
+    if devices == run.devices:
         theirs = min((estimate(each, hardware) for each in run.candidates()), key=lambda each: each.step_seconds)
         best = search_speed(base, hardware, devices, effort=QUICK).best.estimate
         result["authors_step_time_s"] = theirs.step_seconds
-        result["differences"] = differences(best, theirs)
+        result["differences"] = [faster_or_slower(best, theirs), *term_differences(best, theirs)]
     return result
 
 
@@ -137,12 +135,19 @@ def commands() -> list[dict[str, Any]]:
 
 def two_buffered(billions: float, hidden: int) -> dict[str, Any]:
     """The planner of PipeDream-2BW."""
+    model = ModelConfig(vocabulary_size=51200, num_layers=32, hidden_size=hidden, num_heads=32, max_positions=512)
+    config = PretrainConfig(
+        model=model,
+        data=DataConfig(sequence_length=512),
+        batch=BatchConfig(global_size=512),
+        training=TrainingConfig(precision="fp16"),
+    )
     started = time.process_time()
-    best = plan(TransformerShape(32, hidden, 32).blocks(V100_FLOPS), V100_16, 512)
+    best = two_buffered_plan(config, load_hardware("v100-16"), 64)
     return {
         "model": f"{billions}B",
-        "depth": best.depth,
-        "width": best.width,
+        "depth": best["depth"],
+        "width": best["width"],
         "processor_s": time.process_time() - started,
     }
 
@@ -152,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rows", nargs="+", default=["39.1B:64", "1008B:3072"], help="model:devices")
     arguments = parser.parse_args()
-    runs = {run.name: run for run in (*A100.runs(), *A100.told_runs())}
+    runs = {run.name: run for run in (*A100.rows, *A100.unfitted)}
     wanted = [row.partition(":") for row in arguments.rows]
     for name, _, devices in wanted:
         if name not in runs or not devices.isdigit():

@@ -22,23 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from megapipe.calibration import profile
-from megapipe.calibration.ranks import on_ranks
-from megapipe.calibration.samples import samples_for
+from megapipe.calibration.layers import samples_for
+from megapipe.calibration.machine import on_ranks, profile
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.optim.learning_rate import learning_rate
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.cost.model import Prediction, predict
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader
+from megapipe.training.loop.batches import open_loader
+from megapipe.training.loop.replica import Replica
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "quickstart.yaml"
 WARM_UP = 2
@@ -105,7 +103,7 @@ def sizes_of(config: PretrainConfig) -> dict[str, int]:
 def train(mesh: Mesh, config: PretrainConfig, steps: int) -> list[float]:
     """Seconds of every step on this rank, behind a warm-up."""
     mesh = connected_mesh(MeshShape(sizes_of(config)), mesh.device)
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     batch = open_loader(config, mesh, replica, samples_for(config)).load(0)
     times = []
     mesh.world.barrier()

@@ -81,23 +81,22 @@ def main() -> None:
 
     # Not before the runs: torch takes a second to import, and bad arguments are told by then.
     from megapipe.config.load import parse as parse_config
-    from megapipe.training import loss_curve, metrics
-    from megapipe.training.batches import split_samples
-    from megapipe.training.references import reference_losses
+    from megapipe.training.loop.batches import reference_losses, split_samples
+    from megapipe.training.observe.metrics import METRICS, LossHistory, draw_loss_curves, read_losses
 
     data = ["--config", str(ROOT / "examples/gpt_tiny.yaml"), "--data.prefix", str(arguments.prefix)]
     config = parse_config(data)
     references = reference_losses(split_samples(config, "train"), config.model.vocabulary_size)
     print(f"\n{'run':<24}{'mean of last 20':>18}{'held-out loss':>16}{'skipped':>9}")
     for picture, runs in folders.items():
-        histories = {name: metrics.read_losses(folder / metrics.FILE_NAME) for name, folder in runs.items()}
+        histories = {name: read_losses(folder / METRICS) for name, folder in runs.items()}
         title = f"GPT over bytes, {arguments.steps} steps, learning rate {arguments.learning_rate:g}"
         path = (arguments.pictures or arguments.folder) / picture
-        training = {name: metrics.LossHistory(history.training) for name, history in histories.items()}
-        loss_curve.draw_loss_curves(path, training, references, title)
+        training = {name: LossHistory(history.training) for name, history in histories.items()}
+        draw_loss_curves(path, training, references, title)
         for name, history in histories.items():
             last = [history.training[step] for step in sorted(history.training)[-20:]]
-            lines = (runs[name] / metrics.FILE_NAME).read_text().splitlines()
+            lines = (runs[name] / METRICS).read_text().splitlines()
             skipped = sum('"skipped": true' in line for line in lines)
             held_out = history.evaluation[max(history.evaluation)]
             print(f"{name:<24}{sum(last) / len(last):>18.4f}{held_out:>16.4f}{skipped:>9}")

@@ -26,18 +26,18 @@ from torch import Tensor
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.index_writer import ShardWriter
+from megapipe.data.shard_writer import ShardWriter
 from megapipe.engine.step import StepInput
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
 from megapipe.parallel.launch import connected_mesh, initialize, shutdown
-from megapipe.parallel.links import Edge, make_links
+from megapipe.parallel.links import Edge
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules.generators.registry import GENERATORS
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.parallel.pipeline_links import make_links
+from megapipe.schedules.registry import GENERATORS
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
 
 STEPS = 2
 TOLERANCE = 1e-5
@@ -191,7 +191,7 @@ def configuration(mesh: Mesh, folder: str, groups: dict[str, dict[str, Any]]) ->
 def trained(mesh: Mesh, config: PretrainConfig) -> Results:
     """Loss and gradient norm of two steps on this rank."""
     config = replace(config, parallel=replace(config.parallel, **mesh.shape.sizes))
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     results = []
     for step in range(STEPS):

@@ -28,12 +28,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megapipe.data.batches import MicrobatchSource
-from megapipe.data.blend_order import BlendOrder
-from megapipe.data.page_cache import drop_from_page_cache, resident_share
-from megapipe.data.prefetch import Prefetcher
+from megapipe.data.batches import MicrobatchSource, Prefetcher
+from megapipe.data.files import drop_from_page_cache, resident_share
+from megapipe.data.mixing import BlendOrder
 from megapipe.data.samples import GptSamples
-from megapipe.data.shard_format import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, bin_path, idx_path
+from megapipe.data.shards import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, bin_path, idx_path
 
 with warnings.catch_warnings():  # about optional packages of no concern here
     warnings.simplefilter("ignore")

@@ -54,17 +54,16 @@ def main() -> None:
 
     # Not before the runs: torch takes a second to import, and bad arguments are told by then.
     from megapipe.config.load import parse as parse_config
-    from megapipe.training import loss_curve, metrics
-    from megapipe.training.batches import split_samples
-    from megapipe.training.references import reference_losses
+    from megapipe.training.loop.batches import reference_losses, split_samples
+    from megapipe.training.observe.metrics import METRICS, draw_loss_curves, read_losses
 
-    histories = {name: metrics.read_losses(folder / metrics.FILE_NAME) for name, folder in folders.items()}
+    histories = {name: read_losses(folder / METRICS) for name, folder in folders.items()}
     prefix = str(arguments.quickstart / "corpus_text_document")
     config = parse_config(["--config", str(ROOT / "examples/quickstart.yaml"), "--data.prefix", prefix])
     references = reference_losses(split_samples(config, "train"), config.model.vocabulary_size)
     picture = arguments.picture or arguments.folder / "losses.png"
     title = f"quickstart GPT, two pipeline ranks, {arguments.steps} steps, learning rate {arguments.learning_rate:g}"
-    loss_curve.draw_loss_curves(picture, histories, references, title)
+    draw_loss_curves(picture, histories, references, title)
     print(f"\n{'schedule':<20}{'last training loss':>20}{'mean of last 20':>18}{'held-out loss':>16}")
     for name, history in histories.items():
         last = [history.training[step] for step in sorted(history.training)[-20:]]

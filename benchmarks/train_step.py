@@ -24,7 +24,7 @@ from train_step_contest.pipeline import ALONE, PIPELINE, pipeline_seconds
 from train_step_contest.timing import Rate, in_turns, one_by_one, paired_ratio, rates, ratio_to_best_peer, show, timed
 
 from megapipe.spec.layers import model_layers
-from megapipe.training.throughput import UtilisationMeter, device_peak
+from megapipe.training.observe.display import UtilisationMeter, device_peak
 
 Result = dict[str, Any]
 

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from megapipe.engine.pipeline import Pipeline
-from megapipe.parallel.launch import initialize, shutdown
+from megapipe import Pipeline, initialize, shutdown
 
 torch.manual_seed(0)
 blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(4)]

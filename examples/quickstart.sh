@@ -10,7 +10,7 @@ examples=$(dirname "$0")
 bin=${BIN:+$BIN/}
 folder=${QUICKSTART_FOLDER:-runs/quickstart}
 export OMP_NUM_THREADS=1 # two ranks on two cores: more threads would compete for them
-precision=$("${bin}python" -m megapipe.training.precision)
+precision=$("${bin}python" -m megapipe.training.device)
 case $precision in
     bf16) steps=${QUICKSTART_STEPS:-400} ;;
     *) steps=${QUICKSTART_STEPS:-200} ;; # CPUs without bf16 instructions take twice as long per step

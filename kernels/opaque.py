@@ -1,4 +1,4 @@
-"""What a compiler may not look into: operators that it schedules but does not rewrite, and constants."""
+"""Operators that a compiler schedules but does not rewrite, and constants that it does not trace."""
 
 import functools
 from collections.abc import Callable

@@ -1,100 +1,78 @@
 """Every op with its backends, in order of preference."""
 
+from collections.abc import Iterator, Sequence
+from types import FunctionType, ModuleType
+
 from megapipe.kernels import apex_backend, cuda_backend, preferences, triton_backend
-from megapipe.kernels.reference import (
-    adamw,
-    attention_probabilities,
-    bias_dropout_residual,
-    bias_gelu,
-    cross_entropy,
-    dropout,
-    gelu,
-    gradient_norm,
-    layer_norm,
-    linear_cross_entropy,
-    rms_norm,
-    rotary,
-    softmax,
-    stochastic_rounding,
-    swiglu,
-    weight_gradient,
-)
-from megapipe.kernels.registry import REFERENCE, Backend, KernelOp, Registry
+from megapipe.kernels.reference import activations, attention, cross_entropy, dropout, norms, optimizer
+from megapipe.kernels.registry import REFERENCE, Backend, Implementation, KernelOp, Registry
 
 
-def _triton(name: str) -> Backend:
-    return Backend("triton", f"{triton_backend.__name__}.{name}", triton_backend.unavailable)
+def _in(package: ModuleType, module: str) -> str:
+    """A module by name: it is imported when it is first needed."""
+    return f"{package.__name__}.{module}"
 
 
-def _apex(name: str, only_requested: bool = False) -> Backend:
-    module = f"{apex_backend.__name__}.{name}"
-    return Backend("apex", module, apex_backend.unavailable(name), only_requested)
+def _triton(module: str) -> Backend:
+    return Backend("triton", _in(triton_backend, module), triton_backend.unavailable)
 
 
-def _cuda(name: str) -> Backend:
-    return Backend("cuda", f"{cuda_backend.__name__}.{name}", cuda_backend.unavailable)
+def _apex(op: str, only_requested: bool = False) -> Backend:
+    return Backend("apex", _in(apex_backend, "kernels"), apex_backend.unavailable(op), only_requested)
 
+
+_CUDA = Backend("cuda", _in(cuda_backend, "kernels"), cuda_backend.unavailable)
 
 NORM = ("forward", "add_forward", "input_gradient", "weight_gradient", "backward")
 CROSS_ENTROPY = ("row_statistics", "logit_gradient", "statistics", "gradient", "statistics_and_gradient")
+LINEAR_CROSS_ENTROPY = ("statistics", "statistics_and_gradient", "complete_gradient", "backward")
 
-OPS = Registry(
-    [
-        KernelOp(
-            "layer_norm",
-            NORM,
-            (_triton("layer_norm"), _cuda("layer_norm"), _apex("layer_norm"), Backend(REFERENCE, layer_norm)),
-        ),
-        KernelOp(
-            "rms_norm", NORM, (_triton("rms_norm"), _cuda("rms_norm"), _apex("rms_norm"), Backend(REFERENCE, rms_norm))
-        ),
-        KernelOp("gelu", ("apply",), (_triton("gelu"), Backend(REFERENCE, gelu))),
-        KernelOp("bias_gelu", ("apply",), (_triton("bias_gelu"), Backend(REFERENCE, bias_gelu))),
-        KernelOp("swiglu", ("apply",), (_triton("swiglu"), Backend(REFERENCE, swiglu))),
-        KernelOp("rotary", ("apply",), (_triton("rotary"), Backend(REFERENCE, rotary))),
-        KernelOp("dropout", ("apply",), (_triton("dropout"), Backend(REFERENCE, dropout))),
-        KernelOp(
-            "bias_dropout_residual",
-            ("apply",),
-            (_triton("bias_dropout_residual"), Backend(REFERENCE, bias_dropout_residual)),
-        ),
-        KernelOp(
-            "attention_probabilities",
-            ("apply",),
-            (
-                _triton("attention_probabilities"),
-                _cuda("attention_probabilities"),
-                _apex("attention_probabilities", only_requested=True),
-                Backend(REFERENCE, attention_probabilities),
-            ),
-        ),
-        KernelOp(
-            "softmax",
-            ("forward", "input_gradient"),
-            (_triton("softmax"), _cuda("softmax"), _apex("softmax", only_requested=True), Backend(REFERENCE, softmax)),
-        ),
-        KernelOp("cross_entropy", CROSS_ENTROPY, (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))),
-        KernelOp(
-            "linear_cross_entropy",
-            ("statistics", "statistics_and_gradient", "complete_gradient", "backward"),
-            (_triton("linear_cross_entropy"), Backend(REFERENCE, linear_cross_entropy)),
-        ),
-        KernelOp("adamw", ("step",), (_triton("adamw"), _cuda("adamw"), _apex("adamw"), Backend(REFERENCE, adamw))),
-        KernelOp(
-            "stochastic_rounding",
-            ("round_to",),
-            (_triton("stochastic_rounding"), Backend(REFERENCE, stochastic_rounding)),
-        ),
-        KernelOp(
-            "gradient_norm",
-            ("squared_norm",),
-            (_triton("gradient_norm"), _apex("gradient_norm"), Backend(REFERENCE, gradient_norm)),
-        ),
-        KernelOp(
-            "weight_gradient",
-            ("accumulate",),
-            (_apex("weight_gradient", only_requested=True), Backend(REFERENCE, weight_gradient)),
-        ),
-    ],
-    preferences=lambda: preferences.current().preferences,
+_NORMS = Backend(REFERENCE, norms)
+_ACTIVATIONS = (_triton("activations"), Backend(REFERENCE, activations))
+_ATTENTION = Backend(REFERENCE, attention)
+_DROPOUT = (_triton("dropout"), Backend(REFERENCE, dropout))
+_CROSS_ENTROPY = (_triton("cross_entropy"), Backend(REFERENCE, cross_entropy))
+_OPTIMIZER = Backend(REFERENCE, optimizer)
+
+TABLE = (
+    KernelOp("layer_norm", NORM, (_triton("norms"), _CUDA, _apex("layer_norm"), _NORMS)),
+    KernelOp("rms_norm", NORM, (_triton("norms"), _CUDA, _apex("rms_norm"), _NORMS)),
+    KernelOp("gelu", ("apply",), _ACTIVATIONS),
+    KernelOp("bias_gelu", ("apply",), _ACTIVATIONS),
+    KernelOp("swiglu", ("apply",), _ACTIVATIONS),
+    KernelOp("rotary", ("apply",), (_triton("attention"), _ATTENTION)),
+    KernelOp("dropout", ("apply",), _DROPOUT),
+    KernelOp("bias_dropout_residual", ("apply",), _DROPOUT),
+    KernelOp(
+        "attention_probabilities",
+        ("apply",),
+        (_triton("attention"), _CUDA, _apex("attention_probabilities", only_requested=True), _ATTENTION),
+    ),
+    KernelOp(
+        "softmax",
+        ("forward", "input_gradient"),
+        (_triton("attention"), _CUDA, _apex("softmax", only_requested=True), _ATTENTION),
+    ),
+    KernelOp("cross_entropy", CROSS_ENTROPY, _CROSS_ENTROPY),
+    KernelOp("linear_cross_entropy", LINEAR_CROSS_ENTROPY, _CROSS_ENTROPY),
+    KernelOp("adamw", ("step",), (_triton("optimizer"), _CUDA, _apex("adamw"), _OPTIMIZER)),
+    KernelOp("stochastic_rounding", ("apply",), (_triton("optimizer"), _OPTIMIZER)),
+    KernelOp("gradient_norm", ("apply",), (_triton("optimizer"), _apex("gradient_norm"), _OPTIMIZER)),
+    KernelOp("weight_gradient", ("apply",), (_apex("weight_gradient", only_requested=True), _OPTIMIZER)),
 )
+"""Ops by name, each with its backends."""
+
+
+def _reference_only(listed: Sequence[KernelOp]) -> Iterator[KernelOp]:
+    """Yield activations and norms that only the reference has; they need no row in the table."""
+    known = {op.name for op in listed}
+    for name, value in vars(activations).items():
+        own = isinstance(value, FunctionType) and value.__module__ == activations.__name__
+        if own and name[0] != "_" and name not in known:
+            yield KernelOp(name, ("apply",), (Backend(REFERENCE, activations),))
+    for name, value in vars(norms).items():
+        if isinstance(value, Implementation) and name not in known:
+            yield KernelOp(name, NORM, (_NORMS,))
+
+
+OPS = Registry([*TABLE, *_reference_only(TABLE)], preferences=lambda: preferences.current().preferences)

@@ -1,16 +1,18 @@
 """The kernel registry: which backend runs an op on given tensors, and why.
 
-An op is a name, the functions that it consists of, and backends in order of preference, the torch reference last.
-A backend is a module with those functions and a rule that tells which tensors it refuses. Modules that need more than
-torch are given by name and imported when they are first wanted. The table of ops is `megapipe.kernels.ops.OPS`; what a
-registry picks never changes after it was built.
+An op is a name, the functions that it consists of, and backends in order of preference, the torch reference last. A
+backend is a module with those functions and a rule that says which tensors it refuses. In the module, the function
+`apply` has the name of the op (`gelu`), and every other function begins with it (`softmax_forward`), so that one
+module may have several ops; or an `Implementation` has the op's name (`layer_norm`). Modules that need more than
+torch are given by name and imported when they are first needed. The table of ops is `megapipe.kernels.ops.OPS`; what
+a registry picks never changes after it was built.
 """
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -22,8 +24,34 @@ from megapipe.kernels.preferences import Preferences
 REFERENCE = "reference"
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def refused_dtype(dtype: torch.dtype, *taken: torch.dtype, of: str = "") -> str | None:
+    """Return why kernels for the dtypes `taken` refuse another one, of the tensor that `of` names; None for these."""
+    if dtype in taken:
+        return None
+    *others, last = (str(each).removeprefix("torch.") for each in taken)
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"takes {f'a {listed} {of}' if of else listed}, not {str(dtype).removeprefix('torch.')}"
+
+
+def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
+    """Return why kernels that take any width of the usual dtypes refuse a tensor."""
+    return refused_dtype(dtype, *FLOATS) or ("the last axis is empty" if width == 0 else None)
+
+
+def refused_master(device: str, dtype: torch.dtype, width: int) -> str | None:
+    """Return why AdamW refuses a master of this dtype, which is the tensor that a backend is chosen for."""
+    return refused_dtype(dtype, torch.float32, of="master")
+
+
 class KernelError(ValueError):
     """An op or backend that does not exist, or a demanded backend that cannot run; the message names the way out."""
+
+
+class Implementation(SimpleNamespace):
+    """The functions of one op by one backend, under the names that `KernelOp.functions` lists."""
 
 
 class Backend:
@@ -56,17 +84,18 @@ class Backend:
         """Whether the module can be looked into without importing it."""
         return not isinstance(self._source, str)
 
-    def refusal(self, device: str, dtype: torch.dtype, width: int) -> str | None:
-        """Why tensors of this device type, dtype and last axis are refused; None when they are taken.
+    def refusal(self, op: str, device: str, dtype: torch.dtype, width: int) -> str | None:
+        """Why an op's tensors of this device type, dtype and last axis are refused; None when they are taken.
 
-        The rule is the module's `refusal` function; a module without one takes everything. A module that cannot be
-        imported takes nothing.
+        The rule is the op's in the module's table `REFUSALS` or, without that, the module's function `refusal`; a
+        module without either takes everything. A module that cannot be imported takes nothing.
         """
         reason = None if self._unavailable is None else self._unavailable(device)
         if reason is not None:
             return reason
         try:
-            rule = getattr(self.module, "refusal", None)
+            rules = getattr(self.module, "REFUSALS", {})
+            rule = rules.get(op, getattr(self.module, "refusal", None))
         except ImportError as error:
             return f"cannot be imported: {error}"
         return None if rule is None else rule(device, dtype, width)
@@ -83,21 +112,25 @@ class KernelOp:
     def __post_init__(self) -> None:
         for backend in self.backends:
             if backend.at_hand:
-                self.module(backend)
+                self.implementation(backend)
         if not self.backends or self.backends[-1].name != REFERENCE:
             raise KernelError(f"op {self.name!r}: the last backend must be {REFERENCE!r}, which takes every tensor")
 
-    def module(self, backend: Backend) -> ModuleType:
-        """The backend's module. Raises KernelError when it lacks a function of the op."""
-        missing = [name for name in self.functions if not hasattr(backend.module, name)]
+    def implementation(self, backend: Backend) -> Implementation:
+        """The backend's functions. Raises KernelError when its module lacks one of the op's."""
+        made = getattr(backend.module, self.name, None)
+        if isinstance(made, Implementation):
+            return made
+        names = {name: self.name if name == "apply" else f"{self.name}_{name}" for name in self.functions}
+        missing = [name for name in names.values() if not hasattr(backend.module, name)]
         if missing:
             raise KernelError(f"backend {backend.name!r} of op {self.name!r} lacks {', '.join(missing)}")
-        return backend.module
+        return Implementation(**{name: getattr(backend.module, attribute) for name, attribute in names.items()})
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was picked for one kind of tensor, and why each backend before it was not."""
+    """The backend for one kind of tensor, and why each preferred one was refused."""
 
     op: str
     device: str
@@ -128,8 +161,8 @@ class Registry:
     ) -> None:
         self._preferences = preferences
         self._ops = {op.name: op for op in ops}
-        self._modules = {
-            (op.name, backend.name): op.module(backend)
+        self._implementations = {
+            (op.name, backend.name): op.implementation(backend)
             for op in self._ops.values()
             for backend in op.backends
             if backend.at_hand
@@ -164,17 +197,17 @@ class Registry:
         """Whether the configuration names a backend for this op."""
         return op in self._overrides
 
-    def pick(self, op: str, tensor: Tensor) -> ModuleType:
-        """The module whose functions run `op` on such a tensor: device type, dtype and length of the last axis decide.
+    def pick(self, op: str, tensor: Tensor) -> Implementation:
+        """The functions that run `op` on such a tensor: device type, dtype and length of the last axis decide.
 
         Raises KernelError for an unknown op, and when a demanded backend refuses the tensor.
         """
         backend = self._name_picked(op, tensor.device.type, tensor.dtype, tensor.shape[-1])
-        return self._modules[op, backend]
+        return self._implementations[op, backend]
 
-    def reference(self, op: str) -> ModuleType:
-        """The module of the op's reference, which takes every tensor."""
-        return self._modules[op, REFERENCE]
+    def reference(self, op: str) -> Implementation:
+        """The functions of the op's reference, which takes every tensor."""
+        return self._implementations[op, REFERENCE]
 
     def choice(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
         """The decision that `pick` makes for such tensors."""
@@ -185,7 +218,7 @@ class Registry:
         return found
 
     def report(self) -> str:
-        """One line per kind of tensor met so far: the backend, and why each preferred one was passed over."""
+        """Return one line per kind of tensor used so far: the backend, and why each preferred one was refused."""
         return "\n".join(sorted(str(choice) for choice in self._choices.values()))
 
     def _decide(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
@@ -194,7 +227,7 @@ class Registry:
         for backend in self._in_order(op, device, dtype, width):
             if demanded is not None and backend.name != demanded:
                 continue
-            refusal = backend.refusal(device, dtype, width)
+            refusal = backend.refusal(op, device, dtype, width)
             if refusal is None and backend.only_requested and demanded is None:
                 refusal = "runs only where kernels.backends names it"
             if refusal is None:
@@ -202,7 +235,8 @@ class Registry:
                     reasons = ["requested by the configuration"]
                 elif backend.name not in (self._op(op).backends[0].name, REFERENCE) and not reasons:
                     reasons = ["the fastest measured on this GPU"]
-                self._modules[op, backend.name] = self._op(op).module(backend)
+                if (op, backend.name) not in self._implementations:
+                    self._implementations[op, backend.name] = self._op(op).implementation(backend)
                 return Choice(op, device, dtype, width, backend.name, tuple(reasons))
             reasons.append(f"{backend.name}: {refusal}")
         raise KernelError(

@@ -16,26 +16,25 @@ import torch
 
 from megapipe.checkpoint import CheckpointError, newest_whole
 from megapipe.checkpoint.directory import steps
-from megapipe.checkpoint.manifest_file import MANIFEST, _checksum, read_manifest
+from megapipe.checkpoint.manifest import MANIFEST, _checksum, read_manifest
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.untrusted import decode_json
-from megapipe.conversion.foreign.archive import Archive
-from megapipe.conversion.foreign.sandbox import Sandbox
+from megapipe.conversion.archive import Archive
 from megapipe.conversion.formats import FORMATS, UnknownFormatError
-from megapipe.conversion.source import SourceOptions
-from megapipe.data.bert_vocabulary import BertVocabulary
+from megapipe.conversion.sandbox import Sandbox
+from megapipe.data.bert_parts import BertVocabulary
 from megapipe.data.errors import DataError
-from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.manifest import read_manifest as read_shard_manifest
-from megapipe.data.preprocess.journal import Journal, read_journal
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.planner.fitting.measured_rows import read_rows
+from megapipe.data.preprocess.run import Journal, read_journal
+from megapipe.data.shards import IndexedDataset
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.planner.fitting.fit import read_rows
 from megapipe.schedules import ScheduleError, build, dumps, rank_costs
-from megapipe.schedules.load_file import load_file
-from megapipe.schedules.measured.trace_file import read_rank
-from megapipe.training.metrics import read_losses
+from megapipe.schedules.build import load_file
+from megapipe.schedules.measured.traces import read_rank
+from megapipe.training.observe.metrics import read_losses
 from tests.checkpoint.toy import ALONE, alone, save_step
 from tests.conversion.foreign.weights import MODELS, drawn, write
 from tests.data.shards import numbered_documents, write_shard
@@ -142,7 +141,7 @@ def make_indexed(folder: Path) -> Path:
 
 
 def read_source(path: Path, kind: str = "hf") -> None:
-    source = FORMATS[kind].open_source(path.parent, SourceOptions(allow_pickle=True))
+    source = FORMATS[kind].open_source(path.parent, True)
     try:
         for tensor in source.contents.tensors[:3]:
             source.read(tensor)

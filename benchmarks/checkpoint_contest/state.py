@@ -22,11 +22,11 @@ class Moments:
     """Two moments of every parameter."""
 
     def kinds(self, spec: ParameterSpec) -> Sequence[str]:
-        """As `megapipe.checkpoint.load` asks for them."""
+        """As `megapipe.checkpoint.save_and_load` asks for them."""
         return MOMENTS
 
     def allocate(self, state: UnitState) -> None:
-        """As `megapipe.checkpoint.load` asks for it."""
+        """As `megapipe.checkpoint.save_and_load` asks for it."""
         for name in MOMENTS:
             state.add_moment(name, slice(0, state.table.num_elements))
 

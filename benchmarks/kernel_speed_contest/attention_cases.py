@@ -1,10 +1,11 @@
 """Softmax of attention scores, and the product before it."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from megapipe.kernels.registry import Implementation
 
 from .case import QUICK, TINY, Aim, Case, Draw, Entry, Size, Traffic, Work, grid
 
@@ -34,16 +35,16 @@ def _padded_inputs(size: Size, draw: Draw) -> list[Tensor]:
     return [draw.normal(1, 1, size.rows, size.width), seen.view(1, 1, 1, -1)]
 
 
-def _plain(module: ModuleType) -> Entry:
-    return Entry(lambda scores: module.forward(scores, None, SCALE, False, None))
+def _plain(op: Implementation) -> Entry:
+    return Entry(lambda scores: op.forward(scores, None, SCALE, False, None))
 
 
-def _causal(module: ModuleType) -> Entry:
-    return Entry(lambda scores, seen: module.forward(scores, None, SCALE, True, None))
+def _causal(op: Implementation) -> Entry:
+    return Entry(lambda scores, seen: op.forward(scores, None, SCALE, True, None))
 
 
-def _padded(module: ModuleType) -> Entry:
-    return Entry(lambda scores, seen: module.forward(scores, seen, SCALE, False, None))
+def _padded(op: Implementation) -> Entry:
+    return Entry(lambda scores, seen: op.forward(scores, seen, SCALE, False, None))
 
 
 def _torch_softmax(scores: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -66,8 +67,8 @@ def _products(size: Size, draw: Draw) -> list[Tensor]:
     return [query, key, _seen(size.width, draw.device)]
 
 
-def _probabilities(module: ModuleType) -> Entry:
-    return Entry(lambda query, key, seen: module.apply(query, key, SCALE, None))
+def _probabilities(op: Implementation) -> Entry:
+    return Entry(lambda query, key, seen: op.apply(query, key, SCALE, None))
 
 
 def _torch_probabilities(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def _softmax_case(
     sizes: list[Size],
     inputs: Callable[[Size, Draw], list[Tensor]],
     seen: float,
-    ours: Callable[[ModuleType], Entry],
+    ours: Callable[[Implementation], Entry],
     liger: Callable[[], Entry] | None = None,
 ) -> Case:
     """seen: share of the scores that are read. The backward knows no mask: it reads two tensors and writes one."""

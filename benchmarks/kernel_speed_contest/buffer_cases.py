@@ -1,15 +1,14 @@
 """What the optimizer does on flat buffers."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megapipe.kernels.reference import adamw as reference_adamw
-from megapipe.kernels.reference.adamw import Coefficients
-from megapipe.kernels.reference.stochastic_rounding import Elements
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.reference.optimizer import Coefficients, Elements
+from megapipe.kernels.registry import Implementation
 
 from .case import Case, Draw, Entry, Size, Work, grid
 
@@ -24,9 +23,9 @@ def _buffers(size: Size, draw: Draw) -> list[Tensor]:
     return [*wide[:3], wide[3].abs_(), wide[0].bfloat16()]
 
 
-def _adamw(module: ModuleType) -> Entry:
+def _adamw(op: Implementation) -> Entry:
     def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, parameter: Tensor) -> None:
-        module.step(master, gradient, first, second, UPDATE, parameter=parameter)
+        op.step(master, gradient, first, second, UPDATE, parameter=parameter)
 
     return Entry(step)
 
@@ -58,17 +57,17 @@ def _torch_adamw(
     parameter.copy_(master)
 
 
-def _squared_norm(module: ModuleType) -> Entry:
-    return Entry(module.squared_norm)
+def _squared_norm(op: Implementation) -> Entry:
+    return Entry(op.apply)
 
 
 def _torch_squared_norm(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values).square()
 
 
-def _rounding(module: ModuleType) -> Entry:
+def _rounding(op: Implementation) -> Entry:
     def round_to(source: Tensor, target: Tensor) -> None:
-        module.round_to(target, source, 0x9E3779B9, Elements(0, 1, 1))
+        op.apply(target, source, 0x9E3779B9, Elements(0, 1, 1))
 
     return Entry(round_to)
 
@@ -88,7 +87,7 @@ CASES = [
         lambda size, itemsize: (Work(30.0 * size.elements), None),  # four read, three and the copy written
         _adamw,
         Entry(_torch_adamw, prepare=_with_step),
-        compiled=_adamw(reference_adamw),  # elementwise, so that the compiler can make one kernel of it
+        compiled=_adamw(OPS.reference("adamw")),  # elementwise, so that the compiler can make one kernel of it
     ),
     Case(
         "stochastic_rounding",

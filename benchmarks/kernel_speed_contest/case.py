@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from megapipe.kernels.registry import Implementation
 
 Call = Callable[..., object]
 
@@ -98,8 +99,8 @@ class Case:
     """An op in one form.
 
     sizes: those of a whole run. quick: the one of a quick run. tiny: the one that a processor manages. draw: the
-    inputs of one call. work: size and bytes of an element -> what has to be done. ours: a backend's module -> entry.
-    torch: as one writes it in torch. liger: imports Liger's kernel; None where it has none. compiled: what
+    inputs of one call. work: size and bytes of an element -> what has to be done. ours: a backend's functions ->
+    entry. torch: as one writes it in torch. liger: imports Liger's kernel; None where it has none. compiled: what
     torch.compile gets, if not `torch`.
     """
 
@@ -110,7 +111,7 @@ class Case:
     tiny: Size
     draw: Callable[[Size, Draw], list[Tensor]]
     work: Callable[[Size, int], tuple[Work, Work | None]]
-    ours: Callable[[ModuleType], Entry]
+    ours: Callable[[Implementation], Entry]
     torch: Entry
     liger: Callable[[], Entry] | None = None
     compiled: Entry | None = None

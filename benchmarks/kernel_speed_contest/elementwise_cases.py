@@ -1,11 +1,12 @@
 """Activations, positions and dropout."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from megapipe.kernels.registry import Implementation
 
 from .case import HIDDEN, QUICK, TINY, Aim, Case, Draw, Entry, Size, Traffic
 
@@ -21,16 +22,16 @@ def _rows_and_bias(size: Size, draw: Draw) -> list[Tensor]:
     return [draw.normal(size.rows, size.width), draw.normal(size.width)]
 
 
-def _gelu(module: ModuleType) -> Entry:
-    return Entry(lambda x: module.apply(x, "tanh"))
+def _gelu(op: Implementation) -> Entry:
+    return Entry(lambda x: op.apply(x, "tanh"))
 
 
-def _bias_gelu(module: ModuleType) -> Entry:
-    return Entry(lambda x, bias: module.apply(x, bias, "tanh"))
+def _bias_gelu(op: Implementation) -> Entry:
+    return Entry(lambda x, bias: op.apply(x, bias, "tanh"))
 
 
-def _swiglu(module: ModuleType) -> Entry:
-    return Entry(module.apply)
+def _swiglu(op: Implementation) -> Entry:
+    return Entry(op.apply)
 
 
 def _torch_swiglu(gate_up: Tensor) -> Tensor:
@@ -54,8 +55,8 @@ def _rotary_inputs(size: Size, draw: Draw) -> list[Tensor]:
     return [draw.normal(1, size.rows, size.width // channels, channels), *angles]
 
 
-def _rotary(module: ModuleType) -> Entry:
-    return Entry(module.apply)
+def _rotary(op: Implementation) -> Entry:
+    return Entry(op.apply)
 
 
 def _torch_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -73,8 +74,8 @@ def _dropout_inputs(size: Size, draw: Draw) -> list[Tensor]:
     return [draw.normal(size.rows, size.width), _keys(size, draw).unsqueeze(-1), channels]
 
 
-def _dropout(module: ModuleType) -> Entry:
-    return Entry(lambda x, keys, channels: module.apply(x, keys, channels, DROPOUT))
+def _dropout(op: Implementation) -> Entry:
+    return Entry(lambda x, keys, channels: op.apply(x, keys, channels, DROPOUT))
 
 
 def _residual_inputs(size: Size, draw: Draw) -> list[Tensor]:
@@ -82,8 +83,8 @@ def _residual_inputs(size: Size, draw: Draw) -> list[Tensor]:
     return [x, draw.normal(size.width), residual, _keys(size, draw)]
 
 
-def _dropout_residual(module: ModuleType) -> Entry:
-    return Entry(lambda x, bias, residual, keys: module.apply(x, bias, residual, keys, DROPOUT))
+def _dropout_residual(op: Implementation) -> Entry:
+    return Entry(lambda x, bias, residual, keys: op.apply(x, bias, residual, keys, DROPOUT))
 
 
 CASES = [

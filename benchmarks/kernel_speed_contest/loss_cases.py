@@ -1,11 +1,12 @@
 """Cross entropy of logits, and of the output projection's input."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from megapipe.kernels.registry import Implementation
 
 from .case import Aim, Case, Draw, Entry, Size, Traffic, Work, grid
 
@@ -26,13 +27,13 @@ def _logits(size: Size, draw: Draw) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _in_place(module: ModuleType, logits: Tensor, labels: Tensor, owned: Tensor) -> tuple[Tensor, Tensor]:
+def _in_place(op: Implementation, logits: Tensor, labels: Tensor, owned: Tensor) -> tuple[Tensor, Tensor]:
     """The logits become their gradient."""
-    return module.statistics_and_gradient(logits, labels, owned), logits
+    return op.statistics_and_gradient(logits, labels, owned), logits
 
 
-def _cross_entropy(module: ModuleType) -> Entry:
-    return Entry(module.statistics, lambda *inputs: _in_place(module, *inputs))
+def _cross_entropy(op: Implementation) -> Entry:
+    return Entry(op.statistics, lambda *inputs: _in_place(op, *inputs))
 
 
 def _torch_cross_entropy(logits: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
@@ -53,34 +54,34 @@ def _projected(size: Size, draw: Draw) -> list[Tensor]:
 
 @torch.no_grad()
 def _projection_and_gradients(
-    module: ModuleType, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
+    op: Implementation, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `megapipe.layers.cross_entropy` goes about it: the logits' gradient is kept, two products follow."""
-    statistics, gradient = module.statistics_and_gradient(x, weight, labels, owned, weight.shape[0], True)
+    statistics, gradient = op.statistics_and_gradient(x, weight, labels, owned, weight.shape[0], True)
     return statistics, gradient @ weight, gradient.t() @ x
 
 
 @torch.no_grad()
 def _projected_twice(
-    module: ModuleType, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
+    op: Implementation, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As it goes about it under recompute.logits: four products, and no logits but of a chunk."""
-    statistics = module.statistics(x, weight, labels, owned, weight.shape[0])
+    statistics = op.statistics(x, weight, labels, owned, weight.shape[0])
     log_sum_exp = statistics[0] + statistics[1].log()
     scale = torch.ones_like(log_sum_exp)
-    dx, dweight = module.backward(x, weight, labels, owned, weight.shape[0], log_sum_exp, scale)
+    dx, dweight = op.backward(x, weight, labels, owned, weight.shape[0], log_sum_exp, scale)
     return statistics, dx, dweight
 
 
-def _linear_cross_entropy(module: ModuleType, both: Callable[..., object] = _projection_and_gradients) -> Entry:
+def _linear_cross_entropy(op: Implementation, both: Callable[..., object] = _projection_and_gradients) -> Entry:
     def forward(x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
-        return module.statistics(x, weight, labels, owned, weight.shape[0])
+        return op.statistics(x, weight, labels, owned, weight.shape[0])
 
-    return Entry(forward, lambda *inputs: both(module, *inputs))
+    return Entry(forward, lambda *inputs: both(op, *inputs))
 
 
-def _recomputed(module: ModuleType) -> Entry:
-    return _linear_cross_entropy(module, _projected_twice)
+def _recomputed(op: Implementation) -> Entry:
+    return _linear_cross_entropy(op, _projected_twice)
 
 
 def _torch_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Norms, alone and with the addition before them."""
 
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
+
+from megapipe.kernels.registry import Implementation
 
 from .case import HIDDEN, QUICK, TINY, Aim, Case, Draw, Entry, Size, Traffic
 
@@ -17,12 +18,12 @@ def _inputs(size: Size, draw: Draw, num_rows_inputs: int, num_parameters: int) -
     return rows + [draw.normal(size.width) for _ in range(num_parameters)]
 
 
-def _ours(module: ModuleType) -> Entry:
-    return Entry(lambda x, *parameters: module.forward(x, *parameters, EPSILON)[0])
+def _ours(op: Implementation) -> Entry:
+    return Entry(lambda x, *parameters: op.forward(x, *parameters, EPSILON)[0])
 
 
-def _ours_after_sum(module: ModuleType) -> Entry:
-    return Entry(lambda x, residual, *parameters: module.add_forward(x, residual, *parameters, EPSILON)[:2])
+def _ours_after_sum(op: Implementation) -> Entry:
+    return Entry(lambda x, residual, *parameters: op.add_forward(x, residual, *parameters, EPSILON)[:2])
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

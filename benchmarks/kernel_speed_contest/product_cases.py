@@ -1,9 +1,9 @@
 """Matrix products that add to what is there."""
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
+
+from megapipe.kernels.registry import Implementation
 
 from .case import Case, Draw, Entry, Size, Work, grid
 
@@ -24,8 +24,8 @@ def _work(size: Size, itemsize: int) -> tuple[Work, None]:
     return Work(operands + 8.0 * size.width * OUTPUTS, 2.0 * size.elements * OUTPUTS), None
 
 
-def _accumulate(module: ModuleType) -> Entry:
-    return Entry(module.accumulate)
+def _accumulate(op: Implementation) -> Entry:
+    return Entry(op.apply)
 
 
 def _torch_accumulate(x: Tensor, dy: Tensor, total: Tensor) -> None:

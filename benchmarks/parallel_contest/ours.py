@@ -12,8 +12,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.layers import model_layers
-from megapipe.training.replica import Replica
+from megapipe.training.loop.replica import Replica
 
 from .setting import BETAS, CLIP, DECAY, LEARNING_RATE, Setting, Step
 
@@ -54,7 +53,7 @@ def megapipe(
 ) -> tuple[Step, Replica]:
     """A rank's step. rank: whose share of the batch. layered: as in `configuration`."""
     config = configuration(setting, mesh.size("data"), zero_stage, layered)
-    replica = Replica(config, mesh, model_layers(config.model))
+    replica = Replica(config, mesh)
     contexts = [
         MicrobatchContext(
             tokens=tokens,

@@ -19,8 +19,8 @@ from gloo_ranks import joined
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.host_memory import keep_freed_memory
-from megapipe.training.replica import Replica
+from megapipe.training.device import keep_freed_memory
+from megapipe.training.loop.replica import Replica
 
 from .ours import LAYERED_STAGES, STAGES, megapipe, plain_copy
 from .peers import alone, ddp, fsdp

@@ -7,8 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from megapipe.engine.stage import TensorSpec
-from megapipe.engine.transfers import Boundary, ReceiveSlots, Sender, receive_slots
-from megapipe.engine.wiring import LinkPool, link_edges
+from megapipe.engine.transfers import Boundary, LinkPool, ReceiveSlots, Sender, link_edges, receive_slots
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import Action, Kind
 from pipeline_contest.floor import COMPUTE, Compute

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megapipe.config.mesh_shape import MeshShape, Partition
-from megapipe.engine.wiring import LinkPool
+from megapipe.engine.transfers import LinkPool
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from pipeline_contest.ours import Feed, sleeping

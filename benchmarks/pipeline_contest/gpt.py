@@ -11,14 +11,14 @@ from torch.distributed.pipelining import PipelineStage
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.stage import Stage
-from megapipe.engine.wiring import LinkPool
+from megapipe.engine.transfers import LinkPool
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layout.stages import lay_out
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.spec.layers import model_layers
-from megapipe.training.assemble import Assembly
 from pipeline_contest.measure import in_turns
 from pipeline_contest.orders import Race
 from pipeline_contest.ours import fed
@@ -51,7 +51,7 @@ def race_gpt(mesh: Mesh, pool: LinkPool, race: Race, num_microbatches: int, repe
     num_ranks = mesh.size("pipeline")
     layout = lay_out(model_layers(MODEL), MODEL, num_ranks * race.chunks, TOKENS)
     schedule = build(race.name, num_ranks, num_microbatches, units_per_stage=layout.units_per_stage)
-    stages = Assembly(config, mesh, layout, schedule.header).stages()
+    stages = Assembly(ModelTable.of(config, layout, mesh), Holding(), mesh, schedule.header).stages
     contexts = _contexts(num_microbatches)
     ours = fed(mesh, schedule, stages, contexts, pool).run
     steps = {"megapipe": ours, "torch": _torch_step(mesh, race, stages, contexts)}

@@ -1,14 +1,15 @@
 """Which schedules compete, and the step time that each one's order allows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch.distributed.pipelining import schedules as peer
 
-from megapipe.schedules import Costs, Schedule, Sections, build, lower, order, rank_costs, simulate
+from megapipe.schedules import Schedule, Sections, build, lower, order, rank_costs, simulate
 from megapipe.schedules.actions import Kind, rows_of
+from megapipe.schedules.simulation import CostPlace
 
 COUNTED = (
     *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
@@ -90,16 +91,6 @@ def finish(schedule: Schedule, seconds: float, *, torch_halves: bool = False) ->
     chunks = len(schedule.header.stages_on(0))
     costs = rank_costs(schedule.header, forward=seconds * chunks)
     if torch_halves:
-        costs = _first_stage_late(costs, seconds)
+        first = {Kind.BACKWARD_INPUT: 0.0, Kind.BACKWARD_WEIGHT: 2.0 * seconds}
+        costs = costs.with_times({CostPlace(kind, 0): time for kind, time in first.items()})
     return simulate(schedule, costs).finish
-
-
-def _first_stage_late(costs: Costs, seconds: float) -> Costs:
-    def with_first(times: Sequence[float], first: float) -> tuple[float, ...]:
-        return (first, *times[1:])
-
-    return replace(
-        costs,
-        backward_input=with_first(costs.backward_input, 0.0),
-        backward_weight=with_first(costs.backward_weight, 2.0 * seconds),
-    )

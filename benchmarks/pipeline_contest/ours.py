@@ -11,10 +11,10 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput
-from megapipe.engine.wiring import LinkPool, connect
+from megapipe.engine.transfers import LinkPool, connect
 from megapipe.layers.split import SplitTape
-from megapipe.optim.clipping import clip_coefficient
-from megapipe.parallel.groups.solo import SoloGroup
+from megapipe.optim.scaling import clip_coefficient
+from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megapipe.engine.wiring import LinkPool
-from megapipe.parallel.links import LinkKind
+from megapipe.engine.transfers import LinkPool
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.pipeline_links import LinkKind
 from pipeline_contest.bare import bare_loop
 from pipeline_contest.bubble import Bubble, measure_bubble
 from pipeline_contest.floor import compute_only

@@ -18,8 +18,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.layers import model_layers
-from megapipe.training.replica import Replica
+from megapipe.training.loop.replica import Replica
 
 from .models import Training
 
@@ -88,7 +87,7 @@ def megapipe_step(mesh: Mesh, setting: Setting, compiled: bool) -> Step:
     """A step of this rank's part of megapipe. compiled: each block goes through torch.compile."""
     config = configuration(setting, mesh.size("pipeline"), compiled)
     with _weights_drawn_on(mesh.device):
-        replica = Replica(config, mesh, model_layers(config.model))
+        replica = Replica(config, mesh)
     contexts = [
         MicrobatchContext(
             tokens=tokens,

@@ -3,7 +3,7 @@
 #
 #   DATA=data/corpus_text_document examples/launch/one_node.sh [--group.field VALUE ...]
 #
-# Layout, written by python -m tests.planner.command.redraw:
+# Layout, written by python -m tests.docs.figures:
 # The layout is the answer of megapipe plan search --model llama3_8b --data.sequence_length 8192 --devices 8
 # --batch.global_size 128 --hardware a100-80 --training.precision bf16:
 # data 8, ZeRO 3, micro-batch 1. Predicted: 37.0 s a step and 69.7 GB on the fullest GPU; predicted times, not

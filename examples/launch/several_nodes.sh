@@ -6,7 +6,7 @@
 # HEAD_NODE is the name of one of the nodes, the same everywhere: the processes meet there, and each gets a rank as it
 # arrives. Data and run folder must be on a file system that all nodes share.
 #
-# Layout, written by python -m tests.planner.command.redraw:
+# Layout, written by python -m tests.docs.figures:
 # The layout is the answer of megapipe plan search --model llama2_13b --data.sequence_length 4096 --devices 32
 # --batch.global_size 1024 --hardware a100-80 --training.precision bf16:
 # data 32, ZeRO 3, micro-batch 2. Predicted: 55.1 s a step and 73.1 GB on the fullest GPU; predicted times, not

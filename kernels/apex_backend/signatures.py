@@ -88,15 +88,19 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
     return (argument for argument in arguments if isinstance(argument, Tensor))
 
 
-def _forms(*forms: tuple[tuple[str, str], str]) -> tuple[Form, ...]:
-    """Each form adds its arguments to those of the one before."""
+def _function(extension: str, name: str, *forms: tuple[tuple[str, str], str]) -> Function:
+    """Return a function, and add it to `FUNCTIONS`. Each form adds its arguments to those of the one before."""
     arguments: tuple[str, ...] = ()
     found = []
     for source, more in forms:
         arguments += tuple(more.split())
         found.append(Form(*source, arguments))
-    return tuple(found)
+    FUNCTIONS.append(Function(extension, name, tuple(found)))
+    return FUNCTIONS[-1]
 
+
+FUNCTIONS: list[Function] = []
+"""Every function of the table."""
 
 _LAYER_NORM = ("adee29f690e1fe2d45449f179ae2b6d17e497dfe", "2019")
 _RMS_NORM = ("028ef04cb7a5ca79a5c2929fb4416209c27555ac", "pull request 1274, January 2022")
@@ -107,73 +111,56 @@ _CAPTURABLE = ("6bd01c4b99a84648ad5e5238a959735e6936c813", "pull request 1560, J
 _FUSION = ("23c1f86520e22b505e8fdfcf6298273dff2d93d8", "pull request 1297, February 2022")
 _SOFTMAX = ("23c1f86520e22b505e8fdfcf6298273dff2d93d8", "2021")
 
-LAYER_NORM_FORWARD = Function(
+LAYER_NORM_FORWARD = _function(
     "fused_layer_norm_cuda",
     "forward_affine",
-    _forms((_LAYER_NORM, "input:tensor normalized_shape:shape gamma:tensor beta:tensor epsilon:float")),
+    (_LAYER_NORM, "input:tensor normalized_shape:shape gamma:tensor beta:tensor epsilon:float"),
 )
-LAYER_NORM_BACKWARD = Function(
+LAYER_NORM_BACKWARD = _function(
     "fused_layer_norm_cuda",
     "backward_affine",
-    _forms(
-        (
-            _LAYER_NORM,
-            "dout:tensor mean:tensor invvar:tensor input:tensor normalized_shape:shape gamma:tensor beta:tensor "
-            "epsilon:float",
-        ),
-        (_MEMORY_EFFICIENT, "memory_efficient:bool"),
+    (
+        _LAYER_NORM,
+        "dout:tensor mean:tensor invvar:tensor input:tensor normalized_shape:shape gamma:tensor beta:tensor "
+        "epsilon:float",
     ),
+    (_MEMORY_EFFICIENT, "memory_efficient:bool"),
 )
-RMS_NORM_FORWARD = Function(
+RMS_NORM_FORWARD = _function(
     "fused_layer_norm_cuda",
     "rms_forward_affine",
-    _forms((_RMS_NORM, "input:tensor normalized_shape:shape gamma:tensor epsilon:float")),
+    (_RMS_NORM, "input:tensor normalized_shape:shape gamma:tensor epsilon:float"),
 )
-RMS_NORM_BACKWARD = Function(
+RMS_NORM_BACKWARD = _function(
     "fused_layer_norm_cuda",
     "rms_backward_affine",
-    _forms(
-        (_RMS_NORM, "dout:tensor invvar:tensor input:tensor normalized_shape:shape gamma:tensor epsilon:float"),
-        (_MEMORY_EFFICIENT, "memory_efficient:bool"),
-    ),
+    (_RMS_NORM, "dout:tensor invvar:tensor input:tensor normalized_shape:shape gamma:tensor epsilon:float"),
+    (_MEMORY_EFFICIENT, "memory_efficient:bool"),
 )
-L2_NORM = Function(
+L2_NORM = _function(
     "amp_C",
     "multi_tensor_l2norm",
-    _forms((_AMP, "chunk_size:int noop_flag:tensor tensor_lists:lists per_tensor:bool")),
+    (_AMP, "chunk_size:int noop_flag:tensor tensor_lists:lists per_tensor:bool"),
 )
-ADAM = Function(
+ADAM = _function(
     "amp_C",
     "multi_tensor_adam_capturable",
-    _forms(
-        (
-            _CAPTURABLE,
-            "chunk_size:int noop_flag:tensor tensor_lists:lists lr:tensor beta1:float beta2:float epsilon:float "
-            "step:tensor mode:int bias_correction:int weight_decay:float inv_scale:tensor",
-        )
+    (
+        _CAPTURABLE,
+        "chunk_size:int noop_flag:tensor tensor_lists:lists lr:tensor beta1:float beta2:float epsilon:float "
+        "step:tensor mode:int bias_correction:int weight_decay:float inv_scale:tensor",
     ),
 )
-CAUSAL_SOFTMAX_FORWARD = Function(
-    "scaled_upper_triang_masked_softmax_cuda", "forward", _forms((_SOFTMAX, "input:tensor scale_factor:float"))
+CAUSAL_SOFTMAX_FORWARD = _function(
+    "scaled_upper_triang_masked_softmax_cuda", "forward", (_SOFTMAX, "input:tensor scale_factor:float")
 )
-CAUSAL_SOFTMAX_BACKWARD = Function(
+CAUSAL_SOFTMAX_BACKWARD = _function(
     "scaled_upper_triang_masked_softmax_cuda",
     "backward",
-    _forms((_SOFTMAX, "output_grads:tensor softmax_results:tensor scale_factor:float")),
+    (_SOFTMAX, "output_grads:tensor softmax_results:tensor scale_factor:float"),
 )
-WEIGHT_GRADIENT = Function(
+WEIGHT_GRADIENT = _function(
     "fused_weight_gradient_mlp_cuda",
     "wgrad_gemm_accum_fp32",
-    _forms((_FUSION, "input:tensor d_output:tensor d_weight:tensor")),
-)
-FUNCTIONS = (
-    LAYER_NORM_FORWARD,
-    LAYER_NORM_BACKWARD,
-    RMS_NORM_FORWARD,
-    RMS_NORM_BACKWARD,
-    L2_NORM,
-    ADAM,
-    CAUSAL_SOFTMAX_FORWARD,
-    CAUSAL_SOFTMAX_BACKWARD,
-    WEIGHT_GRADIENT,
+    (_FUSION, "input:tensor d_output:tensor d_weight:tensor"),
 )

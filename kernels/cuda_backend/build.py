@@ -48,7 +48,7 @@ def reason_to_skip() -> str | None:
     """Why an installation leaves the kernels out; None when it builds them.
 
     MEGAPIPE_CUDA=1 demands them, MEGAPIPE_CUDA=0 leaves them out; otherwise they are built for a machine with a GPU.
-    Raises BuildError when they are demanded and there is no nvcc, or for another value.
+    Raises BuildError when they are demanded and nvcc is missing, or for another value.
     """
     demand = os.environ.get("MEGAPIPE_CUDA", "")
     if demand not in ("", "0", "1"):

@@ -81,10 +81,3 @@ class Library:
 def current() -> Library:
     """The installed library."""
     return Library(PATH)
-
-
-def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
-    """The rule of kernels that take every width of the usual dtypes."""
-    if dtype not in DTYPES:
-        return f"takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    return "the last axis is empty" if width == 0 else None

@@ -1,1 +1,1 @@
-"""Torch reference backends: one module an op, right on every device, dtype and shape."""
+"""Torch reference backends: correct on every device, dtype and shape."""

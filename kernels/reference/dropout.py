@@ -1,6 +1,7 @@
-"""Dropout whose mask is a function of global indices, in torch: the bits of `megapipe.random.dropout`.
+"""Dropout whose mask is a function of global indices, alone and after a sum with a bias, in torch.
 
-torch has no arithmetic on unsigned words; int32 wraps modulo 2**32 all the same, and a right shift is masked.
+The random words are those of `megapipe.random.bits.dropout_bits`. torch has no arithmetic on unsigned words; int32
+wraps modulo 2**32 all the same, and a right shift is masked.
 """
 
 import functools
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.opaque import constant_when_compiled
-from megapipe.random.dropout import CHANNEL, DOMAIN, SITE, TOKEN, WORD, keep_threshold
+from megapipe.random.bits import CHANNEL, DOMAIN, SITE, TOKEN, WORD, keep_threshold
 
 
 def signed(word: int) -> int:
@@ -22,7 +23,7 @@ _FIRST, _SECOND = signed(0x85EBCA6B), signed(0xC2B2AE35)
 
 
 def finalize(word: Tensor) -> Tensor:
-    """`megapipe.random.dropout.finalize` on int32 words of any shape."""
+    """`megapipe.random.bits.finalize` on int32 words of any shape."""
     word = (word ^ (word >> 16 & 0xFFFF)) * _FIRST
     word = (word ^ (word >> 13 & 0x7FFFF)) * _SECOND
     return word ^ (word >> 16 & 0xFFFF)
@@ -86,9 +87,22 @@ class _Masked(torch.autograd.Function):
         return gradient * keep * ctx.scale, None, None
 
 
-def apply(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Tensor:
+def dropout(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Tensor:
     """Zero elements of x with `probability` and divide the others by 1 - probability.
 
     keys: of the tokens (`token_keys`). channels: global channel numbers. Both int32, broadcast to the shape of x.
     """
     return _Masked.apply(x, keep_mask(keys, channels, probability), 1.0 / (1.0 - probability))
+
+
+def bias_dropout_residual(
+    x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, probability: float
+) -> Tensor:
+    """residual + dropout(x + bias), for x and residual [..., h] and bias [h].
+
+    keys: int32 [...], of the tokens (`megapipe.kernels.reference.dropout.token_keys`). Channels are those of the last
+    axis, counted from 0. probability: of zeroing an element.
+    """
+    channels = numbers(0, x.shape[-1], x.device)
+    update = x if bias is None else x + bias
+    return residual + dropout(update, keys.unsqueeze(-1), channels, probability)

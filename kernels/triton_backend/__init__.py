@@ -30,7 +30,7 @@ def unavailable(device: str) -> str | None:
 
 
 def interpreting() -> bool:
-    """Whether Triton is told to interpret kernels instead of compiling them."""
+    """Whether Triton interprets kernels instead of compiling them."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

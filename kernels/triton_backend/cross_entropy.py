@@ -1,19 +1,244 @@
 """Vocabulary-parallel cross entropy in Triton: the functions of `megapipe.kernels.reference.cross_entropy`.
 
 Alone, a rank reads and writes its logits once where a row stays on chip: in registers up to `RESIDENT` columns, in
-the cache above. With others, it reads them, the ranks exchange 12 bytes a row, and it reads and writes them once more.
+the cache above. With others, it reads them, the ranks exchange 12 bytes a row, and it reads and writes them again.
+
+Of output projection and cross entropy in one, the products are torch's, which no kernel of ours would improve;
+between them the logits are read and written in place by these kernels. The kept tensor has one copy: the product is
+written where the gradient will be.
+
+The softmax is online (Milakov and Gimelshein 2018, 1805.02867). A maximum of minus infinity, of a row whose logits
+are all minus infinity, is never subtracted: its sum is then 0, as another rank's merge needs, and not NaN. A NaN
+among the logits makes the sum NaN. TAIL: the width is not a multiple of 16, for example GPT-2's vocabulary; columns
+after the last multiple are read separately, so that all others still move 16 bytes at a time.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from megapipe.kernels.opaque import opaque
-from megapipe.kernels.reference.cross_entropy import logit_gradient as logit_gradient
-from megapipe.kernels.triton_backend.cross_entropy_kernels import gradient_kernel, statistics_kernel, whole_row_kernel
-from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two
-from megapipe.kernels.triton_backend.launch import refusal as refusal
-from megapipe.kernels.triton_backend.specimens import Specimen, meta
-from megapipe.kernels.triton_backend.tiles import NUM_WARPS, tile_of
+from megapipe.kernels.reference.cross_entropy import backward_by, projected
+from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradient as cross_entropy_logit_gradient
+from megapipe.kernels.registry import refusal as refusal
+from megapipe.kernels.triton_backend.launch import Launch, Specimen, ceiling_division, meta, power_of_two
+from megapipe.kernels.triton_backend.tiles import NUM_WARPS, tile_indices, tile_of
+from megapipe.spec.linear import chunk_rows
+
+
+@triton.jit
+def _finite(largest):
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def _aligned(width, TAIL: tl.constexpr):
+    """Columns that 16-byte accesses can take; the compiler sees by itself that this is a multiple of 16."""
+    return width // 16 * 16 if TAIL else width
+
+
+@triton.jit
+def _with_more(largest, total, value):
+    """(maximum, sum of exponentials above it) with further values."""
+    before = largest
+    largest = tl.maximum(before, tl.max(value, axis=0))
+    safe = _finite(largest)
+    return largest, total * tl.exp(before - safe) + tl.sum(tl.exp(value - safe), axis=0)
+
+
+@triton.jit
+def _running(source, width, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    """(maximum, sum of exponentials above it) of a row. The cache is asked to keep the row for who reads it next."""
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    aligned = _aligned(width, TAIL)
+    for start in range(0, aligned, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(source + column, mask=column < aligned, other=float("-inf"), eviction_policy="evict_last")
+        largest, total = _with_more(largest, total, value.to(tl.float32))
+    if TAIL:
+        column = aligned + tl.arange(0, 16)
+        value = tl.load(source + column, mask=column < width, other=float("-inf"))
+        largest, total = _with_more(largest, total, value.to(tl.float32))
+    return largest, total
+
+
+@triton.jit
+def _target_column(columns, owned, row, inside):
+    """The column of the row's label here, or -1."""
+    own = tl.load(owned + row, mask=inside, other=0) != 0
+    return tl.where(own, tl.load(columns + row, mask=inside, other=0).to(tl.int32), -1)
+
+
+@triton.jit
+def _store_statistics(statistics, row, num_rows, largest, total, target):
+    tl.store(statistics + row, largest)
+    tl.store(statistics + num_rows + row, total)
+    tl.store(statistics + 2 * num_rows + row, target)
+
+
+@triton.jit
+def statistics_kernel(
+    logits, columns, owned, statistics, num_rows, width, row_stride, BLOCK: tl.constexpr, TAIL: tl.constexpr
+):
+    """One row a program: its maximum, the sum of exponentials above that, and its target's logit."""
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * row_stride
+    hit = _target_column(columns, owned, row, row >= 0)
+    target = tl.load(source + hit, mask=hit >= 0, other=0.0).to(tl.float32)
+    largest, total = _running(source, width, BLOCK, TAIL)
+    _store_statistics(statistics, row, num_rows, largest, total, target)
+
+
+@triton.jit
+def _store_gradient(logits, source, column, mask, probability, hit):
+    gradient = probability - tl.where(column == hit, 1.0, 0.0)
+    tl.store(source + column, gradient.to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def whole_row_kernel(
+    logits,
+    columns,
+    owned,
+    statistics,
+    num_rows,
+    width,
+    row_stride,
+    RESIDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """One row a program: its statistics, and its logits turned into the gradient of its loss.
+
+    A resident row is one block, which stays in registers. Otherwise the second pass begins at the end of the row,
+    which is in the cache still.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * row_stride
+    hit = _target_column(columns, owned, row, row >= 0)
+    target = tl.load(source + hit, mask=hit >= 0, other=0.0).to(tl.float32)
+    aligned = _aligned(width, TAIL)
+    last = aligned + tl.arange(0, 16)
+    if RESIDENT:
+        column = tl.arange(0, BLOCK)
+        value = tl.load(source + column, mask=column < aligned, other=float("-inf")).to(tl.float32)
+        largest = tl.max(value, axis=0)
+        if TAIL:
+            rest = tl.load(source + last, mask=last < width, other=float("-inf")).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(rest, axis=0))
+        value = tl.exp(value - _finite(largest))
+        total = tl.sum(value, axis=0)
+        if TAIL:
+            rest = tl.exp(rest - _finite(largest))
+            total += tl.sum(rest, axis=0)
+            _store_gradient(logits, source, last, last < width, rest * (1.0 / total), hit)
+        _store_gradient(logits, source, column, column < aligned, value * (1.0 / total), hit)
+    else:
+        largest, total = _running(source, width, BLOCK, TAIL)
+        safe, factor = _finite(largest), 1.0 / total
+        if TAIL:
+            rest = tl.load(source + last, mask=last < width, other=0.0).to(tl.float32)
+            tl.debug_barrier()  # every warp reads these columns, one overwrites them
+            _store_gradient(logits, source, last, last < width, tl.exp(rest - safe) * factor, hit)
+        blocks = tl.cdiv(aligned, BLOCK)
+        for index in range(blocks):
+            column = (blocks - 1 - index) * BLOCK + tl.arange(0, BLOCK)
+            mask = column < aligned
+            value = tl.load(source + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            _store_gradient(logits, source, column, mask, tl.exp(value - safe) * factor, hit)
+    _store_statistics(statistics, row, num_rows, largest, total, target)
+
+
+@triton.jit
+def _tile_gradient(
+    logits,
+    columns,
+    owned,
+    log_sum_exp,
+    scale,
+    result,
+    num_rows,
+    row_stride,
+    result_stride,
+    row,
+    column,
+    stop,
+    REPEATED: tl.constexpr,
+):
+    """REPEATED: the tile is so small that several warps read it, of which one overwrites it."""
+    inside = row < num_rows
+    mask = inside[:, None] & (column < stop)[None, :]
+    value = tl.load(logits + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.exp(value - tl.load(log_sum_exp + row, mask=inside, other=0.0)[:, None])
+    if columns is not None:
+        hit = _target_column(columns, owned, row, inside)
+        value -= tl.where(column[None, :] == hit[:, None], 1.0, 0.0)
+    if scale is not None:
+        value *= tl.load(scale + row, mask=inside, other=0.0)[:, None]
+    if REPEATED:
+        tl.debug_barrier()
+    tl.store(result + row[:, None] * result_stride + column[None, :], value.to(result.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gradient_kernel(
+    logits,
+    columns,
+    owned,
+    log_sum_exp,
+    scale,
+    result,
+    num_rows,
+    width,
+    row_stride,
+    result_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """A tile of (exp(logits - log_sum_exp), minus 1 at the targets if there are any) times each row's scale, if any.
+
+    result may be the logits.
+    """
+    row, column = tile_indices(width, ROWS, COLUMNS)
+    aligned = _aligned(width, TAIL)
+    _tile_gradient(
+        logits,
+        columns,
+        owned,
+        log_sum_exp,
+        scale,
+        result,
+        num_rows,
+        row_stride,
+        result_stride,
+        row,
+        column,
+        aligned,
+        REPEATED=False,
+    )
+    if TAIL:
+        across = tl.cdiv(width, COLUMNS)
+        if tl.program_id(0) % across == across - 1:
+            last = aligned + tl.arange(0, 16)
+            _tile_gradient(
+                logits,
+                columns,
+                owned,
+                log_sum_exp,
+                scale,
+                result,
+                num_rows,
+                row_stride,
+                result_stride,
+                row,
+                last,
+                width,
+                REPEATED=True,
+            )
+
 
 RESIDENT = 16384
 """Columns up to which a row stays in registers: 16 of each of 1024 threads."""
@@ -91,26 +316,32 @@ def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
-def _fake_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
+def _cross_entropy_fake_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
     return logits.new_empty(3, logits.shape[0], dtype=torch.float32)
 
 
-@opaque("cross_entropy_statistics_triton(Tensor logits, Tensor columns, Tensor owned) -> Tensor", _fake_statistics)
-def statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
+@opaque(
+    "cross_entropy_statistics_triton(Tensor logits, Tensor columns, Tensor owned) -> Tensor",
+    _cross_entropy_fake_statistics,
+)
+def cross_entropy_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
     """[3, n] in fp32 for logits [n, v]: the largest, the sum of exp(logit - largest), the target's logit or 0.
 
     columns: int64 [n], each row's label. owned: bool [n], whether that is a column here.
     """
-    result = _fake_statistics(logits, columns, owned)
+    result = _cross_entropy_fake_statistics(logits, columns, owned)
     _statistics_launch(_rows(logits), columns.contiguous(), owned.contiguous(), result).run()
     return result
 
 
-@opaque("cross_entropy_whole_rows_triton(Tensor(a!) logits, Tensor columns, Tensor owned) -> Tensor", _fake_statistics)
-def statistics_and_gradient(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
+@opaque(
+    "cross_entropy_whole_rows_triton(Tensor(a!) logits, Tensor columns, Tensor owned) -> Tensor",
+    _cross_entropy_fake_statistics,
+)
+def cross_entropy_statistics_and_gradient(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
     """`statistics` of a rank that has the whole vocabulary; the logits become the gradient of each row's loss."""
     rows = _rows(logits)
-    result = _fake_statistics(logits, columns, owned)
+    result = _cross_entropy_fake_statistics(logits, columns, owned)
     _whole_row_launch(rows, columns.contiguous(), owned.contiguous(), result).run()
     if rows is not logits:
         logits.copy_(rows)
@@ -122,7 +353,9 @@ def statistics_and_gradient(logits: Tensor, columns: Tensor, owned: Tensor) -> T
     "Tensor? scale) -> ()",
     lambda logits, columns, owned, log_sum_exp, scale: None,
 )
-def gradient(logits: Tensor, columns: Tensor, owned: Tensor, log_sum_exp: Tensor, scale: Tensor | None) -> None:
+def cross_entropy_gradient(
+    logits: Tensor, columns: Tensor, owned: Tensor, log_sum_exp: Tensor, scale: Tensor | None
+) -> None:
     """Turn logits [n, v] in place into the gradient of each row's loss, times the row's scale (fp32 [n]) if given.
 
     log_sum_exp: fp32 [n], over the columns of all ranks.
@@ -145,9 +378,11 @@ def _softmax(logits: Tensor, log_sum_exp: Tensor, softmax: Tensor) -> None:
         softmax.copy_(result)
 
 
-def row_statistics(logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tensor | None) -> tuple[Tensor, Tensor]:
+def cross_entropy_row_statistics(
+    logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(log-sum-exp [n], target logit [n]) in fp32; softmax, if given, receives exp(logits - log-sum-exp)."""
-    largest, total, target = statistics(logits, targets, owned).unbind()
+    largest, total, target = cross_entropy_statistics(logits, targets, owned).unbind()
     log_sum_exp = largest + total.log()
     if softmax is not None:
         _softmax(logits, log_sum_exp, softmax)
@@ -155,18 +390,18 @@ def row_statistics(logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tens
 
 
 def specimens() -> list[Specimen]:
-    """A share of GPT-2's vocabulary, the longest resident row, Llama 3's whole vocabulary, and GPT-2's, which is no
-    multiple of 16 and lies in rows that are."""
+    """A share of GPT-2's vocabulary, the longest resident row, Llama 3's whole vocabulary, and GPT-2's, which is not a
+    multiple of 16 although its row stride is."""
     return [
-        *_specimens(50257, torch.bfloat16, "bf16", resident=False),
-        *_specimens(12573, torch.bfloat16, "bf16", resident=True),
-        *_specimens(12576, torch.float32, "fp32", resident=True),
-        *_specimens(RESIDENT, torch.bfloat16, "bf16", resident=True),
-        *_specimens(128256, torch.bfloat16, "bf16", resident=False),
+        *_loss_specimens(50257, torch.bfloat16, "bf16", resident=False),
+        *_loss_specimens(12573, torch.bfloat16, "bf16", resident=True),
+        *_loss_specimens(12576, torch.float32, "fp32", resident=True),
+        *_loss_specimens(RESIDENT, torch.bfloat16, "bf16", resident=True),
+        *_loss_specimens(128256, torch.bfloat16, "bf16", resident=False),
     ]
 
 
-def _specimens(width: int, dtype: torch.dtype, name: str, resident: bool) -> list[Specimen]:
+def _loss_specimens(width: int, dtype: torch.dtype, name: str, resident: bool) -> list[Specimen]:
     logits, rows = meta(8192, ceiling_division(width, 64) * 64, dtype=dtype)[:, :width], meta(8192)
     columns, owned, result = meta(8192, dtype=torch.int64), meta(8192, dtype=torch.bool), meta(3, 8192)
     gradient = _gradient_launch(logits, columns, owned, rows, rows, logits)
@@ -176,3 +411,108 @@ def _specimens(width: int, dtype: torch.dtype, name: str, resident: bool) -> lis
         Specimen(f"whole rows {name} {width}", whole, loads=1 if resident else 2, stores=1),
         Specimen(f"gradient {name} {width}", gradient, loads=1, stores=1),
     ]
+
+
+def _linear_cross_entropy_fake_statistics(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
+) -> Tensor:
+    return x.new_empty(3, x.shape[0], dtype=torch.float32)
+
+
+@opaque(
+    "linear_cross_entropy_statistics_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
+    "SymInt num_columns, Tensor? bias=None) -> Tensor",
+    _linear_cross_entropy_fake_statistics,
+)
+def linear_cross_entropy_statistics(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
+) -> Tensor:
+    """Statistics of the logits [3, n], as `megapipe.kernels.reference.cross_entropy` describes them."""
+    result = _linear_cross_entropy_fake_statistics(x, weight, columns, owned, num_columns)
+    used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
+    step = chunk_rows(num_columns, x.dtype.itemsize)
+    for first in range(0, x.shape[0], step):
+        chunk = slice(first, first + step)
+        result[:, chunk] = cross_entropy_statistics(projected(x[chunk], used, added), columns[chunk], owned[chunk])
+    return result
+
+
+def _linear_cross_entropy_fake_statistics_and_gradient(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
+) -> tuple[Tensor, Tensor]:
+    return _linear_cross_entropy_fake_statistics(x, weight, columns, owned, num_columns), x.new_empty(
+        x.shape[0], weight.shape[0]
+    )
+
+
+@opaque(
+    "linear_cross_entropy_gradient_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
+    "SymInt num_columns, bool alone) -> (Tensor, Tensor)",
+    _linear_cross_entropy_fake_statistics_and_gradient,
+)
+def linear_cross_entropy_statistics_and_gradient(
+    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
+) -> tuple[Tensor, Tensor]:
+    """(statistics [3, n], gradient of each row's loss by its logits [n, stored] in x's dtype, 0 in the padding).
+
+    alone: whether this rank has the whole vocabulary. If not, `complete_gradient` has to follow the exchange.
+    """
+    gradient = x.new_empty(x.shape[0], weight.shape[0])
+    gradient[:, num_columns:].zero_()
+    logits = gradient[:, :num_columns]
+    torch.mm(x, weight[:num_columns].t(), out=logits)
+    pass_over = cross_entropy_statistics_and_gradient if alone else cross_entropy_statistics
+    return pass_over(logits, columns, owned), gradient
+
+
+@opaque(
+    "linear_cross_entropy_complete_triton(Tensor(a!) gradient, Tensor columns, Tensor owned, SymInt num_columns, "
+    "Tensor own, Tensor log_sum_exp) -> ()",
+    lambda gradient, columns, owned, num_columns, own, log_sum_exp: None,
+)
+def linear_cross_entropy_complete_gradient(
+    gradient: Tensor, columns: Tensor, owned: Tensor, num_columns: int, own: Tensor, log_sum_exp: Tensor
+) -> None:
+    """Make, in place, what `statistics_and_gradient` left of a rank among others the gradient that it promises.
+
+    own: this rank's statistics, which are not needed here: it left the logits. log_sum_exp: fp32 [n].
+    """
+    cross_entropy_gradient(gradient[:, :num_columns], columns, owned, log_sum_exp, None)
+
+
+def _linear_cross_entropy_fake_backward(
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    log_sum_exp: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+) -> list[Tensor]:
+    parameters = [weight] if bias is None else [weight, bias]
+    return [x.new_empty(x.shape), *(each.new_empty(each.shape, dtype=torch.float32) for each in parameters)]
+
+
+@opaque(
+    "linear_cross_entropy_backward_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
+    "Tensor log_sum_exp, Tensor scale, Tensor? bias=None) -> Tensor[]",
+    _linear_cross_entropy_fake_backward,
+)
+def linear_cross_entropy_backward(
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    log_sum_exp: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of the losses' weighted sum: of x [n, h] in its dtype; in fp32 of weight [stored, h] and, if there is
+    one, of bias [stored].
+
+    scale: fp32 [n], each row's weight. Recomputes the logits.
+    """
+    step = chunk_rows(num_columns, x.dtype.itemsize)
+    return backward_by(cross_entropy_gradient, step, x, weight, columns, owned, num_columns, log_sum_exp, scale, bias)

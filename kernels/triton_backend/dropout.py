@@ -1,7 +1,8 @@
-"""Dropout in Triton: the function of `megapipe.kernels.reference.dropout`, for activations and attention weights.
+"""Dropout in Triton, alone and between a bias and a residual: the functions of `megapipe.kernels.reference.dropout`.
 
-No mask is stored: the backward computes it again. Keys and channels are read through their broadcast strides, so that
-neither grows to the size of what is dropped.
+No mask is stored: the backward recomputes it. `dropout`, for activations and attention weights, reads keys and
+channels through their broadcast strides, so that neither grows to the size of the dropped tensor.
+`bias_dropout_residual` rounds once.
 """
 
 import math
@@ -13,15 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megapipe.kernels.opaque import opaque
-from megapipe.kernels.triton_backend.dropout_bits import kept, signed_threshold
-from megapipe.kernels.triton_backend.launch import Launch
-from megapipe.kernels.triton_backend.launch import refusal as refusal
-from megapipe.kernels.triton_backend.specimens import Specimen, meta
-from megapipe.kernels.triton_backend.tiles import NUM_WARPS, num_rows_of, tile_indices, tile_of
+from megapipe.kernels.registry import refusal as refusal
+from megapipe.kernels.triton_backend.launch import Launch, Specimen, meta
+from megapipe.kernels.triton_backend.tiles import NUM_WARPS, kept, num_rows_of, signed_threshold, tile_indices, tile_of
 
 
 @triton.jit
-def _kernel(
+def _dropout_kernel(
     x,
     keys,
     channels,
@@ -57,7 +56,7 @@ def _kernel(
     tl.store(y + offset, value.to(y.dtype.element_ty), mask=mask)
 
 
-def _launch(x: Tensor, keys: Tensor, channels: Tensor, y: Tensor, probability: float) -> Launch:
+def _dropout_launch(x: Tensor, keys: Tensor, channels: Tensor, y: Tensor, probability: float) -> Launch:
     width, num_rows = x.shape[-1], num_rows_of(x)
     outer, middle, inner = math.prod(x.shape[:-3]), *(1, 1, *x.shape[:-1])[-2:]
     # Views, unless x has more than four axes.
@@ -83,26 +82,26 @@ def _launch(x: Tensor, keys: Tensor, channels: Tensor, y: Tensor, probability: f
         "channel_inner": channels.stride(2),
         "channel_column": channels.stride(3),
     }
-    return Launch(_kernel, tile.grid(num_rows, width), arguments, tile.constants(), NUM_WARPS)
+    return Launch(_dropout_kernel, tile.grid(num_rows, width), arguments, tile.constants(), NUM_WARPS)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _dropout_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, keys, channels, ctx.probability = inputs
     ctx.save_for_backward(keys, channels)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+def _dropout_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     keys, channels = ctx.saved_tensors
-    return apply(dy, keys, channels, ctx.probability), None, None, None
+    return dropout(dy, keys, channels, ctx.probability), None, None, None
 
 
 @opaque(
     "dropout_triton(Tensor x, Tensor keys, Tensor channels, float probability) -> Tensor",
     lambda x, keys, channels, probability: x.new_empty(x.shape),
-    _setup_context,
-    _backward,
+    _dropout_setup_context,
+    _dropout_backward,
 )
-def apply(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Tensor:
+def dropout(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Tensor:
     """Zero elements of x [..., c] with `probability` and divide the others by 1 - probability.
 
     keys: of the tokens (`megapipe.kernels.reference.dropout.token_keys`), int32, broadcast to [..., 1]. channels:
@@ -110,17 +109,133 @@ def apply(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Tens
     """
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(x, keys, channels, y, probability).run()
+    _dropout_launch(x, keys, channels, y, probability).run()
     return y
 
 
-def specimens() -> list[Specimen]:
+def _dropout_specimens() -> list[Specimen]:
     """Hidden states, and attention weights of a model with long sequences."""
     hidden, weights = meta(2, 4096, 4096), meta(2, 32, 4096, 4096, dtype=torch.bfloat16)
     keys = meta(2, 4096, dtype=torch.int32)
     channels, by_head = meta(4096, dtype=torch.int32), meta(32, 1, 4096, dtype=torch.int32)
     launches = {
-        "hidden states fp32": _launch(hidden, keys.unsqueeze(-1), channels, hidden, 0.1),
-        "attention weights bf16": _launch(weights, keys[:, None, :, None], by_head, weights, 0.1),
+        "hidden states fp32": _dropout_launch(hidden, keys.unsqueeze(-1), channels, hidden, 0.1),
+        "attention weights bf16": _dropout_launch(weights, keys[:, None, :, None], by_head, weights, 0.1),
     }
     return [Specimen(f"dropout of {name}", launch, loads=2, stores=1) for name, launch in launches.items()]
+
+
+@triton.jit
+def _bias_dropout_residual_kernel(
+    x, bias, residual, keys, y, num_rows, width, threshold, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """With neither bias nor residual it is the backward."""
+    row, column = tile_indices(width, ROWS, COLUMNS)
+    offset = row[:, None] * width + column[None, :]
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    key = tl.load(keys + row, mask=row < num_rows, other=0)
+    # A product, so that a dropped NaN or infinity is as much of a NaN as in torch.
+    value = value * tl.where(kept(key[:, None], column[None, :], threshold), scale, 0.0)
+    if residual is not None:
+        value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + offset, value.to(y.dtype.element_ty), mask=mask)
+
+
+def _bias_dropout_residual_launch(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, keys: Tensor, y: Tensor, probability: float
+) -> Launch:
+    width, num_rows = x.shape[-1], num_rows_of(x)
+    tile = tile_of(width, x.dtype)
+    arguments = {
+        "x": x,
+        "bias": bias,
+        "residual": residual,
+        "keys": keys,
+        "y": y,
+        "num_rows": num_rows,
+        "width": width,
+        "threshold": signed_threshold(probability),
+        "scale": 1.0 / (1.0 - probability),
+    }
+    return Launch(_bias_dropout_residual_kernel, tile.grid(num_rows, width), arguments, tile.constants(), NUM_WARPS)
+
+
+@opaque(
+    "dropout_input_gradient_triton(Tensor dy, Tensor keys, float probability) -> Tensor",
+    lambda dy, keys, probability: dy.new_empty(dy.shape),
+)
+def _bias_dropout_residual_input_gradient(dy: Tensor, keys: Tensor, probability: float) -> Tensor:
+    dy = dy.contiguous()
+    dx = torch.empty_like(dy)
+    _bias_dropout_residual_launch(dy, None, None, keys.contiguous(), dx, probability).run()
+    return dx
+
+
+def _bias_dropout_residual_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bias, _, keys, ctx.probability = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(keys)
+
+
+def _bias_dropout_residual_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (keys,) = ctx.saved_tensors
+    needs_x, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+    dx = _bias_dropout_residual_input_gradient(dy, keys, ctx.probability) if needs_x or needs_bias else None
+    dbias = dx.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias and dx is not None else None
+    return dx, dbias, dy if needs_residual else None, None, None
+
+
+@opaque(
+    "bias_dropout_residual_triton(Tensor x, Tensor? bias, Tensor residual, Tensor keys, float probability) -> Tensor",
+    lambda x, bias, residual, keys, probability: x.new_empty(x.shape),
+    _bias_dropout_residual_setup_context,
+    _bias_dropout_residual_backward,
+)
+def bias_dropout_residual(
+    x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, probability: float
+) -> Tensor:
+    """residual + dropout(x + bias), for x and residual [..., h] of one dtype, and bias [h].
+
+    keys: int32 [...], of the tokens (`megapipe.kernels.reference.dropout.token_keys`). Channels are those of the last
+    axis, counted from 0. probability: of zeroing an element.
+    """
+    x, residual = x.contiguous(), residual.contiguous()
+    y = torch.empty_like(x)
+    _bias_dropout_residual_launch(
+        x, None if bias is None else bias.contiguous(), residual, keys.contiguous(), y, probability
+    ).run()
+    return y
+
+
+def _bias_dropout_residual_specimens() -> list[Specimen]:
+    """Rows of a small and a large model, and the backward."""
+    small, large = meta(8192, 768), meta(8192, 8192, dtype=torch.bfloat16)
+    bias, keys = meta(8192, dtype=torch.bfloat16), meta(8192, dtype=torch.int32)
+    return [
+        Specimen(
+            "dropout residual fp32 768",
+            _bias_dropout_residual_launch(small, None, small, keys, small, 0.1),
+            loads=2,
+            stores=1,
+        ),
+        Specimen(
+            "bias dropout residual bf16 8192",
+            _bias_dropout_residual_launch(large, bias, large, keys, large, 0.1),
+            loads=3,
+            stores=1,
+        ),
+        Specimen(
+            "dropout backward bf16 8192",
+            _bias_dropout_residual_launch(large, None, None, keys, large, 0.1),
+            loads=1,
+            stores=1,
+        ),
+    ]
+
+
+def specimens() -> list[Specimen]:
+    """Launches of every kernel at real sizes."""
+    return [*_dropout_specimens(), *_bias_dropout_residual_specimens()]

@@ -1,4 +1,9 @@
-"""How kernels are launched. A launch is data, so that what is compiled ahead of time is what a GPU would run."""
+"""Launches of kernels. A launch is data, so that the kernels compiled ahead of time are those that a GPU would run.
+
+Specimens are launches at real sizes, compiled without a GPU to inspect their machine code. Every module of kernels
+has a function `specimens()` that returns some for each of its kernels. Their tensors are on the meta device, so they
+may be as large as in training.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +14,6 @@ from torch import Tensor
 
 OPTIONS = {"enable_fp_fusion": True}
 """Compiler options of every kernel: products and sums fuse into one instruction, whatever Triton's default."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -42,27 +45,114 @@ class Launch:
         self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.num_warps, **OPTIONS)
 
 
-def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
-    """The rule of kernels that take every width of the usual dtypes."""
-    if dtype not in _DTYPES:
-        return f"takes float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    return "the last axis is empty" if width == 0 else None
-
-
 def stays_on_chip(width: int, longest: int, longest_unaligned: int) -> bool:
-    """Whether a program holds a row in registers: up to `longest` elements of rows that are read 16 bytes at a time.
+    """Return whether a program holds a row in registers: up to `longest` elements that are read 16 bytes at a time.
 
-    Triton does so where the width is a multiple of 16. Single elements take registers for each address, and rows above
-    `longest_unaligned` of them would spill.
+    Triton reads so if the width is a multiple of 16. Single elements need registers for each address, and
+    longer rows than `longest_unaligned` would spill.
     """
     return width <= (longest if width % 16 == 0 else longest_unaligned)
 
 
+RESIDENT, RESIDENT_UNALIGNED = 16384, 8192
+"""Elements of the longest rows that norms and softmax keep in registers."""
+_TILE, _CHUNK, ELEMENTS_PER_WARP = 4096, 4096, 512
+
+
+def over_rows(
+    resident: Any, chunked: Any, x: Tensor, arguments: dict[str, Any], constants: Mapping[str, int]
+) -> Launch:
+    """Return a launch over the rows of x: several whole rows per program in registers, or one row in chunks.
+
+    resident, chunked: the kernels of both forms. The first one also takes num_rows, and the constant ROWS.
+    """
+    width, num_rows = x.shape[-1], x.shape[:-1].numel()
+    if not stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
+        return Launch(chunked, (num_rows,), arguments, {**constants, "BLOCK": _CHUNK}, _CHUNK // ELEMENTS_PER_WARP)
+    block = power_of_two(max(width, 1))
+    rows = max(1, _TILE // block)
+    return Launch(
+        resident,
+        (ceiling_division(num_rows, rows),),
+        arguments | {"num_rows": num_rows},
+        {**constants, "ROWS": rows, "BLOCK": block},
+        rows * block // ELEMENTS_PER_WARP,
+    )
+
+
 def ceiling_division(number: int, divisor: int) -> int:
-    """The least number of groups of `divisor` that hold `number`."""
+    """Return the smallest number of groups of `divisor` that hold `number`."""
     return -(-number // divisor)
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`, which is at least 1."""
+    """Return the smallest power of two that is not below `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
+
+
+_ALIGNMENT = 16
+_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A launch and the properties that its machine code must have.
+
+    loads, stores: how many tensors are read and written by 128-bit instructions. Gathers, masks, statistics and
+    other short tensors do not count.
+    """
+
+    name: str
+    launch: Launch
+    loads: int
+    stores: int
+
+    def signature(self) -> dict[str, str]:
+        """Return argument name -> Triton type, `constexpr` for constants, as the just-in-time compiler has them."""
+        types = {name: _type(value) for name, value in self.launch.arguments.items()}
+        return {name: types.get(name, "constexpr") for name in self._names()}
+
+    def constants(self) -> dict[str, Any]:
+        """Return the values that the compiler knows: constants, absent tensors, and arguments that are 1."""
+        signature = self.signature()
+        values = {**self.launch.arguments, **self.launch.constants}
+        return {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
+
+    def divisible(self) -> list[int]:
+        """Return the positions of arguments that are multiples of 16: aligned tensors, and such sizes."""
+        arguments = self.launch.arguments
+        return [index for index, name in enumerate(self._names()) if _divisible(arguments.get(name))]
+
+    def _names(self) -> list[str]:
+        return list(self.launch.kernel.arg_names)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor without memory, for the launch of a specimen."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    if value is None or value == 1:
+        return "constexpr"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _divisible(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.storage_offset() * value.itemsize % _ALIGNMENT == 0
+    return type(value) is int and value != 1 and value % _ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""Tiles of elementwise kernels on tensors seen as [rows, width]."""
+"""Parts of elementwise kernels: tiles of tensors seen as [rows, width], and the random words of dropout."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import ceiling_division, power_of_two
+from megapipe.random.bits import CHANNEL, keep_threshold
 
 _BYTES = 8192
-"""Of one tensor in a tile: two 16-byte accesses for each of 256 threads, so that enough loads are under way."""
+"""Bytes of one tensor in a tile: two 16-byte accesses for each of 256 threads, so that enough loads are under way."""
 
 NUM_WARPS = 8
 
@@ -27,7 +28,7 @@ class Tile:
         return (ceiling_division(num_rows, self.rows) * ceiling_division(width, self.columns),)
 
     def constants(self) -> dict[str, int]:
-        """What kernels call it."""
+        """Return the constants that kernels take."""
         return {"ROWS": self.rows, "COLUMNS": self.columns}
 
 
@@ -61,3 +62,26 @@ def product(x, y):
     lanes' sums differ in the last bit, and which of them is stored is left to the hardware.
     """
     return tl.fma(x, y, tl.zeros_like(x))
+
+
+_FIRST, _SECOND, _CHANNEL, _TOP = (tl.constexpr(word) for word in (0x85EBCA6B, 0xC2B2AE35, CHANNEL, 1 << 31))
+
+
+def signed_threshold(probability: float) -> int:
+    """The least word of kept elements, its top bit flipped: as signed words, flipped ones keep their order."""
+    return keep_threshold(probability) - (1 << 31)
+
+
+@triton.jit
+def finalize(word):
+    """`megapipe.random.bits.finalize` on uint32 words."""
+    word = (word ^ (word >> 16)) * _FIRST
+    word = (word ^ (word >> 13)) * _SECOND
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def kept(keys, channels, threshold):
+    """Whether elements stay. keys (of tokens) and channels, both int32, broadcast; threshold: `signed_threshold`."""
+    words = finalize(keys.to(tl.uint32, bitcast=True) ^ (channels.to(tl.uint32, bitcast=True) * _CHANNEL))
+    return (words ^ _TOP).to(tl.int32, bitcast=True) >= threshold

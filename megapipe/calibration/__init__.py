@@ -1,5 +1,2 @@
-"""Measuring a machine: its layers, collectives and links, for the planner."""
-
-from megapipe.calibration.machine import profile
-
-__all__ = ["profile"]
+"""Measures a machine: its layers, collectives and links, and its waits for data; chooses layouts from the
+measurements."""

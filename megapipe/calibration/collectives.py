@@ -1,50 +1,61 @@
-"""Times of collectives and of messages between ranks, over what training sends them with.
+"""Times of collectives and messages between the ranks of a machine, and of links between the nodes of a job.
 
-Collectives are measured as layers meet them: behind computation, from which ranks come at slightly different times,
-with caches full of other things and a peer to be woken. One right behind the other they take a fraction of that.
+Collectives are measured as layers call them: after computation, which ends at slightly different times on the ranks,
+with other data in the caches and a peer that has to wake up. Directly after each other they take a fraction of that.
 """
 
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megapipe.calibration.layers import Cell, LayerRun
+from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware, Network, NodeGroup
 from megapipe.layout.hardware.measured import MeasuredCollective, Transport
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links import Edge, LinkEnd, LinkKind, make_links
+from megapipe.parallel.links import Edge, LinkEnd
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.pipeline_links import LinkKind, make_links
+from megapipe.spec.ops import Operation
+from megapipe.training.device import wait_for
 
 SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
-"""Bytes of the whole buffer."""
+"""Sizes of the whole buffer in bytes."""
 REPEATS = 7
 WORK = 512
-"""Size of the matrix product ahead of every collective: milliseconds on a processor's core."""
+"""Size of the matrix product before every collective, which takes milliseconds on a CPU core."""
 LINK_TIMEOUT = 120.0
 LEAST = 1e-7
-"""Seconds that anything takes."""
+"""Minimum seconds of a call."""
 
 
 class Call(NamedTuple):
-    """One size of one operation: seconds of a call on the slowest rank, and processor seconds of all ranks' mean."""
+    """Time of a call: seconds on the slowest rank, and processor seconds, mean over the ranks."""
 
     seconds: float
     processor: float
 
 
 Timings = dict[int, Call]
-"""By bytes."""
+"""Times of calls by bytes."""
 
 
-def measured_collectives(mesh: Mesh) -> dict[str, Timings]:
-    """Operation -> times of calls among all ranks of the mesh. A collective call."""
+def measured_collectives(mesh: Mesh) -> dict[Operation, Timings]:
+    """Return the times of each operation among all ranks of the mesh. A collective call."""
     work = _product(mesh)
     return {
         operation: {size: _timed(mesh, _call(operation, mesh, size), _calls(size), work) for size in SIZES}
@@ -53,7 +64,7 @@ def measured_collectives(mesh: Mesh) -> dict[str, Timings]:
 
 
 def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
-    """Transport -> times of messages between two ranks, half a round trip each. A collective call of two."""
+    """Return the times of messages between two ranks, half a round trip, by transport. A collective call of both."""
     pair = connected_mesh(MeshShape({"pipeline": 2}), mesh.device, LINK_TIMEOUT)
     edges = [Edge(0, 1, max(SIZES)), Edge(1, 0, max(SIZES))]
     found: dict[str, Timings] = {}
@@ -67,18 +78,18 @@ def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
     return found
 
 
-def fitted(operation: str, ranks: int, over: Transport, timings: Timings) -> MeasuredCollective:
-    """Latency and bandwidth that come nearest to measured seconds by size.
+def fitted(operation: Operation, ranks: int, over: Transport, timings: Timings) -> MeasuredCollective:
+    """Fit latency and bandwidth to measured seconds by size.
 
-    Least squares of relative errors, so that small messages count as much as large ones; neither may be negative. busy
-    is the largest size's: a GPU's collectives do without the processor.
+    This minimizes the squares of relative errors, so that small messages count as much as large ones. Neither result
+    is negative. `busy` is that of the largest size, and 0 for GPUs, whose collectives do not use the processor.
     """
     sizes = np.array(list(timings), dtype=np.float64)
     times = np.array([each.seconds for each in timings.values()])
     weights = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     latency, per_byte = np.linalg.lstsq(weights, np.ones_like(times), rcond=None)[0]
     if latency < 0 or per_byte <= 0:
-        # On the border only the rate is left: the best line through the origin.
+        # The best fit without a latency is a line through the origin.
         latency, per_byte = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
     largest = timings[max(timings)]
     busy = 0.0 if over == "nccl" else largest.processor / largest.seconds
@@ -86,12 +97,12 @@ def fitted(operation: str, ranks: int, over: Transport, timings: Timings) -> Mea
 
 
 def _calls(size: int) -> int:
-    """In one timed loop: more where a call is over in a blink."""
+    """Return the number of calls in one timed loop; more for short calls."""
     return 20 if size <= 2**16 else 4
 
 
 def _timed(mesh: Mesh, call: Callable[[], None], calls: int, work: Callable[[], None] | None = None) -> Call:
-    """Medians over some loops of calls. work: done ahead of every call, and its own time taken off again."""
+    """Return medians over several loops of calls. work: runs before every call; its own time is subtracted."""
     loops = [call] if work is None else [_both(work, call), work]
     rounds = [[_once(mesh, loop, calls) for loop in loops] for _ in range(REPEATS + 1)]  # the first one warms up
     middle = [
@@ -104,13 +115,12 @@ def _timed(mesh: Mesh, call: Callable[[], None], calls: int, work: Callable[[], 
 
 
 def _once(mesh: Mesh, loop: Callable[[], None], calls: int) -> Call:
-    """One loop of calls, by the call."""
+    """Return the mean time of a call in one loop."""
     mesh.world.barrier()
     start, used = time.perf_counter(), time.process_time()
     for _ in range(calls):
         loop()
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+    wait_for(mesh.device)
     return Call((time.perf_counter() - start) / calls, (time.process_time() - used) / calls)
 
 
@@ -139,7 +149,7 @@ def _buffer(mesh: Mesh, size: int) -> Tensor:
     return torch.zeros(size // 4, dtype=torch.float32, device=mesh.device)
 
 
-def _call(operation: str, mesh: Mesh, size: int) -> Callable[[], None]:
+def _call(operation: Operation, mesh: Mesh, size: int) -> Callable[[], None]:
     group, whole = mesh.world, _buffer(mesh, size)
     return partial(_CALLS[operation], group, whole)
 
@@ -160,7 +170,7 @@ def _all_to_all(group: Group, whole: Tensor) -> None:
     all_to_all(whole.view(group.size, -1), group)
 
 
-_CALLS = {
+_CALLS: dict[Operation, Callable[..., None]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -175,3 +185,202 @@ def _round_trip(mesh: Mesh, there: LinkEnd, back: LinkEnd, tensor: Tensor) -> No
     else:
         there.receive(tensor).wait()
         back.send(tensor).wait()
+
+
+@dataclass(frozen=True)
+class Together:
+    """Measurement of `ranks` ranks at once. factor: time of a step relative to that of a single rank."""
+
+    ranks: int
+    factor: float
+    collectives: tuple[MeasuredCollective, ...]
+
+
+def measure_together(mesh: Mesh, config: PretrainConfig, micro_size: int, steps: int) -> Together:
+    """Measure the slowdown of ranks that train side by side, and their collectives. A collective call of all ranks."""
+    run = LayerRun(config, Cell(1, 1, micro_size), mesh.device)
+    run.step()
+    factor = _factor(mesh, run, steps)
+    over: Transport = "nccl" if mesh.device.type == "cuda" else "gloo"
+    rows = [fitted(name, mesh.world_size, over, each) for name, each in measured_collectives(mesh).items()]
+    if mesh.world_size == 2:
+        kinds: tuple[LinkKind, ...] = ("nccl",) if over == "nccl" else _link_kinds(config)
+        sends = measured_sends(mesh, kinds)
+        rows += [fitted("send", 2, kind, each) for kind, each in sends.items()]  # type: ignore[arg-type]
+    return Together(mesh.world_size, factor, tuple(rows))
+
+
+def _factor(mesh: Mesh, run: LayerRun, steps: int) -> float:
+    """Return the time of a step while all ranks run, relative to a rank that runs while the others wait: mean over the
+    ranks, at least 1.
+
+    Both are measured in turns, so that a change of the machine's load affects both.
+    """
+    alone, together = [], []
+    for _ in range(steps):
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            alone.append(run.step())
+        mesh.world.barrier()
+        begin = time.perf_counter()
+        run.step()
+        run.step()  # two steps, because ranks do not start and end at exactly the same time
+        together.append((time.perf_counter() - begin) / 2)
+    found = mesh.world.all_gather_object((median(alone) if alone else None, median(together)))
+    by_itself = next(each for each, _ in found if each is not None)
+    return max(1.0, sum(beside for _, beside in found) / len(found) / by_itself)
+
+
+def _link_kinds(config: PretrainConfig) -> tuple[LinkKind, ...]:
+    """Return the kinds of links between processes of one host, the one that the run would use first."""
+    return ("gloo", "shared_memory") if config.parallel.links == "gloo" else ("shared_memory", "gloo")
+
+
+def has_devices(device_type: str, ranks: int) -> bool:
+    """Return whether this number of ranks can run at once; on CPUs any number can, because they share the cores."""
+    return device_type == "cpu" or ranks <= torch.cuda.device_count()
+
+
+EXCHANGES = 5
+"""Number of measurements per median, after a warm-up."""
+MESSAGES = 4
+"""Number of consecutive messages before the peer answers."""
+
+
+@dataclass(frozen=True)
+class NodeLinks:
+    """Measured links between nodes, in the order of their ranks.
+
+    hosts, devices: name and number of ranks of each node. latency: seconds of a small message. bandwidth: bytes per
+    second from node to node, 0 on the diagonal.
+    """
+
+    hosts: tuple[str, ...]
+    devices: tuple[int, ...]
+    latency: float
+    bandwidth: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a rank: number of its node, from 0, name of the node, and number of the rank within the node."""
+
+    node: int
+    host: str
+    local: int
+
+    @classmethod
+    def of_this_process(cls) -> "Place":
+        """Return the place of this process, from the variables that torchrun sets."""
+        return cls(int(os.environ["GROUP_RANK"]), socket.gethostname(), int(os.environ["LOCAL_RANK"]))
+
+
+def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Return every pair of nodes once, in rounds in which each node has at most one partner, by the circle method."""
+    seats = [*range(nodes), *([None] if nodes % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(one, two) for one, two in pairs if one is not None and two is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
+    """Measure messages of `num_bytes` between all pairs of nodes. A collective call of all ranks.
+
+    All ranks of a node send at once, each to the rank with its number on the other node, so that a bandwidth is that
+    of all adapters together. Disjoint pairs of nodes are measured at the same time, so that the effect of pairs on
+    each other in a shared network is included: n nodes take n - 1 rounds of both directions, or n if n is odd.
+
+    Raises:
+        ConfigError: there is one node alone, or nodes have unlike numbers of ranks.
+    """
+    nodes = _nodes(mesh.world.all_gather_object(own))
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device)
+    mine = own.node
+    latencies: list[float] = []
+    rates: dict[tuple[int, int], float] = {}
+    for pairs in rounds(len(nodes)):
+        for one, two in (each for pair in pairs for each in (pair, pair[::-1]) if mine in pair):
+            peer = nodes[two if mine == one else one][own.local][0]
+            mesh.world.barrier()
+            latency = _exchanged(mesh, buffer[:1], peer, sends=mine == one, messages=1) / 2
+            mesh.world.barrier()
+            seconds = _exchanged(mesh, buffer, peer, sends=mine == one, messages=MESSAGES)
+            if mine == one:
+                latencies.append(latency)
+                rates[one, two] = MESSAGES * num_bytes / max(seconds - latency, 1e-9)
+        if not any(mine in pair for pair in pairs):
+            for _ in range(4):  # for the two measurements in both directions of the other nodes
+                mesh.world.barrier()
+    every = mesh.world.all_gather_object((latencies, rates))
+    matrix = [[0.0] * len(nodes) for _ in nodes]
+    for _, found in every:
+        for (one, two), rate in found.items():
+            matrix[one][two] += rate
+    return NodeLinks(
+        hosts=tuple(members[0][1].host for members in nodes),
+        devices=tuple(len(members) for members in nodes),
+        latency=median(each for found, _ in every for each in found),
+        bandwidth=tuple(map(tuple, matrix)),
+    )
+
+
+def with_node_links(hardware: Hardware, found: NodeLinks) -> Hardware:
+    """Return the machine with the measured nodes and their links.
+
+    A single group of nodes gets their number, and the median bandwidth; `link_matrix` has all bandwidths.
+
+    Raises:
+        ConfigError: the nodes are not those of the hardware.
+    """
+    groups, nodes = hardware.groups, len(found.hosts)
+    if len(groups) == 1:
+        between = median(value for i, row in enumerate(found.bandwidth) for j, value in enumerate(row) if i != j)
+        outside = Network(found.latency, between, groups[0].outside.adapters)
+        groups = (replace(groups[0], num_nodes=nodes, outside=outside),)
+    supply: list[NodeGroup] = [group for group in groups for _ in range(group.num_nodes or 0)]
+    expected = tuple(group.devices_per_node for group in supply)
+    if expected != found.devices:
+        raise ConfigError(
+            f"hardware {hardware.name!r} has {len(expected)} nodes of {_told(expected)} devices, but {nodes} nodes of "
+            f"{_told(found.devices)} ranks were started; start a rank for every device, or correct the file"
+        )
+    return replace(hardware, groups=groups, link_matrix=found.bandwidth)
+
+
+def _told(counts: Sequence[int]) -> str:
+    return ", ".join(str(each) for each in dict.fromkeys(counts))
+
+
+def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:
+    """Return the ranks and places of every node, sorted by the number of the rank within the node."""
+    found: dict[int, list[tuple[int, Place]]] = {}
+    for rank, place in enumerate(places):
+        found.setdefault(place.node, []).append((rank, place))
+    sizes = [len(members) for members in found.values()]
+    if len(found) < 2:
+        raise ConfigError("all ranks are on one node; start two or more nodes to measure the links between them")
+    if len(set(sizes)) > 1:
+        raise ConfigError(
+            f"nodes were started with {_told(sizes)} ranks; start as many on each, so that every rank has a partner"
+        )
+    return [sorted(found[node], key=lambda each: each[1].local) for node in sorted(found)]
+
+
+def _exchanged(mesh: Mesh, buffer: Tensor, peer: int, *, sends: bool, messages: int) -> float:
+    """Return the median seconds until the peer has received all messages and answered."""
+    answer = buffer[:1].clone()
+    there: Callable[..., object] = dist.send if sends else dist.recv
+    back: Callable[..., object] = dist.recv if sends else dist.send
+    times = []
+    for _ in range(EXCHANGES + 1):
+        start = time.perf_counter()
+        for _ in range(messages):
+            there(buffer, peer)
+        back(answer, peer)
+        wait_for(mesh.device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])

@@ -1,4 +1,4 @@
-"""The commands of ``megapipe plan`` that need torch: `dry-run` builds shapes, `profile` and `links` measure."""
+"""The commands of `megapipe plan` that need torch: `dry-run` builds shapes, `profile` and `links` measure."""
 
 import json
 import os
@@ -9,36 +9,32 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
-from megapipe.calibration import profile
-from megapipe.calibration.machine import check_output
-from megapipe.calibration.node_links import NodeLinks, Place, measure_node_links, with_node_links
+from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, with_node_links
+from megapipe.calibration.machine import check_output, profile
+from megapipe.config.command_line import bytes_text, progress_bar
 from megapipe.config.errors import ConfigError
-from megapipe.config.progress import progress_bar
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.words import bytes_told
-from megapipe.data.durable import write_whole
 from megapipe.data.errors import DataError
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.device_type import hardware_device_type
-from megapipe.layout.hardware.precision import with_named_precision
-from megapipe.layout.hardware.writer import written
-from megapipe.parallel.errors import CommunicationError, LaunchError
+from megapipe.data.files import write_whole
+from megapipe.layout.hardware.description import Hardware, hardware_device_type, with_named_precision
+from megapipe.layout.hardware.files import written
+from megapipe.layout.table import LayoutTable
+from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
-from megapipe.planner.command.arguments import NO_DATA, Request
-from megapipe.planner.command.planning import check_fields
-from megapipe.planner.recompute_auto import resolved
-from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import layout_told
+from megapipe.planner.command.main import NO_DATA, Request
+from megapipe.planner.command.planning import check_fields, check_folders, layout_text, print_table, write_text
+from megapipe.planner.recompute import resolved
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
-from megapipe.training.signals import STOPS
-from megapipe.training.validate import validate
+from megapipe.training.resilience.signals import STOPS
+from megapipe.training.validation import validate
 
 
 def run_dry_run(request: Request) -> int:
-    """Check a configuration of any number of ranks; status 2 where a rank does not fit the devices of --hardware."""
+    """Check a configuration of any number of ranks; status 2 if a rank does not fit the devices of --hardware."""
     own = request.for_file(request.flags["file"])
     config, devices = own.config, own.devices()
+    check_folders(request.flags["write_layout"])
     hardware = request.hardware() if request.flags["hardware"] is not None else None
     limit = None if hardware is None else _limit(hardware, devices)
     if not config.data.prefixes[0]:
@@ -56,6 +52,8 @@ def run_dry_run(request: Request) -> int:
         print(json.dumps(found.as_json() | {"memory_limit_bytes": limit, "fits": fits if limit else None}, indent=2))
     else:
         _print(found)
+    if request.flags["write_layout"] is not None:
+        write_text(request.flags["write_layout"], LayoutTable.of(found.config).as_yaml())
     _check_memory(found, limit)
     return 0
 
@@ -70,7 +68,7 @@ def run_profile(request: Request) -> int:
     config = request.config
     check_fields(config)
     if config.recompute.method == "auto":
-        # Layers that keep all have their recomputation measured beside them: what auto has to know.
+        # Without recomputation, its time is measured in a separate run; auto needs both times.
         config = replace(config, recompute=RecomputeConfig(logits=config.recompute.logits))
     try:
         with _stopped_by_signals():
@@ -121,7 +119,7 @@ def run_links(request: Request) -> int:
     except ConfigError:
         if first:
             raise
-        return 2  # rank 0 tells
+        return 2  # rank 0 prints the error
     if first:
         hosts = ", ".join(f"{number} {host}" for number, host in enumerate(found.hosts))
         write_whole(flags["output"], written(hardware, f"Links measured between nodes: {hosts}").encode())
@@ -146,7 +144,8 @@ def _print_links(found: NodeLinks) -> None:
 def _without_auto(
     config: PretrainConfig, hardware: Hardware | None, devices: int, say: Callable[[str], None]
 ) -> PretrainConfig:
-    """With training.precision auto and recompute.method auto replaced. ConfigError without a machine to choose by."""
+    """Return the configuration with training.precision auto and recompute.method auto replaced. Raises ConfigError if
+    there is no machine to choose by."""
     asked = [
         name
         for name, value in (
@@ -172,7 +171,7 @@ def _without_auto(
 
 
 class _Stopped(BaseException):
-    """A signal came. No Exception, so that nothing on the way takes it for an error of its own."""
+    """Raised for a signal. It is not an Exception, so that no code on the way handles it as an error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -181,7 +180,7 @@ class _Stopped(BaseException):
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C raise `_Stopped`, so that what was begun is tidied up."""
+    """Let SIGTERM and Ctrl-C raise `_Stopped` in the block, so that processes and files are cleaned up."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Stopped(number)
@@ -195,7 +194,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:
-    """Of --hardware; without it what parallel.device says, where auto is taken for GPUs."""
+    """Return the device type of --hardware, else that of parallel.device, in which auto means GPUs."""
     if hardware is not None:
         return hardware_device_type(hardware)
     return "cpu" if request.config.parallel.device == "cpu" else "cuda"
@@ -206,21 +205,21 @@ def _limit(hardware: Hardware, devices: int) -> float:
 
 
 def _check_memory(found: DryRun, limit: float | None) -> None:
-    """Raise ConfigError where a rank holds more than its device."""
+    """Raise ConfigError if a rank needs more memory than its device has."""
     if limit is None:
         return
     full = [each for each in found.coordinates if each.peak_bytes > limit]
     if full:
         most = max(full, key=lambda each: each.peak_bytes)
         raise ConfigError(
-            f"{len(full)} of {len(found.coordinates)} pipeline coordinates do not fit {bytes_told(limit)} a device; "
-            f"coordinate {most.pipeline} holds {bytes_told(most.peak_bytes)}, {bytes_told(most.peak_bytes - limit)} "
+            f"{len(full)} of {len(found.coordinates)} pipeline coordinates do not fit {bytes_text(limit)} a device; "
+            f"coordinate {most.pipeline} holds {bytes_text(most.peak_bytes)}, {bytes_text(most.peak_bytes - limit)} "
             "too much: megapipe plan search looks for a layout that fits"
         )
 
 
 def _print(found: DryRun) -> None:
-    print(f"layout: {layout_told(found.config)}\n")
+    print(f"layout: {layout_text(found.config)}\n")
     rows = [
         [
             str(each.pipeline),
@@ -228,9 +227,9 @@ def _print(found: DryRun) -> None:
             str(len(each.stages)),
             str(len(each.layers)),
             f"{each.parameters:,}",
-            bytes_told(each.state_bytes),
-            bytes_told(each.message_bytes),
-            bytes_told(each.peak_bytes),
+            bytes_text(each.state_bytes),
+            bytes_text(each.message_bytes),
+            bytes_text(each.peak_bytes),
         ]
         for each in found.coordinates
     ]
@@ -253,8 +252,8 @@ def _say(line: str) -> None:
 
 
 def _say_nothing(line: str) -> None:
-    """For output that a program reads."""
+    """Print nothing, because a program reads the output."""
 
 
 HANDLERS: dict[str, Callable[[Request], int]] = {"profile": run_profile, "links": run_links, "dry-run": run_dry_run}
-"""These commands by name."""
+"""Functions of the commands, by name."""

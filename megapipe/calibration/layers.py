@@ -1,37 +1,88 @@
-"""Times of layers, of updates and of the engine's own work: real steps of one rank, action by action.
+"""Times of layers, of updates and of the engine's own work, measured in real training steps, action by action.
 
-Every layer is a stage of its own, so that the engine's recorder tells them apart. Nothing is imitated: kernels,
-autograd, gradient accumulators, the optimizer and the order of the steps are those of training.
+Every layer is a stage of its own, so that the engine's recorder distinguishes layers. Kernels, autograd, gradient
+accumulators, the optimizer and the order of the steps are those of training. A layer is measured on one rank alone,
+and on all ranks that share it.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from statistics import median
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from megapipe.calibration.samples import samples_for
-from megapipe.calibration.silent_group import silent_mesh
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.schedule import ScheduleConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
-from megapipe.layout.hardware.measured import LAYER_KINDS, MeasuredLayer
-from megapipe.parallel.mesh import Mesh
+from megapipe.layout.hardware.measured import LAYER_KINDS, LayerKind, MeasuredLayer, MeasuredWait
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
-from megapipe.schedules.generators.registry import find_generator
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader
+from megapipe.schedules.registry import find_generator
+from megapipe.training.device import wait_for
+from megapipe.training.loop.batches import Samples, open_loader, open_samples
+from megapipe.training.loop.replica import Replica
+
+
+class RandomSamples:
+    """Samples of random tokens, any number of them; each depends only on its number."""
+
+    def __init__(self, sequence_length: int, vocabulary_size: int) -> None:
+        self.sequence_length = sequence_length
+        self._vocabulary_size = vocabulary_size
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        return np.full(np.shape(ordinals), self.sequence_length, dtype=np.int64)
+
+    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """Return the tokens of samples: int64 [..., sequence_length + 1]."""
+        numbers = np.asarray(ordinals)
+        drawn = [
+            np.random.default_rng(each).integers(0, self._vocabulary_size, self.sequence_length + 1, dtype=np.int64)
+            for each in numbers.ravel().tolist()
+        ]
+        return np.stack(drawn).reshape(*numbers.shape, self.sequence_length + 1)
+
+    def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
+        """Return one document boundary per sample, in its middle."""
+        middle = np.array([max(1, self.sequence_length // 2)], dtype=np.int64)
+        return [middle for _ in np.ravel(ordinals)]
+
+
+def samples_for(config: PretrainConfig) -> Samples:
+    """Return random samples for a GPT, because times do not depend on the tokens, and the training samples for a BERT.
+
+    Raises:
+        ConfigError: a BERT run without data. DataError: shards that cannot be used.
+    """
+    if not isinstance(config, BertPretrainConfig):
+        return RandomSamples(config.data.sequence_length, config.model.vocabulary_size)
+    if not any(config.data.prefixes):
+        raise ConfigError(
+            "data.prefix is empty, and masked pairs for a BERT cannot be generated; set it to the shard that the "
+            "run will train on"
+        )
+    return open_samples(config, "train")
+
 
 BLOCKS = 4
-"""Transformer blocks of the model that is run, at most: enough for one layer to push another out of the caches."""
+"""Maximum number of transformer blocks of the measured model, enough for one layer to evict another from the
+caches."""
 MICROBATCHES = 2
 WARM_UP = 1
-"""Steps that are not counted: the first one allocates."""
+"""Number of first steps that are not measured, because they allocate memory."""
 NANOSECOND = 1e-9
 
 Halves = Literal["whole", "apart"]
@@ -39,7 +90,7 @@ Halves = Literal["whole", "apart"]
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured at once: how many ranks share a layer, and samples of a micro-batch."""
+    """One combination of sizes to measure: ranks that share a layer, and samples of a micro-batch."""
 
     tensor: int
     context: int
@@ -47,14 +98,15 @@ class Cell:
 
     @property
     def ranks(self) -> int:
-        """That share the layer."""
+        """Number of ranks that share the layer."""
         return self.tensor * self.context
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians over steps. seconds: (kind of action, kind of layer) -> of one action. update: of a step's optimizer
-    update and gradient norm, for `elements` of the rank. action: what else a step takes, for each compute action."""
+    """Median seconds over steps. seconds: (kind of action, kind of layer) -> time of one action. update: time of the
+    optimizer update and gradient norm of a step, for `elements` parameters. action: the rest of a step, divided by the
+    number of compute actions."""
 
     seconds: Mapping[tuple[Kind, str], float]
     update: float
@@ -63,10 +115,10 @@ class StepTimes:
 
 
 def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> PretrainConfig:
-    """The run of one rank with every layer a stage, a few blocks and micro-batches, nothing beside its steps."""
+    """Return the configuration of the measured run: one rank, a stage per layer, few blocks and micro-batches."""
     blocks = min(config.model.num_layers, BLOCKS)
     apart = halves == "apart"
-    # Halves are measured along with recomputation, which leaves them as they are.
+    # The halves of a backward take the same time with recomputation, so both are measured in one run.
     again = "full" if apart and config.recompute.method != "selective" else config.recompute.method
     return replace(
         config,
@@ -107,7 +159,7 @@ def _logits(config: PretrainConfig, apart: bool) -> bool:
 class LayerRun:
     """A rank that trains a model of one cell, ready to be timed.
 
-    mesh: of the ranks that share the layers, by default one in the place of all (`silent_mesh`).
+    mesh: of the ranks that share the layers; by default a single rank, whose peers are absent (`silent_mesh`).
     """
 
     def __init__(
@@ -119,24 +171,25 @@ class LayerRun:
         mesh: Mesh | None = None,
     ) -> None:
         self.config = measured_config(config, cell, halves)
-        self.mesh = silent_mesh(cell.tensor, cell.context, device) if mesh is None else mesh
-        self.replica = Replica(self.config, self.mesh, family_of(self.config).layers)
+        shape = MeshShape({"tensor": cell.tensor, "context": cell.context})
+        self.mesh = silent_mesh(shape, 0, device) if mesh is None else mesh
+        self.replica = Replica(self.config, self.mesh)
         loader = open_loader(self.config, self.mesh, self.replica, samples_for(self.config))
         self._batch = loader.load(0)
         self._step = 0
 
     def step(self) -> float:
-        """Seconds of one training step, at the learning rate 0."""
-        self._wait()
+        """Run a training step with learning rate 0, and return its seconds."""
+        wait_for(self.mesh.device)
         start = time.perf_counter()
         given = StepInput(self._step, self._batch.contexts, self._batch.token_counts, learning_rate=0.0)
         self.replica.engine.run(given)
-        self._wait()
+        wait_for(self.mesh.device)
         self._step += 1
         return time.perf_counter() - start
 
     def times(self, steps: int) -> StepTimes:
-        """Of every kind of action, over that many steps."""
+        """Return the times of every kind of action, over that many steps."""
         for _ in range(WARM_UP):
             self.step()
         seconds: dict[tuple[Kind, str], list[float]] = defaultdict(list)
@@ -167,15 +220,12 @@ class LayerRun:
         layout = self.replica.layout
         return layout.layers[layout.ranges[action.stage][0]].kind
 
-    def _wait(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
-
 
 def measure_cell(
     config: PretrainConfig, cell: Cell, device: torch.device, steps: int, mesh: Mesh | None = None
 ) -> tuple[list[MeasuredLayer], StepTimes]:
-    """Rows of a cell, a layer kind each, and what the run with whole backwards took besides. mesh: of `LayerRun`."""
+    """Return a row per kind of layer of a cell, and all times of the run with whole backwards. mesh: see
+    `LayerRun`."""
     whole = LayerRun(config, cell, device, mesh=mesh).times(steps)
     apart = LayerRun(config, cell, device, "apart", mesh).times(steps)
 
@@ -197,10 +247,64 @@ def measure_cell(
 
 
 def cells(tensor_sizes: Sequence[int], context_sizes: Sequence[int], micro_sizes: Sequence[int]) -> list[Cell]:
-    """Every combination, the plainest first."""
+    """Return every combination of sizes, in increasing order."""
     return [
         Cell(tensor, context, micro)
         for tensor in sorted(set(tensor_sizes))
         for context in sorted(set(context_sizes))
         for micro in sorted(set(micro_sizes))
     ]
+
+
+def shared_cells(cells: Sequence[Cell], ranks: int) -> dict[int, list[Cell]]:
+    """Return the cells whose layers are shared, by number of ranks, as far as `ranks` ranks can run them."""
+    found: dict[int, list[Cell]] = {}
+    for cell in cells:
+        if 1 < cell.ranks <= ranks:
+            found.setdefault(cell.ranks, []).append(cell)
+    return found
+
+
+def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], steps: int) -> list[MeasuredLayer]:
+    """Return rows of layers that include the time for which ranks wait for each other: means over the ranks. A
+    collective call.
+
+    Times of single collectives omit most of it: in a layer, ranks come early or late by turns, and all wait for the
+    last one. cells: each for the number of ranks of the mesh.
+    """
+    found: list[MeasuredLayer] = []
+    for cell in cells:
+        shared = connected_mesh(MeshShape({"tensor": cell.tensor, "context": cell.context}), mesh.device)
+        own, _ = measure_cell(config, cell, mesh.device, steps, shared)
+        found += [_mean(rows) for rows in zip(*mesh.world.all_gather_object(own), strict=True)]
+    return found
+
+
+def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], factor: float) -> list[MeasuredWait]:
+    """Return the additional time of each layer on several ranks, relative to the same work on one rank.
+
+    factor: slowdown of work while this number of ranks is busy. Times are divided by it, because predictions multiply
+    by it.
+    """
+    by_place = {_place(row): row for row in alone}
+
+    def beyond(row: MeasuredLayer, name: str) -> float:
+        return float(max(0.0, getattr(row, name) / factor - getattr(by_place[_place(row)], name)))
+
+    return [
+        MeasuredWait(*_place(row), *(beyond(row, each.name) for each in fields(MeasuredWait)[len(_PLACE) :]))
+        for row in together
+    ]
+
+
+_PLACE = ("kind", "tensor", "context", "micro_size")
+
+
+def _place(row: MeasuredLayer) -> tuple[LayerKind, int, int, int]:
+    return row.kind, row.tensor, row.context, row.micro_size
+
+
+def _mean(rows: Sequence[MeasuredLayer]) -> MeasuredLayer:
+    """Return the mean times of a layer over all ranks."""
+    times = [astuple(row)[len(_PLACE) :] for row in rows]
+    return MeasuredLayer(*_place(rows[0]), *(sum(each) / len(rows) for each in zip(*times, strict=True)))

@@ -1,42 +1,208 @@
-"""The machine at hand as a hardware file: what its devices, their neighbours and the links between them can do."""
+"""The current machine as a hardware file: its devices, all of its ranks at once, and the links between them."""
 
+import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, timedelta
+from multiprocessing import connection, resource_tracker
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from megapipe.calibration.device import device_name, measured_bandwidth, measured_products, memory_bytes
-from megapipe.calibration.layers import Cell, StepTimes, cells, measure_cell
-from megapipe.calibration.ranks import on_ranks
-from megapipe.calibration.samples import samples_for
-from megapipe.calibration.together import Together, has_devices, measure_together
-from megapipe.calibration.waits import measure_shared, shared_cells, waits
+from megapipe.calibration.collectives import Together, has_devices, measure_together
+from megapipe.calibration.layers import (
+    Cell,
+    StepTimes,
+    cells,
+    measure_cell,
+    measure_shared,
+    samples_for,
+    shared_cells,
+    waits,
+)
+from megapipe.calibration.planning import memory_bytes
 from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
-from megapipe.data.durable import write_whole
+from megapipe.data.files import write_whole
 from megapipe.layout.hardware.description import Device, Hardware, HostLink, IntraNodeLink, Network, NodeGroup
+from megapipe.layout.hardware.files import read_hardware, written
 from megapipe.layout.hardware.measured import Contention, MeasuredLayer, Measurements
-from megapipe.layout.hardware.reader import read_hardware
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
-from megapipe.layout.hardware.writer import written
 from megapipe.layout.validation import context_problems
+from megapipe.models.families import DTYPES
+from megapipe.parallel.groups import CommunicationError
+from megapipe.parallel.launch import connected_mesh, shutdown
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.measured.shape import shape_of
+from megapipe.planner.measured import shape_of
 from megapipe.spec.layers import tensor_problems
-from megapipe.training.offload_plan import copy_bandwidth
-from megapipe.training.precision import with_precision
+from megapipe.training.device import copy_bandwidth, seconds_of, with_precision
+from megapipe.training.resilience.signals import STOPS
+
+PRODUCTS = ((64, 64, 64), (256, 256, 256), (256, 256, 1024), (1024, 256, 256), (1024, 256, 1024), (512, 512, 512))
+"""Rows, inner size and columns on a CPU; on a GPU, each is GPU_SCALE times as large."""
+LARGE_PRODUCT = 1024
+GPU_SCALE = 8
+COPIED = 2**26
+"""Bytes of a copy that is timed, more than most caches hold."""
+REPEATS = 9
+
+
+def measured_products(precision: str, device: torch.device) -> list[Product]:
+    """Return the median times of matrix products of several sizes."""
+    scale = GPU_SCALE if device.type == "cuda" else 1
+    sizes = [*PRODUCTS, (LARGE_PRODUCT,) * 3]
+    return [_product([size * scale for size in each], DTYPES[precision], device) for each in sizes]
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that a copy in the device's memory reads and writes, added."""
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * COPIED / _seconds(lambda: target.copy_(source), device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or `core` for a CPU, because a rank computes on one core."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "core"
+
+
+def _product(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Product:
+    rows, inner, columns = sizes
+    # Random, because a GPU draws less power on constant matrices and then runs at a higher clock.
+    generator = torch.Generator(device).manual_seed(0)
+    left: Tensor = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
+    right: Tensor = torch.randn(inner, columns, generator=generator, device=device).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype, device=device)
+    return Product(rows, inner, columns, _seconds(lambda: torch.mm(left, right, out=out), device))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    return median(seconds_of(run, device, REPEATS, warm_up=2))
+
+
+TIMEOUT = 600.0
+"""Seconds after which ranks that have not answered count as failed."""
+
+
+def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the results of `function(mesh, *args)` on `count` new processes with one thread each, in rank order.
+
+    The mesh has all ranks in its data dimension; `function`, arguments and results are pickled. In the main module of
+    a program, call this under `if __name__ == "__main__"`, which multiprocessing's spawn requires.
+
+    Raises:
+        CommunicationError: a rank raised, died or did not answer; the message holds its traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="megapipe-profile-") as folder:
+        ranks: list[tuple[SpawnProcess, connection.Connection]] = []
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                job = (rank, count, device_type, os.path.join(folder, "store"), theirs, function, args)
+                process = context.Process(target=_work, args=job, name=f"rank {rank}", daemon=True)
+                with _signals_wait():
+                    process.start()
+                    ranks.append((process, ours))
+                theirs.close()
+            return _answers([pipe for _, pipe in ranks])
+        finally:
+            with _signals_wait():
+                for process, pipe in ranks:
+                    process.kill()
+                    process.join()
+                    pipe.close()
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Block signals that end a program while processes are started or ended, so that every started process is recorded
+    and ended. A process that is started in the block never receives them: a terminal sends Ctrl-C to all processes,
+    and the one that started the ranks ends them."""
+    resource_tracker.ensure_running()  # start() would do this, and then unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _answers(pipes: list[connection.Connection]) -> list[Any]:
+    deadline, found = time.monotonic() + TIMEOUT, {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise CommunicationError(
+                f"rank {', '.join(str(rank) for rank in waiting.values())} did not answer within {TIMEOUT:g} s"
+            )
+        for pipe in ready:
+            assert isinstance(pipe, connection.Connection)
+            rank = waiting.pop(pipe)
+            try:
+                succeeded, answer = pipe.recv()
+            except EOFError:
+                succeeded, answer = False, "its process died"
+            if not succeeded:
+                raise CommunicationError(f"rank {rank} of {len(pipes)} that measure failed: {answer}")
+            found[rank] = answer
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _work(
+    rank: int,
+    count: int,
+    device_type: str,
+    store: str,
+    pipe: connection.Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        mesh = _join(rank, count, device_type, store)
+        pipe.send((True, function(mesh, *args)))
+        mesh.world.barrier()
+        shutdown()
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _join(rank: int, count: int, device_type: str, store: str) -> Mesh:
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if count > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(store, count),
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
+    return connected_mesh(MeshShape({"data": count}), device, TIMEOUT)
+
 
 STEPS = 5
-"""Of every run that is timed; medians count."""
+"""Number of timed steps of every run, of which the median counts."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Alone:
-    """What one rank found by itself."""
+    """Measurements of one rank alone."""
 
     config: PretrainConfig
     layers: list[MeasuredLayer]
@@ -60,7 +226,7 @@ def profile(
     context_sizes: Sequence[int] = (1,),
     steps: int = STEPS,
 ) -> Hardware:
-    """Measure this machine for the layers of a run, and write what was found to a hardware file.
+    """Measure this machine for the layers of a run, and write a hardware file.
 
     Layers are measured on one rank by itself, for every combination of the sizes, and on all ranks that share them, as
     far as there are so many; how much longer work takes, and what collectives take, with 2, 4, ... and with `ranks`
@@ -101,7 +267,7 @@ def profile(
 
 
 def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ranks: int, steps: int) -> Alone:
-    """Everything that one rank measures by itself."""
+    """Return the measurements of one rank alone."""
     lines: list[str] = []
     config = with_precision(config, mesh, None, lines.append)
     rows, found = [], []
@@ -130,9 +296,9 @@ def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ra
 def assembled(
     alone: Alone, together: Sequence[Together], ranks: int, shared: Mapping[int, Sequence[MeasuredLayer]]
 ) -> Hardware:
-    """The machine as `ranks` devices of one node, each with its share of what they have together.
+    """Return the machine as `ranks` devices of one node, each with its share of common resources.
 
-    shared: number of ranks -> layers that so many share, with all that these wait for one another.
+    shared: number of ranks -> layers that are shared by them, with the time for which they wait for each other.
     """
     contention = (Contention(1, 1.0), *(Contention(each.ranks, each.factor) for each in together))
     first = alone.steps[0]
@@ -160,19 +326,20 @@ def assembled(
 
 
 def _links(together: Sequence[Together], bandwidth: float) -> tuple[IntraNodeLink, Network]:
-    """Inside the machine what its pairs of ranks reach; a machine without ranks that talk has its memory's rate."""
+    """Return the links in the machine, as measured between pairs of ranks; with a single rank, at the rate of its
+    memory."""
     rows = tuple(row for each in together for row in each.collectives)
     if not rows:
         return IntraNodeLink(0.0, bandwidth, bandwidth), Network(0.0, bandwidth, 1)
     pair = next(row for row in rows if row.operation == "all_reduce")
-    # Of two ranks' all-reduce, two steps of a ring.
+    # An all-reduce of two ranks is two steps of a ring.
     inside = IntraNodeLink(pair.latency / 2, pair.bandwidth, pair.bandwidth, rows)
     last = [row for row in rows if row.operation == "send"][-1]
     return inside, Network(last.latency, last.bandwidth, 1)
 
 
 def _counts(ranks: int) -> list[int]:
-    """2, 4, 8, ... and `ranks` itself."""
+    """Return 2, 4, 8, ... and `ranks` itself."""
     powers = (2**power for power in range(1, ranks.bit_length()))
     return sorted({count for count in (*powers, ranks) if 1 < count <= ranks})
 
@@ -229,14 +396,14 @@ def _check(
 
 
 def check_output(out: Path) -> None:
-    """Raise ConfigError where no hardware file can be written."""
+    """Raise ConfigError if no hardware file can be written there."""
     problems = output_problems(out)
     if problems:
         raise ConfigError(problems)
 
 
 def output_problems(out: Path) -> list[str]:
-    """Why no hardware file can be written there, one message each."""
+    """Return a message for each reason why no hardware file can be written there."""
     found = []
     if out.is_dir() or out.suffix not in (".yaml", ".yml"):
         found.append(f"{out} is not a name for a hardware file; give one that ends in .yaml, such as machine.yaml")

@@ -1,39 +1,43 @@
-"""`--plan`: the layout of a run, planned where it starts. Every rank plans by itself and comes to the same answer: it
-is a function of the configuration, the machine's kind and the number of ranks alone."""
+"""Choices of the planner at the start of a run: the layout of --plan, and recompute.method auto."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
 import torch
 
+from megapipe.config.command_line import seconds_text
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
-from megapipe.config.words import seconds_told
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.reader import PRESETS, load_hardware
+from megapipe.layers.attention import has_amx
+from megapipe.layout.hardware.description import Hardware, hardware_device_type
+from megapipe.layout.hardware.files import PRESETS, load_hardware
 from megapipe.parallel.launch import DeviceChoice, set_driver_variables
-from megapipe.planner.command.arguments import MEMORY_RESERVE
-from megapipe.planner.command.planning import measured_times, provenance
-from megapipe.planner.recompute_auto import limited
-from megapipe.planner.report.words import layout_told
+from megapipe.parallel.mesh import Mesh
+from megapipe.planner.command.main import MEMORY_RESERVE
+from megapipe.planner.command.planning import layout_text, measured_times, provenance
+from megapipe.planner.recompute import Resolved, limited, resolved
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
 
 AUTO = "auto"
 SIZE_TOLERANCE = 0.2
-"""By how much a GPU's memory may differ from its preset's, whose makers count GB where drivers count GiB."""
+"""Maximum relative difference between the memory of a GPU and of its preset: data sheets use GB, drivers GiB."""
 
 
 def planned(
     given: Given[PretrainConfig], plan: str, environment: Mapping[str, str], world_size: int
 ) -> tuple[PretrainConfig, str]:
-    """The configuration with the best layout filled in, and a line about it.
+    """Return the configuration with the best layout filled in, and a line about it.
 
-    plan: `auto`, a preset or a hardware file. environment: of the process, in which torchrun says how many ranks a
-    node runs.
+    Every rank plans by itself and gets the same result, which depends only on the configuration, the kind of machine
+    and the number of ranks.
 
-    Raises ConfigError where the machine is not known, or no layout runs on so many ranks.
+    plan: `auto`, a preset or a hardware file. environment: of the process, in which torchrun sets the number of ranks
+    of a node.
+
+    Raises ConfigError if the machine is not known, or if no layout fits this number of ranks.
     """
     config = given.config
     if config.training.precision == "auto":
@@ -45,7 +49,7 @@ def planned(
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
     pinned = given.fields
     if config.recompute.method == "auto":
-        config, hardware = limited(config, hardware)  # its budget is a reserve already
+        config, hardware = limited(config, hardware)  # the budget already has a reserve
         pinned -= {"recompute.method"}
     else:
         hardware = hardware.with_share(1 - MEMORY_RESERVE)
@@ -54,23 +58,23 @@ def planned(
     best = findings.best
     chosen = best.config
     if given.config.recompute.method == "auto":
-        # The search tries whole methods; within the layout that it found, the budget's own choice is no slower.
+        # The search only tries methods for all blocks. In the chosen layout, a choice by budget is at least as fast.
         auto = given.config.recompute
         named = auto.hardware if plan == AUTO or auto.hardware is not None else plan
         chosen = replace(chosen, recompute=replace(auto, hardware=named))
     line = (
-        f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_told(chosen)}; predicted "
-        f"{seconds_told(best.estimate.step_seconds)} a step ({provenance(hardware)}), {findings.layouts:,} layouts "
+        f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_text(chosen)}; predicted "
+        f"{seconds_text(best.estimate.step_seconds)} a step ({provenance(hardware)}), {findings.layouts:,} layouts "
         "considered"
     )
     return chosen, line
 
 
 def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware:
-    """The preset of the devices here, in nodes of as many as run on this one.
+    """Return the preset of the current devices, in nodes with the same number of devices as ranks run on this node.
 
-    device: as parallel.device says. option: what a file may be given to instead. Raises ConfigError for a GPU without
-    a preset.
+    device: as in parallel.device. option: the option that accepts a hardware file instead, for messages. Raises
+    ConfigError for a GPU without a preset.
     """
     set_driver_variables(cast(DeviceChoice, device))
     if device == "cpu" or not torch.cuda.is_available():
@@ -80,15 +84,15 @@ def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware
 
 
 def preset_of(name: str, memory_bytes: float, option: str = "--plan") -> str:
-    """The preset of a GPU that calls itself so, such as `NVIDIA A100-SXM4-80GB`.
+    """Return the preset of a GPU by its name, such as `NVIDIA A100-SXM4-80GB`.
 
-    Raises ConfigError for none, which tells that a file may be given to `option`.
+    Raises ConfigError if there is none; the message says that `option` accepts a file.
     """
     words = name.upper().replace("-", " ").split()
     misses = {}
     for preset in PRESETS:
         device = load_hardware(preset).groups[0].device
-        # a100-80-25gbe and the like are the same devices behind another network.
+        # Presets such as a100-80-25gbe have the same devices with another network.
         if device.name.upper().partition("-")[0] in words and "gbe" not in preset:
             misses[preset] = abs(memory_bytes / device.memory_bytes - 1)
     nearest = min(misses, key=lambda preset: misses[preset], default=None)
@@ -102,6 +106,70 @@ def preset_of(name: str, memory_bytes: float, option: str = "--plan") -> str:
 
 
 def _in_nodes(hardware: Hardware, per_node: int) -> Hardware:
-    """Any number of nodes, each of as many devices as this one runs ranks."""
+    """Return any number of nodes with the devices of `hardware`, `per_node` each."""
     node = replace(hardware.groups[0], devices_per_node=per_node, num_nodes=None)
     return replace(hardware, groups=(node,))
+
+
+def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None]) -> PretrainConfig:
+    """Return the configuration with recompute.method auto replaced by the planner's choice. A collective call.
+
+    Rank 0 chooses for all ranks, by the minimum memory of their devices. A resumed run chooses again, because its
+    layout, budget or machine may have changed, and no gradient depends on the choice.
+
+    Raises ConfigError, the same on every rank, if nothing fits.
+    """
+    if config.recompute.method != "auto":
+        return config
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))
+    device_bytes = min(mesh.world.all_gather_object(memory_bytes(mesh.device, per_node)))
+    outcome: Resolved | ConfigError | None = None
+    if mesh.rank == 0:
+        try:
+            outcome = _chosen(config, mesh, per_node, device_bytes)
+        except ConfigError as error:  # otherwise the other ranks would wait for this one
+            outcome = error
+    first = mesh.world.all_gather_object(outcome)[0]
+    if isinstance(first, ConfigError):
+        raise first
+    found = cast(Resolved, first)
+    if found.remark is not None:
+        say(found.remark)
+    return replace(config, recompute=found.config.recompute)
+
+
+def memory_bytes(device: torch.device, ranks: int) -> int:
+    """Return the memory of the device; the ranks on one CPU host share its memory equally."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+
+
+def _chosen(config: PretrainConfig, mesh: Mesh, per_node: int, device_bytes: float) -> Resolved:
+    device = mesh.device.type
+    amx = device == "cpu" and has_amx()
+    return resolved(config, _hardware(config, device, per_node), mesh.world.size, device_bytes=device_bytes, amx=amx)
+
+
+def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
+    """Return the hardware by whose times to choose. Raises ConfigError if it is not known, or has other devices."""
+    named = config.recompute.hardware
+    if named is None:
+        return _with_peak(this_machine(device, per_node, option="--recompute.hardware"), config.training.precision)
+    hardware = load_hardware(named)
+    if hardware_device_type(hardware) != device:
+        raise ConfigError(
+            f"recompute.hardware {named} describes {hardware_device_type(hardware)} devices, but this run uses "
+            f"{device}; name a file or preset for that type of device, or leave it out"
+        )
+    return hardware
+
+
+def _with_peak(hardware: Hardware, precision: str) -> Hardware:
+    """Add a missing number format to a preset, at its fastest rate: only ratios between choices matter."""
+    group = hardware.groups[0]
+    peaks = group.device.peak_flops
+    if precision in peaks:
+        return hardware
+    device = replace(group.device, peak_flops={**peaks, precision: max(peaks.values())})
+    return replace(hardware, groups=(replace(group, device=device),))

@@ -1,11 +1,16 @@
 """Saving while training continues: a copy at the end of a step, which a thread of each rank then writes.
 
-Ranks agree by collectives where a save starts and where it ends, both in the thread that trains. In between, a rank
-reports a durable file through the checkpoint's folder (`records`), and a failure through the flag `failed`: the caller
-sums this flag with a step's other sums, and all ranks then call `finish`, which exchanges the reasons. At most one
-save is under way, and its copy is the only extra memory.
+Ranks agree by collectives when a save starts and when it ends, both in the training thread. In between, a rank reports
+a durable file to rank 0 by a file in the checkpoint's folder, because collectives of another thread would interleave
+with those of training in no fixed order. `rank-00001.json` means that the rank's tensor file is durable, and describes
+it as a manifest of this file only. It is renamed to this name when it is complete.
+
+A failed disk may refuse any file, so a failure is reported through the flag `failed`: the caller sums this flag with
+the other sums of a step, and all ranks then call `finish`, which exchanges the reasons. At most one save is in
+progress, and its copy is the only additional memory.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +19,10 @@ from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint.agreement import agreed, as_all_ranks_raise_it, on_first_rank
 from megapipe.checkpoint.directory import partial_folder, step_folder
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.manifest import RunState
-from megapipe.checkpoint.records import await_written, report_written
-from megapipe.checkpoint.save import (
+from megapipe.checkpoint.errors import CheckpointError, agreed, as_all_ranks_raise_it, on_first_rank
+from megapipe.checkpoint.manifest import Manifest, RunState, encoded, read_manifest_file
+from megapipe.checkpoint.save_and_load import (
     Content,
     Written,
     begin,
@@ -32,22 +35,93 @@ from megapipe.checkpoint.save import (
 )
 from megapipe.checkpoint.shards import Shard, shards_to_write
 from megapipe.checkpoint.snapshot import Snapshot
-from megapipe.checkpoint.storage import DISK, StorageWriter
+from megapipe.checkpoint.storage import DISK, StorageWriter, write_file, writing
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 
+_FIRST_PAUSE = 0.002
+_LONGEST_PAUSE = 0.5
+"""Longest pause between two checks of the folder, in seconds."""
+
+
+def report_written(storage: StorageWriter, partial: Path, rank: int, manifest: Manifest) -> None:
+    """Report that this rank's part is durable. manifest: of this part only. Raises CheckpointError.
+
+    The rename is the last operation: after it, rank 0 may rename the whole folder.
+    """
+    path = _record(partial, rank)
+    incomplete = path.with_name(f"{path.name}.begun")
+    with writing(partial, verb="write into"):
+        write_file(storage, incomplete, [memoryview(encoded(manifest))])
+        storage.rename(incomplete, path)
+
+
+def await_written(
+    storage: StorageWriter, partial: Path, size: int, patience: float, abandoned: threading.Event
+) -> list[Manifest]:
+    """Return what every rank but 0 has written, in rank order, and remove their records.
+
+    Args:
+        size: ranks of the world.
+        patience: seconds to wait while no file in the folder grows.
+        abandoned: set when the save is abandoned, or has failed on another rank.
+
+    Raises:
+        CheckpointError: no file grew for `patience` seconds, or `abandoned` was set.
+    """
+    found: dict[int, Manifest] = {}
+    pause, grown, since = _FIRST_PAUSE, -1, time.monotonic()
+    while True:
+        sizes = _sizes(partial)
+        for rank in set(range(1, size)) - found.keys():
+            if _record(partial, rank).name in sizes:
+                found[rank] = read_manifest_file(_record(partial, rank))
+        if len(found) == size - 1:
+            break
+        now, total = time.monotonic(), len(sizes) + sum(sizes.values())
+        if total != grown:
+            grown, since = total, now
+        if now - since > patience:
+            missing = ", ".join(str(rank) for rank in range(1, size) if rank not in found)
+            raise CheckpointError(
+                f"rank {missing} wrote nothing into {partial} for {patience:g} s; every rank must see the same folder "
+                "there; if its disk was only slow, raise parallel.timeout_seconds"
+            )
+        if abandoned.wait(pause):
+            raise CheckpointError(f"{partial} was given up")
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    for rank in range(1, size):
+        storage.remove(_record(partial, rank))
+    return [found[rank] for rank in range(1, size)]
+
+
+def _sizes(partial: Path) -> dict[str, int]:
+    """Return file -> bytes; a size grows while a rank writes the file."""
+    found = {}
+    for entry in os.scandir(partial):
+        try:
+            found[entry.name] = entry.stat().st_size
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def _record(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank:05d}.json"
+
+
 _FIRST_SLICE = 0.01
 _LONGEST_SLICE = 1.0
-"""Seconds that a rank waits for its own thread before the ranks compare their progress: far below the timeout of a
-collective, so that a slow disk of one rank never looks like a lost peer."""
+"""Longest time in seconds that a rank waits for its own thread before the ranks compare their progress. It is far
+below the timeout of a collective, so that a slow disk of one rank never looks like a lost peer."""
 
 
 @dataclass(frozen=True)
 class EndedSave:
     """The end of a save, as one rank sees it.
 
-    seconds: from its start until the next save may start. error: the reason why there is no checkpoint; None if it is
-    durable (rank 0), or if this rank's part of it is (other ranks).
+    seconds: from its start until the next save may start. error: the reason why the save failed; None if the
+    checkpoint (on rank 0) or this rank's part of it (on other ranks) is durable.
     """
 
     step: int
@@ -74,10 +148,10 @@ class BackgroundSaver:
         patience: float = 300.0,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Allocate and write nothing yet.
+        """Create a saver, which does not allocate or write anything yet.
 
-        patience: seconds that rank 0 waits while no rank writes anything. after: called on rank 0, in the thread that
-        writes, once a checkpoint is durable.
+        patience: seconds that rank 0 waits while no rank writes. after: called on rank 0, in the writing thread, when
+        a checkpoint is durable.
         """
         self._directory = directory
         self._mesh = mesh
@@ -94,7 +168,7 @@ class BackgroundSaver:
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank still writes; on rank 0, whether any does."""
+        """Whether this rank is still writing; on rank 0, whether any rank is."""
         return self._job is not None and self._job.running
 
     @property
@@ -108,8 +182,10 @@ class BackgroundSaver:
         self._plan_of(states)
 
     def prepare(self) -> None:
-        """Start to allocate the memory of the copies for what was planned, once. No collective; call it when
-        the optimizers have their moments."""
+        """Start to allocate memory for the copies of the planned states, once. Not a collective call.
+
+        Call it when the optimizers have their moments.
+        """
         if self._plan is not None and not self._prepared:
             self._prepared = True
             self._snapshot.prepare(contents_of(self._plan))
@@ -123,12 +199,12 @@ class BackgroundSaver:
         copied: bool = True,
         within: float | None = None,
     ) -> Path:
-        """Start to save, and return where the checkpoint will be. A collective call; it waits for a save under way.
+        """Start to save, and return the checkpoint's path. A collective call; it waits for a save in progress.
 
         Args:
             states, applied: as in `save`.
             copied: whether states may change once this has returned; otherwise not before `finish` has.
-            within: seconds after which the save under way is given up, together with this one.
+            within: seconds after which the save in progress is abandoned, together with this one.
 
         Raises:
             CheckpointError: the checkpoint exists, its folder cannot be made, there is no memory for the copy, or the
@@ -143,7 +219,7 @@ class BackgroundSaver:
         world = self._mesh.world
         on_first_rank(world, lambda: begin(self._storage, self._directory, run.step))
         if self._mesh.device.type == "cuda":
-            # The thread reads on a stream of its own, which waits for nothing.
+            # The thread reads on another stream, which does not wait for this one.
             torch.cuda.synchronize(self._mesh.device)
         contents = contents_of(plan)
         if copied:
@@ -155,18 +231,18 @@ class BackgroundSaver:
         return path
 
     def poll(self) -> list[EndedSave]:
-        """Return the saves that have ended since the last call, oldest first. No collective."""
+        """Return the saves that have ended since the last call, oldest first. Not a collective call."""
         self._collect()
         ended, self._ended = self._ended, []
         return ended
 
     def finish(self, within: float | None = None) -> None:
-        """Return once the save under way is durable, on all ranks. A collective call.
+        """Return when the save in progress is durable on all ranks. A collective call.
 
-        within: seconds after which it is given up; None waits as long as it takes.
+        within: seconds after which it is abandoned; None waits without a limit.
 
         Raises:
-            CheckpointError: it failed on some rank, or was given up. The same on every rank, and raised once.
+            CheckpointError: it failed on some rank, or was abandoned. The same on every rank, and raised once.
         """
         self._snapshot.settle()
         error = self._settle(within).error
@@ -174,20 +250,21 @@ class BackgroundSaver:
             raise error
 
     def abandon(self, patience: float) -> None:
-        """Give the save under way `patience` seconds more, then give it up. No collective: peers may be gone."""
+        """Wait `patience` seconds for the save in progress, then abandon it. Not a collective call: peers may have
+        ended."""
         if self._job is not None:
             self._job.join(patience)
             self._job.abandoned.set()
 
     def _plan_of(self, states: Sequence[UnitState]) -> list[Shard]:
-        """This rank's part of the writing, computed once. A collective call."""
+        """Return this rank's part of the writing, computed once. A collective call."""
         if self._plan is None or self._planned != [id(state) for state in states]:
             self._plan = shards_to_write(states, self._mesh.world)
             self._planned = [id(state) for state in states]
         return self._plan
 
     def _settle(self, within: float | None) -> "_Outcome":
-        """Wait for the save under way until it has ended on all ranks, or time is up. A collective call."""
+        """Wait until the save in progress has ended on all ranks, or the time is up. A collective call."""
         job, outcome = self._job, _Outcome()
         if job is None or job.agreed:
             return outcome
@@ -205,7 +282,7 @@ class BackgroundSaver:
             if not any(each.running for each in ranks):
                 job.agreed = True
                 if outcome.error is not None and self._mesh.rank == 0:
-                    # Another rank may have written into the folder while rank 0's thread, which failed, removed it.
+                    # Another rank may have written into the folder while rank 0's failed thread removed it.
                     discard(self._storage, partial_folder(self._directory, job.step))
                 break
             if any(each.late for each in ranks):
@@ -226,7 +303,7 @@ class BackgroundSaver:
             self._ended.append(EndedSave(job.step, job.path, job.seconds, job.error))
 
     def _persist(self, job: "_Job", run: RunState, contents: Sequence[Content], counts: Mapping[str, int]) -> None:
-        """Write this rank's part, in the thread; on rank 0, also complete the checkpoint."""
+        """Write this rank's part in the thread; on rank 0, also complete the checkpoint."""
         partial, rank = partial_folder(self._directory, run.step), self._mesh.rank
         if rank:
             written = write_share(self._storage, partial, rank, contents, counts)
@@ -248,7 +325,7 @@ class BackgroundSaver:
 
 @dataclass
 class _Outcome:
-    """The outcome of a save on which all ranks agree. given_up: a rank may still be writing."""
+    """The outcome of a save, on which all ranks agree. given_up: a rank may still be writing."""
 
     error: CheckpointError | None = None
     given_up: bool = False
@@ -278,8 +355,8 @@ class _Progress:
 class _Job:
     """One save on one rank, in a thread that does not keep the process alive.
 
-    abandoned: set when the save is given up; the thread then ends at its next check. reason: the error, if ranks have
-    agreed on one. agreed: all ranks know how it ended. reported: its end is in the list that `poll` returns.
+    abandoned: set when the save is abandoned; the thread then ends at its next check. reason: the error, if the ranks
+    have agreed on one. agreed: all ranks know how it ended. reported: its end is in the list that `poll` returns.
     """
 
     step: int
@@ -305,7 +382,7 @@ class _Job:
         self._thread.join(seconds)
 
     def give_up(self, reason: CheckpointError) -> None:
-        """Make the thread end without a checkpoint if it still runs."""
+        """Make the thread end without a checkpoint if it is still running."""
         self.reason = reason
         self.abandoned.set()
 

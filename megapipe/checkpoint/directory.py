@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: one folder per step, written under another name and renamed once it is complete.
+"""A run's folder of checkpoints, which one job at a time may use: one folder per step, renamed once it is complete.
 
 step-00000010/                complete, or damaged afterwards
 step-00000010.bad-checksum/   was damaged when it was loaded, and was set aside
@@ -6,14 +6,20 @@ step-00000010.bad-checksum/   was damaged when it was loaded, and was set aside
 .step-00000010.deleted/       being deleted
 """
 
+import errno
+import fcntl
+import json
+import os
 import re
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.manifest_file import check_files, read_manifest
-from megapipe.checkpoint.storage import DISK, StorageWriter, remove_tree
+from megapipe.checkpoint.manifest import check_files, read_manifest
+from megapipe.checkpoint.storage import DISK, StorageWriter, explained, remove_tree, write_file, writing
+from megapipe.config.untrusted import DECODING_ERRORS, read_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
@@ -31,7 +37,8 @@ def partial_folder(directory: Path, step: int) -> Path:
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints of a directory by step, ascending; empty when there is no such directory."""
+    """Return the checkpoints of a directory by step, ascending; an empty dictionary if the directory does not
+    exist."""
     return dict(sorted((int(match[1]), path) for path, match in _matching(directory, _STEP)))
 
 
@@ -43,14 +50,15 @@ def set_aside(directory: Path) -> list[Path]:
 def newest_valid(directory: Path, say: Callable[[str], None] = print) -> Path | None:
     """Return the newest checkpoint with a complete manifest and files of the right sizes; set damaged ones aside.
 
-    Checksums are not verified here but in loading. For the owner of the directory; a reader calls `newest_whole`.
-    say: called for every checkpoint that is skipped. Raises CheckpointError for one of another format version.
+    Checksums are verified only when the checkpoint is loaded. For the owner of the directory; readers call
+    `newest_whole`. say: called for every checkpoint that is skipped. Raises CheckpointError for another format
+    version.
     """
     return _newest(directory, lambda path, error: quarantine(path, error, say))
 
 
 def newest_whole(directory: Path) -> Path | None:
-    """Return the newest checkpoint that passes the checks of `newest_valid`; nothing is changed on disk."""
+    """Return the newest checkpoint that passes the checks of `newest_valid`, without any change on disk."""
     return _newest(directory, lambda path, error: None)
 
 
@@ -71,7 +79,7 @@ def _newest(directory: Path, skip: Callable[[Path, DamagedCheckpointError], None
 def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], None] = print) -> None:
     """Rename a damaged checkpoint so that no run resumes from it; nothing is deleted.
 
-    Raises CheckpointError when the folder cannot be renamed.
+    Raises CheckpointError if the folder cannot be renamed.
     """
     target = path.with_name(f"{path.name}.bad-{error.reason}")
     number = 2
@@ -86,9 +94,9 @@ def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], N
 
 
 def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
-    """Remove what killed saves and deletions left over. For the owner of the directory alone.
+    """Remove the remains of killed saves and deletions. Only for the owner of the directory.
 
-    A folder that cannot be removed, for example on NFS while a process reads it, only costs space: the next save tries
+    A folder that cannot be removed, for example on NFS while a process reads it, only takes space: the next save tries
     again.
     """
     for path, _ in _matching(directory, _LEFTOVER):
@@ -97,10 +105,10 @@ def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
 
 
 def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, keep_every: int | None = None) -> None:
-    """Delete all but the `count` newest checkpoints; the newest is durable already. For the owner of the directory.
+    """Delete all but the `count` newest checkpoints; the newest must be durable. For the owner of the directory.
 
-    keep_every: checkpoints whose step is a multiple of it are kept permanently. A checkpoint is renamed first, so that
-    a deletion that is killed leaves no incomplete one under its name.
+    keep_every: checkpoints whose step is a multiple of it are kept permanently. A checkpoint is renamed before it is
+    deleted, so that a killed deletion does not leave an incomplete one under its name.
     """
     for step, path in list(steps(directory).items())[:-count]:
         if keep_every is not None and step % keep_every == 0:
@@ -116,3 +124,137 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.
         return []
     found = [(path, pattern.fullmatch(path.name)) for path in directory.iterdir() if path.is_dir()]
     return [(path, match) for path, match in found if match is not None]
+
+
+LOCK = ".lock"
+
+
+class DirectoryLock:
+    """An advisory lock on a directory, which the system releases when the process ends for any reason.
+
+    The file is not removed: otherwise a third job could lock a new file while a second job holds the old one.
+
+    Attributes:
+        word: random text that identifies this lock. It is in the lock's file, so that `word_in` reads it on any host.
+    """
+
+    def __init__(self, directory: Path, storage: StorageWriter = DISK) -> None:
+        """Create the directory durably if it is missing, and lock it. If the lock is refused, no file changes.
+
+        Raises CheckpointError, with the holder, if another job holds the lock, and if the folder cannot be written.
+        """
+        path = directory / LOCK
+        self.word = uuid.uuid4().hex
+        self._kept = False
+        try:
+            make_durable_folder(directory, storage)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(path)
+            os.close(self._descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointError(f"cannot lock {path}: {error.strerror}") from error
+            raise CheckpointError(
+                f"{directory} is in use by {holder}; stop that job, or give this one another training.directory"
+            ) from None
+        holder = json.dumps({"host": os.uname().nodename, "process": os.getpid(), "word": self.word})
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, holder.encode(), 0)
+            os.fsync(self._descriptor)  # so that other hosts can read it
+        except OSError as error:
+            os.close(self._descriptor)
+            raise _unwritable(directory, error) from error
+
+    def keep(self) -> None:
+        """Hold the lock until the process ends, because a thread is still writing; `release` then does nothing."""
+        self._kept = True
+
+    def release(self) -> None:
+        """Release the lock for other jobs."""
+        if not self._kept:
+            os.close(self._descriptor)
+
+
+def _unwritable(directory: Path, error: OSError) -> CheckpointError:
+    reason = explained(error, directory)
+    if reason == error.strerror:  # the explanations of other errors contain a remedy
+        reason += "; choose a folder in which files can be created"
+    return CheckpointError(f"training.directory {directory} cannot be written: {reason}")
+
+
+def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
+    """Create a folder and its missing parents, so that they survive a power failure."""
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        storage.flush_folder(folder.parent)
+
+
+def word_in(directory: Path) -> str | None:
+    """Return the word in the lock file of a directory; None if the file does not exist."""
+    try:
+        return str(read_json(directory / LOCK, ValueError)["word"])
+    except (OSError, *DECODING_ERRORS):
+        return None
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = read_json(path, ValueError)
+        return f"process {holder['process']} on {holder['host']}"
+    except (OSError, *DECODING_ERRORS):
+        return "another job"
+
+
+class FreshFolder:
+    """A new folder, written under a hidden name and renamed when it is complete.
+
+    path: its final path. partial: its path until then. Raises CheckpointError if `path` exists: a conversion never
+    overwrites anything.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path = Path(path).absolute()
+        self.path, self.partial = path, path.with_name(f".{path.name}.partial")
+        if path.exists() or path.is_symlink():
+            raise CheckpointError(f"{path} already exists; a conversion writes to a new folder: give another path")
+        with writing(self.partial):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                DISK.make_folder(self.partial)
+            except FileExistsError:
+                raise CheckpointError(
+                    f"{self.partial} exists: another conversion is writing {path}, or one was killed; remove that "
+                    "folder unless a conversion is still running"
+                ) from None
+
+    def make_folder(self, name: str) -> Path:
+        """Create a subfolder, and return its path, which is valid until `finish`."""
+        path = self.partial / name
+        with writing(path):
+            DISK.make_folder(path)
+        return path
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a file, durably."""
+        whole = content.encode() if isinstance(content, str) else content
+        write_file(DISK, self.partial / name, [memoryview(whole)])
+
+    def finish(self) -> None:
+        """Rename the folder to its final path; all files in it are durable. Raises CheckpointError."""
+        with writing(self.path, verb="complete"):
+            DISK.flush_folder(self.partial)
+            # If an empty folder has appeared at the path since, it is replaced; any other file or folder is an error.
+            DISK.rename(self.partial, self.path)
+            DISK.flush_folder(self.path.parent)
+
+    def abandon(self) -> None:
+        """Remove everything that was written. If this fails, the next conversion to `path` reports the remains."""
+        with suppress(OSError):
+            if self.partial.exists():
+                remove_tree(DISK, self.partial)

@@ -1,12 +1,19 @@
-"""What goes wrong with checkpoints."""
+"""Errors of checkpoints, and work in which all ranks succeed or all of them raise the same error."""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from megapipe.parallel.groups import Group
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, or does not fit. The message names the file or tensor and the way out."""
+    """A checkpoint that cannot be written, read or used. The message names the file or tensor, and how to fix the
+    problem."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose bytes are not those that were saved: it is set aside, and an older one may still be whole.
+    """A checkpoint whose bytes are not those that were saved. It is set aside; an older one may be intact.
 
     reason: one word for its new folder name, such as `checksum`.
     """
@@ -17,3 +24,50 @@ class DamagedCheckpointError(CheckpointError):
 
     def __reduce__(self) -> tuple[type["DamagedCheckpointError"], tuple[str, str]]:
         return DamagedCheckpointError, (str(self), self.reason)
+
+
+T = TypeVar("T")
+
+
+def gathered(world: Group, work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and return every rank's value, in rank order, on all of them.
+
+    Raises CheckpointError, the same on every rank, if the work of any rank raised an error; DamagedCheckpointError if
+    that is the error of the lowest failing rank.
+    """
+    failure: CheckpointError | None = None
+    cause: Exception | None = None
+    value: T | None = None
+    try:
+        value = work()
+    except Exception as error:  # if a rank raised its own error, the others would wait for it
+        failure, cause = as_all_ranks_raise_it(error, world), error
+    outcomes: list[tuple[CheckpointError | None, T]] = world.all_gather_object((failure, value))
+    for failed, _ in outcomes:
+        if failed is not None:
+            raise failed from cause
+    return [value for _, value in outcomes]
+
+
+def agreed(world: Group, work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return this rank's own value when all have succeeded; errors as in `gathered`."""
+    mine: list[T] = []
+    gathered(world, lambda: mine.append(work()))
+    return mine[0]
+
+
+def on_first_rank(world: Group, work: Callable[[], T]) -> T:
+    """Run `work` only on rank 0 and return its value, which must be small, on all ranks; errors as in `gathered`."""
+    found: list[list[T]] = gathered(world, lambda: [work()] if world.rank == 0 else [])
+    return found[0][0]
+
+
+def as_all_ranks_raise_it(error: BaseException, world: Group) -> CheckpointError:
+    """Return this rank's error in the form that every rank raises: with the rank and its host if there are several
+    ranks."""
+    message = str(error) if world.size == 1 else f"{error} (rank {world.rank}, on {os.uname().nodename})"
+    if isinstance(error, DamagedCheckpointError):
+        return DamagedCheckpointError(message, error.reason)
+    if isinstance(error, CheckpointError):
+        return CheckpointError(message)
+    return CheckpointError(f"{type(error).__name__}: {message}")

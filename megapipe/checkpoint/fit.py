@@ -1,6 +1,7 @@
-"""Whether a checkpoint fits a run: the same parameters, and for a resume the same model, samples and data.
+"""Checks that a checkpoint fits a run: the same parameters and, for a resume, the same model, samples and data.
 
-`RULES` is the one table of what may change on a resume; docs/checkpoints.md prints it, and a test compares the two.
+`RULES` is the table of the fields that may change on a resume; docs/checkpoints.md prints it, and a test compares the
+two.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +26,9 @@ class Rule(Enum):
 
     REFUSED = "refused"
     ASKED = "refused unless accepted"
-    """It decides which samples a step sees; checkpoint.accept_other_data accepts it."""
+    """The field decides which samples a step sees; checkpoint.accept_other_data accepts the change."""
     REPORTED = "allowed and reported"
-    """It changes the numbers from here on, which may be intended."""
+    """The field changes later results, which may be intended."""
     ALLOWED = "allowed"
 
 
@@ -54,6 +55,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
     },
     Rule.REPORTED: {
         "model": ("embedding_dropout", "attention_dropout", "hidden_dropout", "expert_balance_rate", "attention"),
+        "parallel": ("layers",),
         "zero": ("reduce_dtype",),
         "schedule": ("name", "file"),
         "optimizer": (
@@ -70,7 +72,8 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
 """Rule -> group of the configuration -> its fields. Fields that are not listed are allowed."""
 
 BY_CONTENT = ("data.prefix", "data.blend", "data.tokenizer")
-"""Paths, compared by the content of their files (`DataIdentity`); of a blend, the weights are compared too."""
+"""Paths, which are compared by the content of their files (`DataIdentity`); of a blend, the weights are compared
+too."""
 
 _RULE_OF = {
     f"{group}.{name}": rule for rule, groups in RULES.items() for group, names in groups.items() for name in names
@@ -78,7 +81,8 @@ _RULE_OF = {
 
 
 def rule_of(field: str, config: PretrainConfig) -> Rule:
-    """Return the rule for a field by its dotted name. config: the run's; Megatron-LM's order has one more rule."""
+    """Return the rule for a field by its dotted name. config: of the run; Megatron-LM's order has an additional
+    rule."""
     if field == "training.steps" and config.data.order == "megatron":
         return Rule.ASKED  # that order is built for exactly this number of steps
     return _RULE_OF.get(field, Rule.ALLOWED)
@@ -86,10 +90,11 @@ def rule_of(field: str, config: PretrainConfig) -> Rule:
 
 @dataclass(frozen=True)
 class RunFit:
-    """How a run differs from the one that saved a checkpoint. Each entry names a field or shard and both values.
+    """Differences between a run and the one that saved a checkpoint. Each entry contains a field or shard and both
+    values.
 
-    reported: allowed changes of numbers. other_data: accepted changes of samples or data. unknown_data: the
-    checkpoint does not say which data it was trained on.
+    reported: allowed changes that affect results. other_data: accepted changes of samples or data. unknown_data: the
+    checkpoint does not contain the identity of its data.
     """
 
     reported: tuple[str, ...]
@@ -100,7 +105,7 @@ class RunFit:
 def check_run(path: Path, manifest: Manifest, config: PretrainConfig, data: DataIdentity) -> RunFit:
     """Compare a run with the one that saved the checkpoint at `path`, by `RULES` and by the identity of the data.
 
-    Groups that the checkpoint does not store are not compared; a field that it does not store had its default.
+    Groups that are not in the checkpoint are not compared; a field that is not in it is compared by its default.
 
     Raises:
         CheckpointError: the model or the optimizer differs, or the samples differ and
@@ -142,7 +147,7 @@ def _differences(config: PretrainConfig, stored: Mapping[str, Any]) -> Iterator[
 def _group_differences(
     prefix: str, here: Any, stored: Mapping[str, Any], default: Any
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences of one group. A field that is not stored had the value of `default`."""
+    """Yield the differences of one group. A field that is not stored had the value in `default`."""
     for each in fields(here):
         name, value, initial = f"{prefix}.{each.name}", getattr(here, each.name), getattr(default, each.name)
         was = stored.get(each.name, initial)
@@ -158,7 +163,7 @@ def _group_differences(
 
 
 def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
-    """Return the sizes that are the same once nulls are replaced by the numbers that they stand for."""
+    """Return the sizes that are equal when each null is replaced by the number that it means."""
     was = replace(type(here)(), **{each.name: stored[each.name] for each in fields(here) if each.name in stored})
     sizes = {
         "model.num_kv_heads": (here.kv_heads, was.kv_heads),
@@ -170,14 +175,14 @@ def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON returns it: a tuple becomes a list."""
+    """Return a value as JSON would return it: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the parameters `specs`, in their shapes.
+    """Raise CheckpointError unless the checkpoint contains exactly the parameters `specs`, in their shapes.
 
-    specs: of the whole model. model: its configuration as plain values; the message names the fields that differ.
+    specs: of the whole model. model: its configuration as plain values; the message contains the fields that differ.
     """
     stored = manifest.shapes()
     wanted = {spec.name: spec.shape for spec in specs}

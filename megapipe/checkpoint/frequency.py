@@ -1,8 +1,8 @@
-"""How often to save so that saving costs at most a chosen share of the training time.
+"""How often to save so that saving takes at most a chosen share of the training time.
 
-The rule is that of CheckFreq (Mohan et al., FAST 2021, section 4.3): the next save starts when the one before it is
-durable, and the stall of a save is spread over enough steps. Everything is measured in the run, again with every save.
-Nothing here reads a clock.
+The rule is that of CheckFreq (Mohan et al., FAST 2021, section 4.3): the next save starts when the previous one is
+durable, and the stall of a save is amortized over enough steps. All times are measured in the run, and updated with
+every save. This module does not read a clock.
 """
 
 import math
@@ -56,11 +56,10 @@ class _Steps:
 class SaveTimer:
     """Decides on one rank when to save, from the measured times of steps and saves.
 
-    Steps that run while a save is written may be slower than others. What they lose counts as part of the save's
-    stall.
+    Steps that run while a save is written may take longer. The additional time counts as part of the save's stall.
 
-    max_overhead: share of the training time; None saves by minutes alone. seconds_between: longest time from one save
-    to the next, None for no such limit.
+    max_overhead: share of the training time; None saves only by minutes. seconds_between: longest time from one save
+    to the next; None means no limit.
     """
 
     max_overhead: float | None
@@ -78,7 +77,7 @@ class SaveTimer:
 
     @property
     def steps_between(self) -> int | None:
-        """The interval that the overhead requires now; None before a save has been measured."""
+        """The interval that the overhead requires now; None until a save has been measured."""
         if self.max_overhead is None or self._stall is None or self._durable is None:
             return None
         step_seconds = self._undisturbed()
@@ -88,7 +87,7 @@ class SaveTimer:
 
     @property
     def is_due(self) -> bool:
-        """Whether to save after the next step. Never while a save is being written."""
+        """Whether to save after the next step; False while a save is being written."""
         if self._saving:
             return False
         late = self.seconds_between is not None and self._elapsed + self._latest >= self.seconds_between
@@ -109,20 +108,22 @@ class SaveTimer:
             (self._beside if self._saving else self._alone).add(seconds)
 
     def begun(self, stall_seconds: float) -> None:
-        """Note that a save has started and that training continues after a stall of `stall_seconds`."""
+        """Record that a save has started, and that training continued after a stall of `stall_seconds`."""
         self._step_seconds = self._undisturbed()
         self._stall = stall_seconds
         self._alone, self._beside, self._since, self._elapsed = _Steps(), _Steps(), 0, 0.0
         self._saving = True
 
     def ended(self, durable_seconds: float | None) -> None:
-        """Note that the save under way is durable, `durable_seconds` after its start; None means that it failed."""
+        """Record that the save in progress is durable, `durable_seconds` after its start; None means that it
+        failed."""
         self._saving = False
         if durable_seconds is not None:
             self._durable = durable_seconds
 
     def _undisturbed(self) -> float | None:
-        """Seconds of a step while nothing is written: of this interval, else of the last interval that had any."""
+        """Return the seconds of a step while no save is written: in this interval, else in the last interval with such
+        steps."""
         if self._alone.count:
             return self._alone.mean
         if self._step_seconds is not None:

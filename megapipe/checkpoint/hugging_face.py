@@ -1,42 +1,161 @@
-"""Initial weights from a Hugging Face folder: config.json and safetensors files, one or several with an index."""
+"""Hugging Face folders as initial weights: config.json and safetensors files, one or several with an index.
 
-from collections.abc import Mapping, Sequence
+A folder is checked before a tensor is read: its files, its tensors, and their model. A folder may come from an
+untrusted source, so no code in it is run, and no file outside it is read.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from megapipe.checkpoint.agreement import agreed
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.hugging_face_files import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-    fitting,
-    is_hugging_face,
-    joined,
-    kind_of,
-    stored_tensors,
+from megapipe.checkpoint.errors import CheckpointError, agreed
+from megapipe.checkpoint.hugging_face_config import (
+    FAMILIES,
+    canonical_names,
+    correspondences,
+    family_of,
+    field_differences,
+    is_redundant,
 )
-from megapipe.checkpoint.hugging_face_heads import with_stored_head
-from megapipe.checkpoint.shards import Shard, shards_of
+from megapipe.checkpoint.shards import shards_of
+from megapipe.checkpoint.storage import check_counts, check_safetensors, inside, read_json
 from megapipe.checkpoint.tensor_file import TensorFile
-from megapipe.checkpoint.untrusted import check_safetensors, inside, read_json
 from megapipe.config.model import ModelConfig
-from megapipe.models.gpt_hugging_face import Correspondence
+from megapipe.config.untrusted import DECODING_ERRORS
+from megapipe.models.gpt_hugging_face import Correspondence, WeightMappingError
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 
-__all__ = ["CONFIG", "INDEX", "SINGLE", "is_hugging_face", "load_hugging_face"]
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Return whether a folder can be read by this module."""
+    return (folder / CONFIG).is_file()
+
+
+def stored_tensors(
+    folder: Path, keys: Callable[[Path], Collection[str]], *, allow_pickle: bool = False
+) -> dict[str, Path]:
+    """Return tensor -> the file that contains it.
+
+    keys: returns the tensors of a file. allow_pickle: read `.bin` files if there are no safetensors files.
+
+    Raises CheckpointError for a folder without readable weights, and for an index with files outside the folder.
+    """
+    for single, index in ((SINGLE, INDEX), PICKLED)[: 1 + allow_pickle]:
+        if (folder / index).is_file():
+            return _indexed(folder, index)
+        if (folder / single).is_file():
+            path = inside(folder, single)
+            return dict.fromkeys(keys(path), path)
+    others = sorted(path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
+    hint = ""
+    if others:
+        hint = (
+            f"; {others[0]} is a pickle, which can carry code: convert the folder first, with "
+            "megapipe convert convert FOLDER TARGET --to megapipe --allow-pickle"
+        )
+    raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _indexed(folder: Path, name: str) -> dict[str, Path]:
+    index = folder / name
+    places = read_json(inside(folder, name)).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files")
+    check_counts(index, len(set(places.values())), len(places))
+    paths = {file: inside(folder, file) for file in set(places.values())}
+    return {tensor: paths[file] for tensor, file in places.items()}
+
+
+def fields_of_config(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """Return field -> value of a config.json. Raises CheckpointError, with the file, for one of another structure."""
+    try:
+        return family_of(config).fields(config, names)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{folder / CONFIG} lacks the key {error}, which its model_type needs") from error
+    except DECODING_ERRORS as error:
+        raise CheckpointError(f"{folder / CONFIG} has a value that its model_type cannot have: {error}") from error
+
+
+def fitting(
+    folder: Path, config: Mapping[str, Any], model: ModelConfig, names: Collection[str]
+) -> dict[str, Correspondence]:
+    """Return parameter -> the folder's tensors that it is made of. names: the canonical names.
+
+    Raises CheckpointError unless the folder contains exactly the weights of `model`.
+    """
+    differences = field_differences(model, fields_of_config(folder, config, names))
+    if differences:
+        raise CheckpointError(f"the model in {folder} differs from the configuration: {'; '.join(differences)}")
+    pairs = correspondences(model, config["model_type"])
+    used = {name for pair in pairs for name in pair.theirs}
+    missing = sorted(name for name in used if name not in names)
+    unused = sorted(name for name in set(names) - used if not is_redundant(name, model))
+    if missing or unused:
+        problems = [f"{name!r} is missing" for name in missing[:3]] + [f"{name!r} is unknown" for name in unused[:3]]
+        raise CheckpointError(f"the tensors in {folder} do not match its {CONFIG}: {', '.join(problems)}")
+    return {pair.spec.name: pair for pair in pairs}
+
+
+_MATRICES = {
+    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
+    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
+}
+"""Output matrix -> the embeddings that it may be tied to, depending on the family."""
+_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
+_PIECE = 1 << 22
+"""Number of elements that are compared at once."""
+
+
+def with_stored_head(
+    config: Mapping[str, Any], names: Collection[str], read: Callable[[str], Tensor]
+) -> tuple[Mapping[str, Any], str]:
+    """Return the configuration, untied if the folder's output matrix differs from its embedding, and a note about it.
+
+    transformers 5 uses the stored matrix of such a folder. names: canonical names of the folder's tensors. read:
+    returns a tensor by its canonical name. The note is empty if nothing was changed.
+
+    Raises CheckpointError for two different output biases of a BERT, because the model has only one.
+    """
+    if all(name in names for name in _BIASES) and not _equal(*map(read, _BIASES)):
+        raise CheckpointError(
+            f"{_BIASES[0]} and {_BIASES[1]} differ, but the model has one output bias; remove the wrong tensor"
+        )
+    key = "tie_word_embeddings"
+    if not config.get(key, FAMILIES[config["model_type"]].defaults.get(key, False)):
+        return config, ""
+    for head, embeddings in _MATRICES.items():
+        for embedding in embeddings:
+            if head in names and embedding in names and not _equal(read(head), read(embedding)):
+                note = f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
+                return {**config, "tie_word_embeddings": False}, note
+    return config, ""
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same type, shape and bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
+    return all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pieces)
 
 
 def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelConfig, mesh: Mesh) -> None:
-    """Take the weights of a folder as the weights before a first step; docs/conversion.md lists the families.
+    """Load the weights of a folder as initial weights; docs/conversion.md lists the families.
 
     A collective call. Each rank reads only the tensors that its shards come from, one at a time.
 
     Raises:
-        CheckpointError: the folder is incomplete or unreadable, or the model configuration is not the folder's; the
-            message names the fields to set. The same on every rank; states are then not to be used.
+        CheckpointError: the folder is incomplete or unreadable, or its model differs from the configuration; the
+            message names the fields to set. The same on every rank; states must then not be used.
     """
     agreed(mesh.world, lambda: _read(folder, states, model))
     for state in states:
@@ -44,52 +163,82 @@ def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelCon
 
 
 def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None:
-    weights = _Weights.fitting(folder, model)
+    opened = HuggingFaceFolder(folder, _opened, kind=model.kind)
+    opened.fit(model)
     for shard in shards_of(states):
-        shard.of(shard.state.master).copy_(weights.values(shard))
+        box, held = shard.segment.box, shard.extent
+        index = tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
+        values = opened.parameter(shard.name)[index].reshape(-1)[held.start : held.stop]
+        shard.of(shard.state.master).copy_(values)
     for state in states:
         state.restore(len(state.weights) - 1)
-
-
-class _Weights:
-    """The tensors of a folder by canonical name."""
-
-    def __init__(self, places: Mapping[str, tuple[Path, str]]) -> None:
-        self._places = places
-        self._pairs: Mapping[str, Correspondence] = {}
-        self._open: dict[Path, TensorFile] = {}
-
-    @classmethod
-    def fitting(cls, folder: Path, model: ModelConfig) -> "_Weights":
-        """Open the folder and check that it holds the weights of `model` and no others."""
-        config = read_json(inside(folder, CONFIG))
-        stored = stored_tensors(folder, lambda path: _opened(path).keys)
-        names = kind_of(model).names(stored)
-        weights = cls({names[name]: (path, name) for name, path in stored.items()})
-        config, note = with_stored_head(config, weights._places, weights._tensor)
-        try:
-            weights._pairs = fitting(folder, config, model, weights._places.keys())
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {note}" if note else str(error)) from error
-        return weights
-
-    def values(self, shard: Shard) -> Tensor:
-        """The elements of a shard, in one dimension."""
-        pair = self._pairs[shard.name]
-        whole = joined([self._tensor(name) for name in pair.theirs], pair)
-        box = shard.segment.box
-        index = tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
-        held = shard.extent
-        return whole[index].reshape(-1)[held.start : held.stop]
-
-    def _tensor(self, name: str) -> Tensor:
-        """A whole tensor, mapped and not yet read."""
-        path, key = self._places[name]
-        if path not in self._open:
-            self._open[path] = _opened(path)
-        return self._open[path].tensor(key)
 
 
 def _opened(path: Path) -> TensorFile:
     check_safetensors(path)
     return TensorFile(path)
+
+
+Reader = TypeVar("Reader", bound="_Reader")
+
+
+class _Reader(Protocol):
+    """An open file of tensors. entries: names of its tensors."""
+
+    @property
+    def entries(self) -> Collection[str]: ...
+
+    def whole(self, key: str) -> Tensor:
+        """Return a tensor."""
+
+
+class HuggingFaceFolder(Generic[Reader]):
+    """An open folder, whose files `opener` opens.
+
+    config: its config.json, untied if `note` says so. places: canonical name -> the tensor's file and its name there.
+    pairs: parameter -> its tensors, after `fit`.
+
+    Raises CheckpointError for an unreadable folder, and for a family of another kind than `kind`.
+    """
+
+    def __init__(
+        self, path: Path, opener: Callable[[Path], Reader], *, kind: str | None = None, allow_pickle: bool = False
+    ) -> None:
+        self.path, self._opener = path, opener
+        self.files: dict[Path, Reader] = {}
+        self.pairs: Mapping[str, Correspondence] = {}
+        config = read_json(inside(path, CONFIG))
+        try:
+            family = family_of(config, kind)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path / CONFIG}: {error}") from error
+        stored = stored_tensors(path, lambda file: self.file(file).entries, allow_pickle=allow_pickle)
+        names = canonical_names(family, stored)
+        self.places = {names[name]: (file, name) for name, file in stored.items()}
+        self.config, self.note = with_stored_head(config, self.places, self.whole)
+
+    def file(self, path: Path) -> Reader:
+        """Return an open file."""
+        if path not in self.files:
+            self.files[path] = self._opener(path)
+        return self.files[path]
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor by its canonical name."""
+        path, key = self.places[name]
+        return self.file(path).whole(key)
+
+    def fit(self, model: ModelConfig) -> None:
+        """Check that the folder contains exactly the weights of `model`. Raises CheckpointError."""
+        try:
+            self.pairs = fitting(self.path, self.config, model, self.places.keys())
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self.note}" if self.note else str(error)) from error
+
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter. Raises CheckpointError for a tensor of another shape."""
+        pair = self.pairs[name]
+        try:
+            return pair.joined([self.whole(each) for each in pair.theirs])
+        except WeightMappingError as error:
+            raise CheckpointError(str(error)) from error

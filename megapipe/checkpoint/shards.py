@@ -1,20 +1,179 @@
-"""What a rank's unit states hold of the model, told in global terms."""
+"""Parts of tensors: their geometry, the overlap of two parts, and the parts in a rank's unit states."""
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megapipe.checkpoint.extents import Extent
-from megapipe.checkpoint.manifest import WEIGHTS, earlier_weights
 from megapipe.parallel.groups import Group
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import Box
+
+WEIGHTS = "weights"
+"""Kind of the newest weights. The kinds of moments are the names that the optimizer gives them."""
+
+
+def earlier_weights(age: int) -> str:
+    """Return the kind of the weights `age` versions before the newest, from which schedules with several versions
+    resume."""
+    return f"weights_before_{age}"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Elements `start <= i < stop` of a box of a global tensor, in the box's row-major order.
+
+    A tensor-parallel shard is the whole of its box; an equal share of a flat buffer is a range that may start and end
+    inside a row.
+    """
+
+    box: Box
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, box: Box) -> "Extent":
+        """Return the extent of the whole `box`."""
+        return cls(box, 0, box.num_elements)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def box_of(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
+    """Return the box of an index, a slice with start and stop for each axis; of the whole tensor if it is empty."""
+    whole = index or tuple(slice(0, length) for length in shape)
+    return Box(tuple(part.start for part in whole), tuple(part.stop for part in whole))
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A box that two extents share, as a view of the flat elements of each.
+
+    source, target: the box in either extent.
+    """
+
+    source: "View"
+    target: "View"
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the shared elements from the flat elements of one extent to those of the other; dtypes may differ."""
+        self.target.of(target).copy_(self.source.of(source))
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided part of flat elements: `index` into the array of `shape` that starts at `offset`."""
+
+    offset: int
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the part of a flat tensor."""
+        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)[self.index]
+
+    @property
+    def span(self) -> range:
+        """Range of flat elements from the first to the last of the part."""
+        first = last = 0
+        for extent, part in zip(self.shape, self.index, strict=True):
+            first = first * extent + part.start
+            last = last * extent + part.stop - 1
+        return range(self.offset + first, self.offset + last + 1)
+
+
+def overlaps(source: Extent, target: Extent) -> Iterator[Overlap]:
+    """Yield the elements that two extents of one tensor share, as disjoint boxes."""
+    for source_box, source_offset in _runs(source):
+        for target_box, target_offset in _runs(target):
+            shared = _intersection(source_box, target_box)
+            if shared is not None:
+                yield Overlap(_view(shared, source_box, source_offset), _view(shared, target_box, target_offset))
+
+
+def tiling_problem(shape: Sequence[int], extents: Sequence[Extent]) -> str | None:
+    """Return why `extents` do not contain every element of a tensor exactly once; None if they do.
+
+    Extents may share a box if their ranges are disjoint; different boxes must not overlap.
+    """
+    ranges: dict[Box, list[Extent]] = {}
+    for extent in extents:
+        ranges.setdefault(extent.box, []).append(extent)
+    boxes = list(ranges)
+    for position, box in enumerate(boxes):
+        if any(_intersection(box, other) is not None for other in boxes[:position]):
+            return "two parts hold the same elements"
+        members = sorted(ranges[box], key=lambda extent: extent.start)
+        if any(after.start < before.stop for before, after in itertools.pairwise(members)):
+            return "two parts hold the same elements"
+    held, wanted = sum(extent.num_elements for extent in extents), math.prod(shape)
+    return None if held == wanted else f"its parts hold {held} of {wanted} elements"
+
+
+def _runs(extent: Extent) -> Iterator[tuple[Box, int]]:
+    """Yield the extent as contiguous boxes in global coordinates, each with its offset from the extent's first
+    element."""
+    offset = 0
+    for starts, stops in _row_major_runs(extent.box.shape, extent.start, extent.stop):
+        run = Box(
+            tuple(base + start for base, start in zip(extent.box.starts, starts, strict=True)),
+            tuple(base + stop for base, stop in zip(extent.box.starts, stops, strict=True)),
+        )
+        yield run, offset
+        offset += run.num_elements
+
+
+def _row_major_runs(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield boxes (starts, stops) that cover elements start..stop of `shape` in order: part of a row, whole rows,
+    part."""
+    if start >= stop:
+        return
+    if start == 0 and stop == math.prod(shape):
+        yield (0,) * len(shape), shape
+        return
+    row, inner = math.prod(shape[1:]), shape[1:]
+    first, last = -(-start // row), stop // row
+    if first > last:  # all elements are within one row
+        yield from _in_row(last, inner, start - last * row, stop - last * row)
+        return
+    yield from _in_row(first - 1, inner, start - (first - 1) * row, row if start % row else 0)
+    if first < last:
+        yield (first, *(0,) * len(inner)), (last, *inner)
+    yield from _in_row(last, inner, 0, stop % row)
+
+
+def _in_row(
+    index: int, inner: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for starts, stops in _row_major_runs(inner, start, stop):
+        yield (index, *starts), (index + 1, *stops)
+
+
+def _intersection(one: Box, other: Box) -> Box | None:
+    starts = tuple(map(max, one.starts, other.starts))
+    stops = tuple(map(min, one.stops, other.stops))
+    return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
+
+
+def _view(shared: Box, run: Box, offset: int) -> View:
+    index = tuple(
+        slice(start - base, stop - base)
+        for start, stop, base in zip(shared.starts, shared.stops, run.starts, strict=True)
+    )
+    return View(offset, run.shape, index)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of one parameter: of its tensor-parallel shard what the rank keeps; padding is not in it."""
+    """The part of a parameter that one rank stores, a part of its tensor-parallel shard, without padding."""
 
     state: UnitState
     segment: Segment
@@ -26,24 +185,24 @@ class Shard:
 
     @property
     def extent(self) -> Extent:
-        """Which elements these are."""
+        """The elements of this part."""
         held = self.state.held(self.segment)
         return Extent(self.segment.box, held.start, held.stop)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How readers of a file see it: the box, or a part of its elements in one dimension."""
+        """The shape in a file: that of the box, or one dimension if it is only a part of the box."""
         extent = self.extent
         whole = extent == Extent.whole(extent.box)
         return extent.box.shape if whole else (extent.num_elements,)
 
     def of(self, buffer: Tensor) -> Tensor:
-        """This part of a buffer of the state that all its parameters have, in one dimension."""
+        """Return this part of a state's buffer of all parameters, in one dimension."""
         return self.state.in_shard(buffer, self.segment)
 
 
 def shards_of(states: Iterable[UnitState]) -> Iterator[Shard]:
-    """Everything that a rank holds; shards that are padding alone are left out."""
+    """Yield all shards of a rank, except those that contain only padding."""
     for state in states:
         for segment in state.table:
             if state.held(segment):
@@ -51,14 +210,14 @@ def shards_of(states: Iterable[UnitState]) -> Iterator[Shard]:
 
 
 def buffers(state: UnitState) -> dict[str, Tensor]:
-    """Kind -> this rank's flat buffer of everything that a checkpoint keeps of a unit."""
+    """Return kind -> this rank's flat buffer, for everything of a unit that a checkpoint stores."""
     copies = len(state.weights)
     earlier = {earlier_weights(age): state.weight_shards[(state.newest - age) % copies] for age in range(1, copies)}
     return {WEIGHTS: state.master, **earlier, **state.moments}
 
 
 def parts_of(shard: Shard) -> dict[str, Tensor]:
-    """Kind -> this part of everything that a checkpoint keeps of its parameter, in one dimension."""
+    """Return kind -> this part, in one dimension, of everything of its parameter that a checkpoint stores."""
     found = {}
     held = shard.state.held(shard.segment)
     first = shard.segment.start + held.start - shard.state.shard.start
@@ -70,11 +229,11 @@ def parts_of(shard: Shard) -> dict[str, Tensor]:
 
 
 def shards_to_write(states: Sequence[UnitState], world: Group) -> list[Shard]:
-    """This rank's share of the writing: a shard that several ranks hold is written by the one with least to write.
+    """Return the shards that this rank writes: of the ranks with the same shard, the one with the least data writes
+    it.
 
-    Replicas hold the same bits, be they data-parallel copies, parameters that tensor ranks do not share, or tied
-    weights of two stages. Sharing the writing out uses the disks and network cards of all hosts, where rank 0 of the
-    replicas alone would use one in `data` of them. Every rank computes the same plan.
+    Replicas have equal bits: data-parallel copies, parameters that tensor ranks do not shard, and tied weights of two
+    stages. Distributing the writes uses the disks and network cards of all hosts. All ranks compute the same plan.
     """
     mine = list(shards_of(states))
     holders: dict[tuple[str, Extent], list[int]] = {}

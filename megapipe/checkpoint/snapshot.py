@@ -1,4 +1,4 @@
-"""A copy of a rank's share of the state in host memory, to be written while training changes the state."""
+"""A copy of a rank's part of the state in host memory, which is written while training changes the state."""
 
 import contextlib
 import mmap
@@ -9,17 +9,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.save import Content
+from megapipe.checkpoint.save_and_load import Content
 
 _ALIGNMENT = 64
-"""Bytes: a cache line, and a multiple of every element size."""
+"""In bytes: a cache line, and a multiple of every element size."""
 
 _TOUCHED_AT_ONCE = 1 << 26
-"""Bytes whose pages one operation touches: few enough for torch to stay in the calling thread."""
+"""Bytes whose pages one operation touches, few enough that torch stays in the calling thread."""
 
 
 class Snapshot:
-    """Host memory that is allocated once and holds one copy at a time: the only extra memory of a background save.
+    """Host memory that is allocated once and contains one copy at a time: the only additional memory of a background
+    save.
 
     pinned: whether the memory is page-locked, so that a GPU copies into it asynchronously.
     """
@@ -31,11 +32,11 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are allocated."""
+        """Number of allocated bytes."""
         return self._memory.numel()
 
     def prepare(self, contents: Sequence[Content]) -> None:
-        """Allocate the memory for such contents in the background. `take` waits for it.
+        """Allocate the memory for these contents in the background. `take` waits for it.
 
         The first touch of its pages takes several times as long as a copy.
         """
@@ -48,7 +49,7 @@ class Snapshot:
             self._allocation.start()
 
     def settle(self) -> None:
-        """Wait until nothing is being allocated."""
+        """Wait until the allocation in the background has finished."""
         if self._allocation is not None:
             self._allocation.join()
             self._allocation = None
@@ -79,7 +80,7 @@ class Snapshot:
         )
 
     def _allocate_or_leave(self, num_bytes: int) -> None:
-        """Allocate in the thread. Where memory is short, `take` tries again and raises."""
+        """Allocate in the thread. If there is too little memory, `take` tries again and raises the error."""
         with contextlib.suppress(MemoryError, OSError, RuntimeError):
             self._allocate(num_bytes)
         for part in self._memory.split(_TOUCHED_AT_ONCE):
@@ -87,7 +88,7 @@ class Snapshot:
 
 
 def _places(contents: Sequence[Content]) -> tuple[list[int], int]:
-    """Return the offset of each of the contents, and the bytes of all of them."""
+    """Return the offset of each of the contents, and their total bytes."""
     starts, end = [], 0
     for content in contents:
         starts.append(end)
@@ -96,10 +97,10 @@ def _places(contents: Sequence[Content]) -> tuple[list[int], int]:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Return host memory in huge pages, where the system has them: fewer page faults when it is first touched."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
+    """Return host memory in huge pages if the system has them: the first touch then causes fewer page faults."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not on Linux
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel that was built without
+    with contextlib.suppress(OSError):  # the kernel was built without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -1,20 +1,31 @@
-"""Every system call by which a save changes the disk, in one class, so that a test can fail each of them in turn."""
+"""Access to the disk: all changes of a save, and checks of names and sizes in untrusted folders.
+
+Every system call by which a save changes the disk is in one class, so that a test can make each of them fail.
+
+Untrusted folders: names must not leave the folder, and sizes are checked before memory is allocated.
+docs/conversion.md lists the rules; each has a hostile fixture in tests/conversion.
+"""
 
 import errno
 import os
+import reprlib
 import stat
-from collections.abc import Iterable
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.data.durable import flush_folder
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.config import untrusted
+from megapipe.data.files import flush_folder
 
 
 class StorageWriter:
-    """The disk. A write is durable once `flush` returned, a name once `flush_folder` of its folder did."""
+    """The disk. A write is durable when `flush` has returned, a name when `flush_folder` of its folder has."""
 
     def make_folder(self, path: Path) -> None:
-        """Create one folder; its parent exists."""
+        """Create one folder; its parent must exist."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
@@ -22,11 +33,11 @@ class StorageWriter:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, content: memoryview) -> int:
-        """Write some of `content` and return how many bytes that was."""
+        """Write some of `content` and return the number of bytes."""
         return os.write(descriptor, content)
 
     def flush(self, descriptor: int) -> None:
-        """Return once the file's content would survive a power failure."""
+        """Wait until the file's content would survive a power failure."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -34,11 +45,11 @@ class StorageWriter:
         os.close(descriptor)
 
     def flush_folder(self, path: Path) -> None:
-        """Return once the names in a folder would survive a power failure."""
+        """Wait until the names in a folder would survive a power failure."""
         flush_folder(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name in the same folder."""
+        """Rename a file or folder within its parent folder."""
         os.rename(source, target)
 
     def remove(self, path: Path) -> None:
@@ -53,25 +64,50 @@ class StorageWriter:
 DISK = StorageWriter()
 
 
-def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) -> int:
-    """Write a new file and flush it and its name; returns its bytes.
+@contextmanager
+def writing(path: Path, folder: Path | None = None, *, verb: str = "write") -> Iterator[None]:
+    """Raise CheckpointError for an OSError in the block, with the path, the system's message and how to fix it.
 
-    Raises CheckpointError naming the file, what the system said and, for a full disk, what is free.
+    folder: the message describes its disk; by default the parent of `path`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {verb} {path}: {explained(error, folder or path.parent)}") from error
+
+
+@contextmanager
+def on_failure(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` if the block raises any exception, including Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+def write_all(storage: StorageWriter, descriptor: int, content: memoryview) -> None:
+    """Write all of `content`; a single system call may write only a part of it."""
+    while content:
+        content = content[storage.write(descriptor, content) :]
+
+
+def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) -> int:
+    """Write a new file, flush it and its name, and return its bytes.
+
+    Raises CheckpointError with the file, the system's message and, for a full disk, the free space.
     """
     size = 0
-    try:
+    with writing(path):
         descriptor = storage.create(path)
         try:
             for part in parts:
                 size += len(part)
-                while part:
-                    part = part[storage.write(descriptor, part) :]
+                write_all(storage, descriptor, part)
             storage.flush(descriptor)
         finally:
             storage.close(descriptor)
         storage.flush_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {explained(error, path.parent)}") from error
     return size
 
 
@@ -86,11 +122,11 @@ def remove_tree(storage: StorageWriter, path: Path) -> None:
 
 
 def free_space(folder: Path) -> str:
-    """Describe the free space of the disk on which `folder` is, or would be created."""
+    """Return a description of the free space of the disk on which `folder` is, or would be created."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     disk = os.statvfs(folder)
-    # Some file systems, Btrfs for example, have no limit of files and report zero of them.
+    # Some file systems, for example Btrfs, have no limit on the number of files and report zero.
     if disk.f_files and not disk.f_favail:
         return "no more files fit there"
     return f"{disk.f_bavail * disk.f_frsize:,} bytes are free there"
@@ -106,3 +142,69 @@ def explained(error: OSError, folder: Path) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{message}; make {folder} writable for this user, or write to another folder"
     return message
+
+
+_LENGTH = struct.Struct("<Q")
+
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file: the limit of the format."""
+MAX_SHARDS = 10_000
+"""Largest number of files in an index."""
+MAX_TENSORS = 1_000_000
+"""Largest number of tensors in an index."""
+
+
+def check_safetensors(path: Path) -> int:
+    """Return the bytes of a safetensors file's header. Raises DamagedCheckpointError for an impossible length."""
+    try:
+        with path.open("rb") as file:
+            prefix, size = file.read(_LENGTH.size), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; every rank must see all files of a checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
+        raise DamagedCheckpointError(
+            f"{path} is not a readable safetensors file: it claims a header of {length:,} bytes in a file of "
+            f"{size:,}; at most {MAX_HEADER_BYTES:,} are read",
+            "unreadable",
+        )
+    return length
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of the file `name` in a folder.
+
+    Raises CheckpointError for a name that contains a path, and for a link to a file outside the folder.
+    """
+    if not name or "\0" in name or name != Path(name).name or name in (".", "..") or len(name) > 255:
+        raise CheckpointError(
+            f"{folder} names the file {reprlib.repr(name)}, which is not in its folder; it is not read"
+        )
+    path = folder / name
+    # The hub's client creates links from snapshots/<revision> to the folder blobs next to snapshots.
+    real, home = path.resolve(), folder.resolve()
+    store = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if path.is_symlink() and not any(place in real.parents for place in (home, *store)):
+        raise CheckpointError(f"{path} is a link that leads out of its folder, to {real}; copy the file itself here")
+    return path
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file. Raises CheckpointError if the file is unreadable or does not contain one."""
+    try:
+        found = untrusted.read_json(path, CheckpointError)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} does not contain a JSON object")
+    return found
+
+
+def check_counts(path: Path, files: int, tensors: int) -> None:
+    """Raise CheckpointError for an index with too many files or tensors."""
+    if files > MAX_SHARDS:
+        raise CheckpointError(f"{path} names {files:,} files; at most {MAX_SHARDS:,} are read")
+    if tensors > MAX_TENSORS:
+        raise CheckpointError(f"{path} names {tensors:,} tensors; at most {MAX_TENSORS:,} are read")

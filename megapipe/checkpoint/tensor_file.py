@@ -1,12 +1,19 @@
-"""safetensors files, written so that the bytes that are hashed are the bytes in memory, and read in checked pieces.
+"""safetensors files: the hashed bytes of a written file are those in memory, and reads check pieces of tensors.
 
-Format: github.com/huggingface/safetensors. The library that defines it reads; it writes beyond the reach of
-`StorageWriter`, so the writing is done here.
+Format: github.com/huggingface/safetensors. Its library checks every file before it is read. The library does not write
+through `StorageWriter`, so files are written here.
+
+A rank writes its file at once (`write_tensors`) and maps it into memory to read (`TensorFile`). Conversion writes and
+reads one tensor at a time (`TensorStream`, `TensorReader`): pages of a mapped file count as resident memory after they
+are touched, so that reading a checkpoint through `safe_open` would keep all of it in memory.
 """
 
+import itertools
 import json
+import math
+import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +24,29 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.storage import StorageWriter, write_file
+from megapipe.checkpoint.storage import (
+    DISK,
+    StorageWriter,
+    check_safetensors,
+    on_failure,
+    write_all,
+    write_file,
+    writing,
+)
 
 PIECE_BYTES = 1 << 24
-"""A checksum covers this many bytes of a tensor, so that reading a slice need not read and check the whole."""
+"""A checksum covers this number of bytes of a tensor, so that a slice can be read and checked without the rest."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The format's names of the types that a checkpoint holds."""
+"""The types that a checkpoint contains, by their names in the format."""
 
 _HEADER_ALIGNMENT = 8
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor for a file. values: its elements as one contiguous dimension; shape: how readers see it."""
+    """A tensor for a file. values: its elements in one contiguous dimension. shape: its shape in the file."""
 
     key: str
     shape: tuple[int, ...]
@@ -38,7 +54,7 @@ class FileTensor:
 
     @property
     def dtype(self) -> str:
-        """The format's name of the type."""
+        """Name of the type in the format."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.values.dtype)
 
     @property
@@ -50,13 +66,15 @@ class FileTensor:
 def write_tensors(
     storage: StorageWriter, path: Path, tensors: Iterable[FileTensor]
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Write a new file, durably. Returns its bytes and each key's checksums, one a piece, of the bytes in memory."""
-    # Wide types first, as the format's own writer has it: every tensor then starts at a multiple of its element size.
+    """Write a new file, durably. Return its bytes and, for each key, the checksums of all pieces of the bytes in
+    memory."""
+    # Wide types come first, as in the library's files: every tensor then starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.values.element_size())
     checksums: dict[str, tuple[str, ...]] = {}
 
     def parts() -> Iterator[memoryview]:
-        yield memoryview(_header(ordered))
+        header, _ = _layout((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
+        yield memoryview(header)
         for tensor in ordered:
             found = []
             for piece in _pieces(tensor.values):
@@ -68,32 +86,85 @@ def write_tensors(
     return size, checksums
 
 
-def _header(tensors: Sequence[FileTensor]) -> bytes:
-    entries, position = {}, 0
-    for tensor in tensors:
-        stop = position + tensor.num_bytes
-        entries[tensor.key] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (position, stop)}
+class Entry:
+    """One tensor of a file. start: offset of its first element, from the end of the header or from the start of the
+    file."""
+
+    def __init__(self, key: str, dtype: str, shape: Sequence[int], start: int) -> None:
+        self.key, self.dtype, self.shape, self.start = key, dtype, tuple(shape), start
+        self.num_elements = math.prod(self.shape)
+        self.num_bytes = self.num_elements * DTYPES[dtype].itemsize
+
+
+def _layout(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[Entry]]:
+    """Return the header and the entries of a file with (key, dtype, shape) in this order."""
+    entries: list[Entry] = []
+    described: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for key, dtype, shape in tensors:
+        entries.append(Entry(key, dtype, shape, position))
+        stop = position + entries[-1].num_bytes
+        described[key] = {"dtype": dtype, "shape": tuple(shape), "data_offsets": (position, stop)}
         position = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+    return _LENGTH.pack(len(text)) + text, entries
 
 
 def _pieces(values: Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes, piece by piece, so that one on a GPU needs little host memory."""
+    """Yield the tensor's bytes in pieces, so that a tensor on a GPU needs little host memory."""
     for part in values.split(PIECE_BYTES // values.element_size()):
-        yield _bytes(part.cpu())
+        yield bytes_of(part.cpu())
 
 
-def _bytes(values: Tensor) -> memoryview:
-    array: Any = values.view(torch.uint8).numpy()
+def bytes_of(flat: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor of one dimension, sharing its memory."""
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
-class TensorFile:
-    """A safetensors file, mapped into memory: only what is touched is read. keys: of its tensors.
+def touched_pieces(spans: Iterable[range], width: int) -> list[int]:
+    """Return the numbers of the pieces that contain `spans` of elements of `width` bytes, ascending."""
+    touched = (range(span.start * width // PIECE_BYTES, -(-span.stop * width // PIECE_BYTES)) for span in spans)
+    return sorted(set(itertools.chain.from_iterable(touched)))
 
-    Raises DamagedCheckpointError when it is not one, CheckpointError when it is not there.
+
+def check_piece(path: Path, key: str, start: int, piece: memoryview, checksum: str) -> None:
+    """Raise DamagedCheckpointError unless a piece of a tensor, which starts at byte `start`, has this checksum."""
+    found = xxhash.xxh3_64_hexdigest(piece)
+    if found != checksum:
+        raise DamagedCheckpointError(
+            f"{path}: tensor {key!r}, bytes {start} to {start + len(piece)}, have checksum {found} instead of "
+            f"{checksum}: the file has changed since it was saved",
+            "checksum",
+        )
+
+
+def open_to_read(path: Path) -> int:
+    """Return the descriptor of a file. Raises CheckpointError."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_into(descriptor: int, content: memoryview, position: int) -> bool:
+    """Fill `content` with the bytes of a file from `position` on; return False if the file ends before. Raises
+    OSError."""
+    while content:
+        count = os.preadv(descriptor, [content[: 1 << 30]], position)  # the system reads no more than 2 GiB at once
+        if count == 0:
+            return False
+        content, position = content[count:], position + count
+    return True
+
+
+class TensorFile:
+    """A safetensors file that is mapped into memory: only touched pages are read. entries: names of its tensors.
+
+    Raises DamagedCheckpointError for another format, CheckpointError if the file is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,21 +179,21 @@ class TensorFile:
             raise DamagedCheckpointError(
                 f"{path} is not a readable safetensors file: {error}", "unreadable"
             ) from error
-        self.keys = frozenset(self._file.keys())
+        self.entries = frozenset(self._file.keys())
 
-    def tensor(self, key: str) -> Tensor:
-        """A whole tensor, not yet read. Raises DamagedCheckpointError when the file holds no such tensor."""
-        if key not in self.keys:
+    def whole(self, key: str) -> Tensor:
+        """Return a whole tensor, not yet read. Raises DamagedCheckpointError if the file has no such tensor."""
+        if key not in self.entries:
             raise DamagedCheckpointError(f"{self._path} has no tensor {key!r}", "unreadable")
         tensor: Tensor = self._file.get_tensor(key)
         return tensor
 
     def flat(self, key: str, dtype: str, num_elements: int) -> Tensor:
-        """The elements of a tensor, in one dimension and not yet read.
+        """Return the elements of a tensor, in one dimension and not yet read.
 
-        Raises DamagedCheckpointError when the file holds no such tensor, or not one of this type and size.
+        Raises DamagedCheckpointError if the file has no such tensor, or one of another type or size.
         """
-        tensor = self.tensor(key)
+        tensor = self.whole(key)
         if tensor.dtype != DTYPES[dtype] or tensor.numel() != num_elements:
             raise DamagedCheckpointError(
                 f"{self._path}: tensor {key!r} has {tensor.numel()} elements of {tensor.dtype}; the manifest has "
@@ -132,23 +203,130 @@ class TensorFile:
         return tensor.reshape(-1)
 
     def check(self, key: str, flat: Tensor, checksums: Sequence[str], spans: Iterable[range]) -> None:
-        """Read the pieces in which `spans` of elements lie.
+        """Read and check the pieces that contain `spans` of elements.
 
-        Raises DamagedCheckpointError when their bytes are not those that were saved.
+        Raises DamagedCheckpointError if their bytes are not those that were saved.
         """
-        content = _bytes(flat)
-        width = flat.element_size()
-        touched = {
-            piece
-            for span in spans
-            for piece in range(span.start * width // PIECE_BYTES, -(-span.stop * width // PIECE_BYTES))
-        }
-        for piece in sorted(touched):
+        content = bytes_of(flat)
+        for piece in touched_pieces(spans, flat.element_size()):
             start = piece * PIECE_BYTES
-            found = xxhash.xxh3_64_hexdigest(content[start : start + PIECE_BYTES])
-            if found != checksums[piece]:
-                raise DamagedCheckpointError(
-                    f"{self._path}: tensor {key!r}, bytes {start} to {min(start + PIECE_BYTES, len(content))}, have "
-                    f"checksum {found} instead of {checksums[piece]}: the file has changed since it was saved",
-                    "checksum",
-                )
+            check_piece(self._path, key, start, content[start : start + PIECE_BYTES], checksums[piece])
+
+
+class TensorStream:
+    """Writes a safetensors file tensor by tensor, in the order of `tensors`: (key, dtype, shape).
+
+    size: bytes of the whole file.
+    """
+
+    def __init__(self, path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> None:
+        self._path = path
+        header, self._left = _layout(tensors, {"format": "pt"})
+        self.size = len(header) + sum(entry.num_bytes for entry in self._left)
+        with writing(path):
+            self._descriptor = DISK.create(path)
+        self._write(memoryview(header))
+
+    def add(self, key: str, values: Tensor) -> tuple[str, ...]:
+        """Write the next tensor; return the checksum of each PIECE_BYTES of its bytes."""
+        entry = self._left.pop(0)
+        if (entry.key, entry.shape, DTYPES[entry.dtype]) != (key, tuple(values.shape), values.dtype):
+            raise ValueError(
+                f"{self._path.name} expects {entry.key} {entry.dtype} {entry.shape} next, not {key} {values.dtype} "
+                f"{tuple(values.shape)}"
+            )
+        checksums = []
+        content = bytes_of(values.contiguous().reshape(-1))
+        for start in range(0, len(content), PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            checksums.append(xxhash.xxh3_64_hexdigest(piece))
+            self._write(piece)
+        return tuple(checksums)
+
+    @property
+    def full(self) -> bool:
+        """Whether every tensor has been written."""
+        return not self._left
+
+    def close(self) -> None:
+        """Make the file durable. Every tensor must have been added."""
+        if self._left:
+            raise ValueError(f"{self._path.name} still lacks {self._left[0].key}")
+        try:
+            with writing(self._path):
+                DISK.flush(self._descriptor)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file without completing it."""
+        if self._descriptor >= 0:
+            DISK.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, part: memoryview) -> None:
+        with writing(self._path):
+            write_all(DISK, self._descriptor, part)
+
+
+class TensorReader:
+    """A safetensors file whose tensors are read in any part, without a memory mapping.
+
+    Raises DamagedCheckpointError for another format, CheckpointError if the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        length = check_safetensors(path)
+        self._descriptor = open_to_read(path)
+        with on_failure(self.close):
+            self.entries = self._checked_entries(length)
+
+    def _checked_entries(self, length: int) -> dict[str, Entry]:
+        try:
+            # The library detects holes, overlaps, sizes that overflow, and repeated keys.
+            with safe_open(str(self.path), framework="pt"):
+                pass
+            header: dict[str, Any] = json.loads(os.pread(self._descriptor, length, _LENGTH.size))
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            raise DamagedCheckpointError(
+                f"{self.path} is not a readable safetensors file: {error}", "unreadable"
+            ) from error
+        base = _LENGTH.size + length
+        return {
+            key: Entry(key, described["dtype"], described["shape"], base + described["data_offsets"][0])
+            for key, described in header.items()
+            if key != "__metadata__" and described["dtype"] in DTYPES  # no model here has integer buffers
+        }
+
+    def entry(self, key: str) -> Entry:
+        """Return the place of a tensor. Raises DamagedCheckpointError if the file has no such tensor of a known
+        type."""
+        if key not in self.entries:
+            raise DamagedCheckpointError(
+                f"{self.path} has no tensor {key!r} of type {', '.join(DTYPES)}; other types are not weights",
+                "unreadable",
+            )
+        return self.entries[key]
+
+    def whole(self, key: str) -> Tensor:
+        """Return a tensor in newly allocated memory."""
+        entry = self.entry(key)
+        flat = torch.empty(entry.num_elements, dtype=DTYPES[entry.dtype])
+        self.read(key, bytes_of(flat), 0)
+        return flat.reshape(entry.shape)
+
+    def read(self, key: str, content: memoryview, start: int) -> None:
+        """Fill `content` with the bytes of a tensor from its byte `start` on."""
+        try:
+            complete = read_into(self._descriptor, content, self.entry(key).start + start)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+        if not complete:
+            raise DamagedCheckpointError(f"{self.path} ends inside tensor {key!r}", "files")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

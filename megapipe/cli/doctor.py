@@ -40,6 +40,7 @@ class Diagnosis:
     problems: list[str] = field(default_factory=list)
 
     def add(self, topic: str, line: str) -> None:
+        """Add a line to a topic."""
         self.lines.append((topic, line))
 
 
@@ -80,7 +81,7 @@ def missing_packages(findings: Diagnosis) -> None:
 
 def versions(findings: Diagnosis) -> None:
     """Add the versions of Python, torch and the other packages that runs record."""
-    from megapipe.training.run_folder import package_versions
+    from megapipe.training.resilience.run_identity import package_versions
 
     findings.add("versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()))
 
@@ -92,16 +93,16 @@ def devices(findings: Diagnosis) -> None:
     """
     import torch
 
-    from megapipe.config.words import bytes_told
+    from megapipe.config.command_line import bytes_text
     from megapipe.training.memory_check import free_on_host
 
     free = free_on_host()
-    memory = f", {bytes_told(free.num_bytes)} of memory free" if free is not None else ""
+    memory = f", {bytes_text(free.num_bytes)} of memory free" if free is not None else ""
     findings.add("devices", f"{len(os.sched_getaffinity(0))} CPU cores{memory}")
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(number)
-            words = f"GPU {number}: {found.name}, {bytes_told(found.total_memory)}"
+            words = f"GPU {number}: {found.name}, {bytes_text(found.total_memory)}"
             findings.add("devices", f"{words}, compute capability {found.major}.{found.minor}")
         return
     if not Path("/proc/driver/nvidia/version").exists():
@@ -147,7 +148,7 @@ def kernels(findings: Diagnosis) -> None:
 
     from megapipe.kernels import apex_backend
     from megapipe.kernels.ops import OPS
-    from megapipe.training.kernel_choices import told
+    from megapipe.training.validation import told
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     findings.add("apex", (apex_backend.described() or "apex: NVIDIA's is not installed").removeprefix("apex: "))
@@ -175,25 +176,25 @@ def space(findings: Diagnosis) -> None:
     """Add the free space on the disk and in shared memory. Report less than a checkpoint, or than NCCL, needs."""
     import torch
 
-    from megapipe.config.words import bytes_told
+    from megapipe.config.command_line import bytes_text
 
     here = Path.cwd()
     free = shutil.disk_usage(here).free
-    findings.add("disk", f"{bytes_told(free)} free in the current folder")
+    findings.add("disk", f"{bytes_text(free)} free in the current folder")
     if not os.access(here, os.W_OK):
         findings.problems.append(f"the current folder {here} cannot be written: start runs in another one")
     if free < DISK_BYTES:
         findings.problems.append(
-            f"the current folder has {bytes_told(free)} free, too little for checkpoints: set training.directory to "
+            f"the current folder has {bytes_text(free)} free, too little for checkpoints: set training.directory to "
             "another disk"
         )
     if not os.path.isdir("/dev/shm"):
         return
     shared = shutil.disk_usage("/dev/shm").free
-    findings.add("shared memory", f"{bytes_told(shared)} free in /dev/shm")
+    findings.add("shared memory", f"{bytes_text(shared)} free in /dev/shm")
     if torch.cuda.device_count() > 1 and shared < SHARED_BYTES:
         findings.problems.append(
-            f"/dev/shm has {bytes_told(shared)} free, too little for NCCL between {torch.cuda.device_count()} GPUs: "
+            f"/dev/shm has {bytes_text(shared)} free, too little for NCCL between {torch.cuda.device_count()} GPUs: "
             "start the container with --shm-size 1g or --ipc host"
         )
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megapipe.cli.train import parser_of
+from megapipe.config.command_line import natural, positive
 from megapipe.config.errors import ConfigError
-from megapipe.config.help_format import as_yaml, file_of, in_words, invocation, type_of
-from megapipe.config.kinds import KINDS
+from megapipe.config.field_types import NaturalInt, PositiveInt, in_words
+from megapipe.config.help_format import as_yaml, file_of, invocation, packaged_files, type_of
+from megapipe.config.load import KINDS
 from megapipe.config.other_names import OTHER_NAMES, hint, split_target
-from megapipe.config.packaged_files import packaged_files
 from megapipe.config.untrusted import decode_yaml
 
 USAGE = """\
@@ -79,7 +80,8 @@ def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
         }
     else:
         about = " ".join((action.help or "").split())
-        values: Any = Literal[*action.choices] if action.choices else type_of(action)
+        kind = {natural: NaturalInt, positive: PositiveInt}.get(type_of(action), type_of(action))
+        values: Any = Literal[*action.choices] if action.choices else kind
         facts = {"value": "" if values is None else in_words(values)}
     if name in fields:
         other = as_yaml(bert[name].default)

@@ -6,29 +6,33 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from shutil import get_terminal_size
 from textwrap import wrap
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from megapipe import __version__
 from megapipe.config.errors import nearest
 
+if TYPE_CHECKING:
+    from megapipe.planner.command.main import Request
+
 SUBCOMMANDS = {
-    "train": ("megapipe.cli.train", "pretrain a GPT or a BERT on one or many devices"),
-    "preprocess": ("megapipe.data.preprocess.command", "turn text into data shards; learn a tokenizer from text"),
-    "plan": ("megapipe.cli.plan", "find the fastest layout for a machine; predict time and memory"),
-    "schedule": ("megapipe.schedules.command.main", "show, validate, simulate, compare and draw pipeline schedules"),
-    "data": ("megapipe.cli.data", "inspect, check, merge and split data shards; measure waits for data"),
-    "convert": ("megapipe.conversion.command", "convert, inspect, verify, compare and average checkpoints"),
-    "generate": ("megapipe.training.generate_command", "continue prompts with a trained GPT"),
-    "fill-mask": ("megapipe.training.fill_mask_command", "fill in the gaps of a text with a trained BERT"),
-    "evaluate": ("megapipe.training.evaluate_command", "print loss and perplexity of a trained model on a data shard"),
-    "runs": ("megapipe.cli.runs", "list, show, compare and plot runs from their folders"),
-    "doctor": ("megapipe.cli.doctor", "print what this host and installation have, and what is wrong"),
-    "help": ("megapipe.cli.help", "explain a command, or a field such as parallel.tensor"),
+    "train": ("megapipe.cli.train:main", "pretrain a GPT or a BERT on one or many devices"),
+    "preprocess": ("megapipe.data.preprocess.command:main", "turn text into data shards; learn a tokenizer from text"),
+    "plan": ("megapipe.cli.main:plan", "find the fastest layout for a machine; predict time and memory"),
+    "schedule": ("megapipe.schedules.command.main:main", "show, validate, simulate, compare and draw schedules"),
+    "data": ("megapipe.cli.data:main", "inspect, check, merge and split data shards; measure waits for data"),
+    "convert": ("megapipe.conversion.command:main", "convert, inspect, verify, compare and average checkpoints"),
+    "generate": ("megapipe.cli.trained_models:generate", "continue prompts with a trained GPT"),
+    "fill-mask": ("megapipe.cli.trained_models:fill_mask", "fill in the gaps of a text with a trained BERT"),
+    "evaluate": ("megapipe.cli.trained_models:evaluate", "print loss and perplexity of a trained model on a shard"),
+    "runs": ("megapipe.cli.runs:main", "list, show, compare and plot runs from their folders"),
+    "doctor": ("megapipe.cli.doctor:main", "print what this host and installation have, and what is wrong"),
+    "help": ("megapipe.cli.help:main", "explain a command, or a field such as parallel.tensor"),
 }
-"""Subcommands by name: the module whose `main(arguments)` returns the exit status, and a summary."""
+"""Subcommands by name: the function that takes the arguments and returns the exit status, and a summary."""
 ABOUT = "Pretrain GPT and BERT language models across many devices, and plan such runs without them."
 MORE = "`megapipe COMMAND --help` lists the options of a command, `megapipe --version` prints the version."
 
@@ -48,9 +52,28 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    return subcommand(name)(arguments[1:])
+
+
+def subcommand(name: str) -> Callable[[Sequence[str]], int]:
+    """Import the function of a subcommand."""
+    module, _, function = SUBCOMMANDS[name][0].partition(":")
     with _importing():
-        run: Callable[[Sequence[str]], int] = import_module(SUBCOMMANDS[name][0]).main
-    return run(arguments[1:])
+        return cast(Callable[[Sequence[str]], int], getattr(import_module(module), function))
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Run a command line of `megapipe plan`: commands of the planner, and of calibration, which need torch."""
+    from megapipe.planner.command.main import main as run_planner
+
+    return run_planner(arguments, {name: partial(_calibrate, name) for name in ("profile", "links", "dry-run")})
+
+
+def _calibrate(name: str, request: "Request") -> int:
+    # Importing torch takes a second, which the planner's own commands need not wait for.
+    from megapipe.calibration.commands import HANDLERS
+
+    return HANDLERS[name](request)
 
 
 def start() -> NoReturn:

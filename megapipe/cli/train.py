@@ -1,22 +1,269 @@
-"""`megapipe train`: which kind of model, and where its ranks run."""
+"""`megapipe train`: which kind of model, where its ranks run, and a rank of it."""
 
 import argparse
+import logging
 import os
+import re
+import signal
+import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser
 
-from megapipe.cli.launcher import Job, first_slurm_node, launch, slurm_variables
-from megapipe.cli.rank import run_parser, run_program
 from megapipe.config.command_line import OneLineParser, natural, positive
 from megapipe.config.errors import ConfigError
-from megapipe.config.kinds import KINDS, kind_of
-from megapipe.config.load import parse_given
+from megapipe.config.load import KINDS, Given, build_parser, kind_of, parse_given
+from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.training.exit_codes import ExitCode
+from megapipe.training.observe.records import print_line
+from megapipe.training.resilience.signals import ExitCode, after_training, before_training, end_with_launcher
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from megapipe.parallel.mesh import Mesh
+
+
+_RANK = """\
+import sys
+root = sys.argv.pop(1)
+if root not in sys.path:
+    sys.path.insert(0, root)
+from megapipe.cli.main import start
+start()
+"""
+"""The program of a rank. Started with -P, so that files in the current folder do not hide modules."""
+
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_SHUTDOWN_SECONDS = 3600
+"""After a signal, ranks have this long to save before the agent kills them; torch's default is 30 s."""
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where the ranks of a run are started.
+
+    ranks: per node. nodes: in all. rendezvous: HOST:PORT of one of the nodes, None for a single node. restarts: how
+    often the ranks are restarted after a failure. name: the same on all nodes.
+    """
+
+    ranks: int
+    nodes: int = 1
+    rendezvous: str | None = None
+    restarts: int = 0
+    name: str = "megapipe"
+
+    def check(self) -> None:
+        """Raise ConfigError for a rendezvous that is missing, or that is not the address of a host."""
+        if self.rendezvous is None:
+            if self.nodes > 1:
+                raise ConfigError(
+                    f"--nodes {self.nodes} needs --rendezvous HOST:PORT: a name of one of the nodes, and a free port "
+                    "of it, the same on all nodes"
+                )
+            return
+        host, _, port = self.rendezvous.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--rendezvous is {self.rendezvous}; it must be HOST:PORT, such as node0:29500")
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+        except OSError as error:
+            raise ConfigError(
+                f"--rendezvous {self.rendezvous}: the host {host} is not known here ({error.strerror}); use the name "
+                "or the address of one of the nodes"
+            ) from error
+
+
+def launch(job: Job, arguments: Sequence[str]) -> int:
+    """Run `megapipe` with these arguments in every rank of this node, through torch's elastic agent, as torchrun does.
+
+    The ranks print their own errors, and the agent's messages are hidden.
+
+    The status is that of the first rank of this node that failed; 128 + N for a signal N to the rank or to this
+    process.
+    """
+    # torch reads this when it is imported. At its own level the agent prints the C++ stack of its last exchange if the
+    # node that serves the store ends first. Ranks do not inherit it.
+    level = os.environ.get(_CPP_LOG_LEVEL)
+    os.environ[_CPP_LOG_LEVEL] = level or "ERROR"
+    # Importing torch takes seconds, which wrong input need not wait for.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # in this process only
+    if level is None:
+        del os.environ[_CPP_LOG_LEVEL]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
+    if job.ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks would compete for the cores
+    root = str(Path(__file__).resolve().parents[2])
+    with tempfile.TemporaryDirectory(prefix="megapipe-launch-") as reasons:
+        config = LaunchConfig(
+            min_nodes=job.nodes,
+            max_nodes=job.nodes,
+            nproc_per_node=job.ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint=job.rendezvous or "localhost:0",
+            local_addr=None if job.rendezvous else "localhost",  # the host's own name may be unknown in a container
+            run_id=job.name if job.rendezvous else uuid.uuid4().hex,
+            max_restarts=job.restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=reasons),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-P", "-c", _RANK, root, *arguments)
+        except ChildFailedError as error:
+            return status_of(error.failures)
+        except SignalException as stop:
+            return 128 + int(stop.sigval)
+        except RendezvousError as error:
+            print(
+                f"error: the {job.nodes} nodes did not meet at --rendezvous {job.rendezvous}: {_one_line(error)}; "
+                "start the same command on every node, and use a free port that all nodes reach",
+                file=sys.stderr,
+            )
+            return ExitCode.WRONG_INPUT
+    return ExitCode.FINISHED
+
+
+def status_of(failures: "Mapping[int, ProcessFailure]") -> int:
+    """Return the exit status of the first rank that failed, and print its reason if the rank could not.
+
+    A rank that only lost another one counts if no other rank failed: its time may be the earlier one, because the
+    agent notes the end of a killed rank when it sees it.
+    """
+    rank, failure = min(
+        failures.items(), key=lambda each: (each[1].exitcode == ExitCode.PEER_LOST, each[1].timestamp, each[0])
+    )
+    if failure.exitcode >= 0:
+        return failure.exitcode
+    name = signal.Signals(-failure.exitcode).name
+    memory = "; the kernel does that if the host has too little memory" if name == "SIGKILL" else ""
+    print(f"error: rank {rank} was killed by {name}{memory}", file=sys.stderr)
+    return 128 - failure.exitcode
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank that srun started, one task per rank, as torchrun would set them.
+
+    Empty outside of such a step, in a step of one task, or if a launcher has set RANK.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "RANK" in environment or tasks == 1:
+        return {}
+    address, port = first_slurm_node(environment)
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": re.split(r"\D", environment["SLURM_STEP_TASKS_PER_NODE"])[0],
+        "MASTER_ADDR": environment.get("MASTER_ADDR", address),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
+
+
+def first_slurm_node(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the first node of a Slurm step, and a port that depends on the job only.
+
+    The list is in Slurm's notation, such as `rack[2-3,7]-gpu` or `a1,b2`; the first node is rack2-gpu or a1.
+    """
+    nodes = environment["SLURM_STEP_NODELIST"]
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    assert first is not None, nodes
+    name = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+    return name, _FIRST_PORT + int(environment["SLURM_JOB_ID"]) % _NUM_PORTS
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+PLAN_HELP = (
+    "auto, a hardware file, or a preset: use the layout that is predicted to be the fastest of those that fit on "
+    "the ranks of this start; fields that are given do not change"
+)
+
+
+def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
+    """Train as a command line configures, and return the exit status, one of `ExitCode`.
+
+    kind: type of the configuration.
+    """
+    before_training()
+    parsed: Given[PretrainConfig] | ConfigError
+    try:
+        parsed = parse_given(parser_of(kind), kind, arguments)
+    except ConfigError as error:
+        if "WORLD_SIZE" not in os.environ:
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
+            return ExitCode.WRONG_INPUT
+        parsed = error  # the other ranks wait for this one, and end with the same error
+
+    end_with_launcher()
+
+    # Importing torch takes a second, which --help and a misspelt key need not wait for.
+    from megapipe.parallel.launch import LaunchEnvironment
+    from megapipe.training.observe.listeners import any_abandoned
+    from megapipe.training.pretrain import pretrain
+    from megapipe.training.resilience.failures import status_of
+
+    start, failure = None, None
+    try:
+        environment = LaunchEnvironment.read(os.environ)
+        start = environment.meet(_start_timeout(parsed))
+        if start is not None:
+            start.wait_for_all()
+        if isinstance(parsed, ConfigError):
+            raise parsed
+        config = parsed.config
+        if parsed.flags["plan"] is not None:
+            from megapipe.calibration.planning import planned
+
+            config, plan_line = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
+            if environment.rank == 0:
+                print_line(plan_line)
+        status = pretrain(config, environment, start, _with_recompute)
+    except Exception as error:
+        failure = error  # kept, because its frames hold process groups
+        status = status_of(error, start)
+    after_training()
+    # Weights & Biases' exit handler would wait for the server for another minute or more. Process groups that are
+    # freed wait for operations with peers that may be gone, for as long as a collective may take.
+    lost = failure is not None and start is not None and status != ExitCode.WRONG_INPUT
+    if any_abandoned() or lost:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _with_recompute(config: PretrainConfig, mesh: "Mesh", say: Callable[[str], None]) -> PretrainConfig:
+    """Resolve recompute.method auto. Other runs load no planner."""
+    if config.recompute.method != "auto":
+        return config
+    from megapipe.calibration.planning import with_recompute
+
+    return with_recompute(config, mesh, say)
+
+
+def _start_timeout(parsed: Given[PretrainConfig] | ConfigError) -> float:
+    """Return the seconds to wait for other ranks: the default if the configuration, which is not checked yet, has no
+    usable number."""
+    default = ParallelConfig().timeout_seconds
+    given = default if isinstance(parsed, ConfigError) else parsed.config.parallel.timeout_seconds
+    return given if 0 < given < threading.TIMEOUT_MAX else default
+
 
 EXAMPLES = """\
 three commands to try:
@@ -53,8 +300,8 @@ FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         {"type": natural, "metavar": "N", "help": "restart the ranks up to N times after a failure (default 0)"},
     ),
 )
-"""Flags besides those of a rank. Without -n, this process is one rank: alone, or as the variables of torchrun or Slurm
-say."""
+"""Flags in addition to those of a rank. Without -n, this process is one rank: the only one, or the one that variables
+of torchrun or Slurm name."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
     kind = kind_of(rest) if own.kind is None else KINDS[own.kind]
     if own.ranks is None and own.nodes is None and own.rendezvous is None and own.restarts is None:
         os.environ.update(slurm_variables(os.environ))
-        return run_program(kind, rest, parser_of(kind))
+        return run_program(kind, rest)
     try:
         job = _job(own)
         parse_given(parser_of(kind), kind, rest)  # wrong input ends here, before any rank starts
@@ -103,9 +350,11 @@ def _job(own: argparse.Namespace) -> Job:
 
 
 def parser_of(kind: type[PretrainConfig]) -> ArgumentParser:
-    """Return the parser of `megapipe train`, with examples and with the flags that `main` takes out, for `--help`."""
-    parser = run_parser(kind)
-    parser.epilog = EXAMPLES
+    """Return the parser of `megapipe train`, whose help has examples, and the flags that `main` takes out."""
+    parser = build_parser(f"Pretrain a {kind.kind.upper()}.", kind)
+    parser.prog, parser.epilog = "megapipe train", EXAMPLES
+    parser.usage = "%(prog)s [-n RANKS] --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"
+    parser.add_argument("--plan", type=str, help=PLAN_HELP)
     for names, options in FLAGS:
         parser.add_argument(*names, **options)
     return parser

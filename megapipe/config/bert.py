@@ -1,26 +1,28 @@
 """Configuration that BERT runs add to GPT runs: model options, sentence pairs and masking."""
 
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from megapipe.config.data import DataConfig
+from megapipe.config.field_types import Bound, Fraction, PositiveFloat, PositiveInt, TokenCount
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import PretrainConfig
+from megapipe.config.run import DataConfig, PretrainConfig
 
 SHARED_DATA_FIELDS = ("prefix", "blend", "split", "sequence_length")
 SPECIAL_TOKENS = 3
 """Special tokens of a sample: [CLS], and [SEP] after each of its two parts."""
+PAIR_TOKENS = Bound(SPECIAL_TOKENS + 2, words=f"at least {SPECIAL_TOKENS + 2}, for a sentence pair, [CLS] and [SEP]")
 
 
 @dataclass(kw_only=True)
 class BertModelConfig(ModelConfig):
     """Shape of the model, a bidirectional encoder with a masked-token head and an optional sentence-pair head."""
 
-    vocabulary_size: int = 30522
+    kind: ClassVar[str] = "bert"
+    vocabulary_size: TokenCount = 30522
     """Number of token ids; at least the tokenizer's. Padding for tensor parallelism is added automatically."""
-    max_positions: int = 512
+    max_positions: TokenCount = 512
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
-    norm_epsilon: float = 1e-12
+    norm_epsilon: PositiveFloat = 1e-12
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     scale_residual_init: bool = False
     """Divide the initial standard deviation of matrices that write to the residual stream by sqrt(2 x num_layers), as
@@ -49,22 +51,22 @@ class BertDataConfig(DataConfig):
     (megapipe preprocess --split-sentences).
     """
 
-    sequence_length: int = 512
+    sequence_length: Annotated[int, PAIR_TOKENS] = 512
     """Tokens per sample, including [CLS], [SEP] and padding."""
     tokenizer: str = ""
     """Path of the shard's WordPiece vocabulary: a vocab.txt, a tokenizer.json, or a folder with one of them. Empty
     means the vocabulary that the shard's manifest names."""
     pairs: Literal["order", "next", "none"] = "order"
-    """What model.sentence_head learns. order: whether the two parts of a text were swapped (Lan et al., 1909.11942).
+    """Task of model.sentence_head. order: whether the two parts of a text were swapped (Lan et al., 1909.11942).
     next: whether the second part comes from another document (Devlin et al., 1810.04805). none: samples have one part
     and the model has no sentence head."""
-    short_sequence_probability: float = 0.1
+    short_sequence_probability: Fraction = 0.1
     """Fraction of samples that are made shorter than sequence_length, at random, down to two tokens."""
-    mask_probability: float = 0.15
+    mask_probability: Annotated[float, Bound(above=0, below=1)] = 0.15
     """Fraction of a sample's tokens that are masked and predicted."""
     whole_words: bool = True
     """Mask either all pieces of a word or none of them."""
-    max_ngram: int = 3
+    max_ngram: PositiveInt = 3
     """Maximum number of consecutive words that are masked together; 1 masks each word independently."""
     ngram_lengths: Literal["inverse", "geometric"] = "inverse"
     """Distribution of the number n of words that are masked together. inverse: proportional to 1/n, and each token is
@@ -76,31 +78,13 @@ class BertDataConfig(DataConfig):
         """Maximum number of masked tokens in a sample."""
         return masking_budget(self.mask_probability, self.sequence_length)
 
-    def sample_problems(self) -> list[str]:
-        """Return one message for each rule that the fields break."""
-        found = []
-        shortest = SPECIAL_TOKENS + 2
-        if self.sequence_length < shortest:
-            found.append(
-                f"data.sequence_length is {self.sequence_length}; a sentence pair with [CLS] and [SEP] needs at least "
-                f"{shortest}"
-            )
-        if not 0 < self.mask_probability < 1:
-            found.append(f"data.mask_probability is {self.mask_probability}; it must be above 0 and below 1")
-        if not 0 <= self.short_sequence_probability <= 1:
-            found.append(
-                f"data.short_sequence_probability is {self.short_sequence_probability}; it must be at least 0 and at "
-                "most 1"
-            )
-        if self.max_ngram < 1:
-            found.append(f"data.max_ngram is {self.max_ngram}; it must be at least 1")
-        found += [
+    def problems(self) -> list[str]:
+        return super().problems() + [
             f"data.{each.name} is {getattr(self, each.name)!r}; it is an option for GPT samples and has no "
             "effect on sentence pairs: leave it out"
             for each in fields(DataConfig)
             if each.name not in SHARED_DATA_FIELDS and getattr(self, each.name) != getattr(DataConfig(), each.name)
         ]
-        return found
 
 
 def masking_budget(probability: float, length: int) -> int:
@@ -118,7 +102,7 @@ class BertPretrainConfig(PretrainConfig):
     data: BertDataConfig = field(default_factory=BertDataConfig)
 
     def problems(self) -> list[str]:
-        found = super().problems() + self.data.sample_problems()
+        found = super().problems()
         if self.model.sentence_head != (self.data.pairs != "none"):
             found.append(
                 f"model.sentence_head is {self.model.sentence_head} and data.pairs is {self.data.pairs!r}; the head "

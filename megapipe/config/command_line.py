@@ -1,13 +1,19 @@
-"""Shared parts of command-line tools: parsers with one-line errors, argument types and exit statuses."""
+"""Shared parts of command-line tools: parsers with one-line errors, argument types, exit statuses, numbers as people
+read them, and the progress bar of slow commands."""
 
 import argparse
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
 
@@ -98,11 +104,11 @@ def positive(text: str) -> int:
     return number
 
 
-def exit_status(run: Callable[[], int], is_for_user: Callable[[ValueError], bool], interrupted: str) -> int:
+def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception], bool], interrupted: str = "") -> int:
     """Run a tool that reads and writes files, and report its errors on stderr.
 
     Args:
-        run: returns the exit status if there is no error.
+        run: returns the exit status after success, None for 0.
         is_for_user: whether an error is a message for the user; any other error is a bug and is raised.
         interrupted: message after Ctrl-C, about what remains on disk.
 
@@ -110,17 +116,160 @@ def exit_status(run: Callable[[], int], is_for_user: Callable[[ValueError], bool
         The status that `run` returns, 2 for unusable input and refused system calls, 130 after Ctrl-C.
     """
     try:
-        return run()
-    except ValueError as error:
-        if not is_for_user(error):
-            raise
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return run() or 0
     except OSError as error:
         # Writing to a full disk fails without a file name.
         print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted; {interrupted}", file=sys.stderr)
+        print(f"interrupted{interrupted and f'; {interrupted}'}", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not is_for_user(error):
+            raise
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+
+
+HOUR = 3600.0
+DAY = 86400.0
+
+
+def bytes_text(count: float) -> str:
+    """`18.3 GB`, in powers of 1000 as memory is sold."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def count_text(count: float) -> str:
+    """`20.3B`, `124M`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
+    return f"{count:,.0f}"
+
+
+def seconds_text(seconds: float) -> str:
+    """`2.31 s`, `41.0 ms`, `180 us`: three figures."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+    return "0" if seconds == 0 else f"{seconds * 1e6:.2g} us"
+
+
+def duration_text(seconds: float) -> str:
+    """`34.0 days`, `2.5 hours`, `41 minutes`, or seconds."""
+    for unit, size in (("days", DAY), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return seconds_text(seconds)
+
+
+SHOWN_AFTER = 2.0
+"""Seconds before the bar appears, so that quick commands show nothing."""
+LOG_EVERY = 10.0
+"""Seconds between progress lines where standard error is not a terminal."""
+
+
+class HasBytes(Protocol):
+    """An item whose work is proportional to its size."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=HasBytes)
+Report = Callable[[float], None]
+"""Receives the fraction of the work that is done, from 0 to 1."""
+
+
+class ProgressBar:
+    """A bar with the time left, on a terminal; it disappears when it is closed.
+
+    Args:
+        task: the work, such as "generating".
+        total: amount of work.
+        unit: unit of the amount: "bytes", any other plural, or empty for a fraction, which is shown in percent.
+        log: where standard error is not a terminal, print a line every `LOG_EVERY` seconds instead of nothing.
+    """
+
+    def __init__(self, task: str, total: float = 1.0, unit: str = "", *, log: bool = False) -> None:
+        self._task, self._total, self._unit, self._log = task, total, unit, log
+        self._terminal = sys.stderr.isatty()
+        self._done = 0.0
+        self._start = time.monotonic()
+        self._next = SHOWN_AFTER if self._terminal else LOG_EVERY
+        self._bar: Progress | None = None
+
+    def advance(self, amount: float) -> None:
+        """Count a further amount of work as done."""
+        self.update(self._done + amount)
+
+    def update(self, done: float) -> None:
+        """Set the amount of work that is done so far."""
+        self._done = done
+        elapsed = time.monotonic() - self._start
+        if elapsed < self._next:
+            return
+        if self._terminal:
+            self._draw(elapsed)
+        elif self._log:
+            print(f"{self._task}: {self._amount(elapsed)}", file=sys.stderr, flush=True)
+            self._next = elapsed + LOG_EVERY
+
+    def close(self) -> None:
+        """Remove the bar from the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _draw(self, elapsed: float) -> None:
+        if self._bar is None:
+            # Imported here because the import takes longer than a quick command.
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = ("{task.description}", BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task(self._task, total=self._total, amount="")
+            self._bar.start()
+        (task,) = self._bar.task_ids
+        self._bar.update(task, completed=self._done, amount=self._amount(elapsed))
+
+    def _amount(self, elapsed: float) -> str:
+        done, total, unit = self._done, self._total, self._unit
+        if not unit:
+            return f"{done / total:.0%}"
+        if unit == "bytes":
+            return f"{done / 1e9:,.1f} of {total / 1e9:,.1f} GB"
+        return f"{done:,.0f} of {total:,.0f} {unit}, {done / elapsed:,.1f} {unit}/s"
+
+
+@contextmanager
+def progress_bar(task: str) -> Iterator[Report]:
+    """Within the block, calls of the yielded function update a bar."""
+    bar = ProgressBar(task)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+@contextmanager
+def tracked(items: Sequence[Item], task: str) -> Iterator[Iterator[Item]]:
+    """Within the block, yield an iterator over items that counts each as done once the next one is requested."""
+    bar = ProgressBar(task, sum(item.num_bytes for item in items), "bytes")
+
+    def count() -> Iterator[Item]:
+        for item in items:
+            yield item
+            bar.advance(item.num_bytes)
+
+    try:
+        yield count()
+    finally:
+        bar.close()

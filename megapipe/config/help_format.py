@@ -1,22 +1,83 @@
-"""The format of `--help`: `--model.num_layers N  Number of transformer blocks. (default: 12)`.
+"""The format of `--help`: `--model.num_layers N  Number of transformer blocks. (default: 12)`; and the configuration
+files that are part of the package, by name: `--config quickstart`, `--model llama3_8b`.
 
 `--help` shows the options of COMMON and the program's own flags, `--help-all` shows all options.
 """
 
 import argparse
 import copy
+import difflib
 import json
+import os
+import re
 import sys
 from argparse import SUPPRESS, Action
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from megapipe.config.command_line import ProseFormatter, natural, positive
-from megapipe.config.packaged_files import packaged_files
+from megapipe.config.command_line import ProseFormatter
+from megapipe.config.errors import ConfigError
+from megapipe.config.field_types import base_of, rule_of
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+_FOLDERS = {"config": ("", "parallel", "recipes"), "model": ("models",)}
+"""Flags -> the folders of their files."""
+_NAMED_WITH_FOLDER = "recipes"
+"""The folder that is part of the names of its files, because some are called like the model that they train."""
+_NAME = re.compile(rf"({_NAMED_WITH_FOLDER}/)?[A-Za-z0-9][\w.-]*")
+
+
+def packaged_files(flag: str) -> dict[str, Path]:
+    """Return the packaged files for a flag such as `model`, by name; empty if the flag has none."""
+    files = [file for folder in _FOLDERS.get(flag, ()) for file in (FOLDER / folder).glob("*.yaml")]
+    names = {file: file.stem for file in files}
+    names |= {file: f"{_NAMED_WITH_FOLDER}/{file.stem}" for file in files if file.parent.name == _NAMED_WITH_FOLDER}
+    return {names[file]: file for file in sorted(files, key=names.__getitem__)}
+
+
+def with_packaged_files(words: Sequence[str]) -> list[str]:
+    """Replace the names of packaged files in a command line by their paths. Files of the user come first.
+
+    Raises:
+        ConfigError: neither a file nor a packaged file has the name.
+    """
+    replaced = list(words)
+    for place, word in enumerate(words):
+        flag, has_value, value = word.partition("=")
+        name = flag.removeprefix("--")
+        if name == flag or not (files := packaged_files(name)):
+            continue
+        if has_value:
+            replaced[place] = f"{flag}={_path_of(flag, value, files)}"
+        elif place + 1 < len(words):
+            replaced[place + 1] = _path_of(flag, words[place + 1], files)
+    return replaced
+
+
+def _path_of(flag: str, value: str, files: Mapping[str, Path]) -> str:
+    if os.path.isfile(value) or not _NAME.fullmatch(value) or value.endswith((".yaml", ".yml")):
+        return value
+    if value in files:
+        return str(files[value])
+    if os.path.exists(value):  # a folder; the parser says so
+        return value
+    near = difflib.get_close_matches(value, files, n=3, cutoff=0.5)
+    names = f"did you mean {' or '.join(near)}?" if near else f"the packaged ones are {', '.join(files)}"
+    raise ConfigError(
+        f"{flag} {value}: the file does not exist, and no packaged file for {flag} has this name; "
+        f"{other_flag(value) or names}"
+    )
+
+
+def other_flag(name: str) -> str | None:
+    """Return the advice to use the flag whose packaged file has a name, or None."""
+    flag = next((flag for flag in _FOLDERS if name in packaged_files(flag)), None)
+    return flag and f"pass the packaged file of this name as --{flag} {name}"
+
 
 COMMON = {
     "options": ("help", "help_all", "config", "print_config"),
@@ -37,30 +98,23 @@ COMMON = {
 """The options that most runs use, by heading. `--help` shows these; a program's own flags join the first heading."""
 
 _PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", NoneType: "null", dict: "MAPPING", list: "LIST"}
-_IN_WORDS = {
-    int: "a whole number",
-    natural: "a whole number of at least 0",
-    positive: "a whole number of at least 1",
-    float: "a number",
-    bool: "true or false",
-    NoneType: "null",
-}
 _GROUP_HELP = "Path to a configuration file."  # jsonargparse's help of every group
 _MANY = 8
 """Number of packaged files from which `--help` shows only two of them."""
 
 
 class FieldHelpFormatter(ProseFormatter, DefaultHelpFormatter):
-    """Show types as placeholders after the flag, and defaults as YAML writes them."""
+    """Show types as placeholders after the flag, then the bounds of numbers, and defaults as YAML writes them."""
 
     def _get_help_string(self, action: Action) -> str:
         text = action.help or ""
         if action.required:
             return f"{text} (required)"
+        facts = [rule_of(type_of(action))]
         has_default = action.option_strings and action.nargs != 0 and action.default not in (SUPPRESS, None)
-        if not has_default or "(default" in text:
-            return text
-        return f"{text} (default: {as_yaml(action.default)})"
+        if has_default and "(default" not in text:
+            facts.append(f"default: {as_yaml(action.default)}")
+        return f"{text} ({'; '.join(filter(None, facts))})" if any(facts) else text
 
     def _get_default_metavar_for_optional(self, action: Action) -> str:
         return _placeholder(type_of(action))
@@ -134,35 +188,13 @@ def type_of(action: Action) -> Any:
     return getattr(action, "_typehint", action.type)
 
 
-def in_words(hint: Any) -> str:
-    """Return the values of a type in words, such as `a whole number, or null` for `int | None`."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        *others, last = [in_words(each).removeprefix("one of ") for each in arguments]
-        return f"{', '.join(others)}, or {last}"
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin is tuple:
-        return f"a list of {len(arguments)} {_several(arguments[0])}"
-    if origin is dict:
-        return f"a mapping of names to {_several(arguments[1])}"
-    return f"a list of {_several(arguments[0])}" if origin is list else _IN_WORDS.get(hint, "text")
-
-
-def _several(hint: Any) -> str:
-    if get_origin(hint) is list:
-        return f"lists of {_several(get_args(hint)[0])}"
-    if get_origin(hint) is Literal:
-        return f"any of {', '.join(map(str, get_args(hint)))}"
-    return {int: "whole numbers", float: "numbers"}.get(hint, "names")
-
-
 def _placeholder(hint: Any) -> str:
     """Return the placeholder after a flag of this type, such as `N|null` for `int | None`."""
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
         return "|".join(map(_placeholder, get_args(hint)))
+    hint = base_of(hint)
     return _PLACEHOLDERS.get(get_origin(hint) or hint, "VALUE")
 
 

@@ -1,28 +1,47 @@
-"""Load a PretrainConfig from YAML files and command-line overrides.
+"""Load a PretrainConfig from YAML files and command-line overrides, and other dataclasses from YAML files.
 
 `--config FILE` reads a whole configuration, `--model FILE` the content of one group, `--parallel.tensor 2` one field;
 later ones win. FILE may also be the name of a packaged file, such as quickstart or llama3_8b. `--print_config` prints
 the result as YAML. Hyphens in flags are read as underscores.
 `parse_given` also returns which fields were set, in a file or as flags, and the values of a program's own flags.
+`kind_of` distinguishes a BERT's command line from a GPT's. Messages of jsonargparse, which name Python classes, are
+replaced by messages of one line.
+
+`read_dataclass` reads a YAML file that holds one dataclass, such as a hardware file: a mapping becomes a dataclass, a
+list of mappings a tuple of dataclasses, and jsonargparse parses every other value by the type of its field. All
+problems of such a file are reported together, each with its line. Dataclasses that have rules about several fields at
+once have a method `broken_rules`, which yields (field, problem).
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from argparse import Action
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any, Generic, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
 
-from megapipe.config.errors import ConfigError
-from megapipe.config.help_format import FieldHelpFormatter, HelpAll, common_groups, describe_library_options
+from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
+from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.field_types import bound_problems, in_words, outside, type_hints
+from megapipe.config.help_format import (
+    FieldHelpFormatter,
+    HelpAll,
+    common_groups,
+    describe_library_options,
+    other_flag,
+    type_of,
+    with_packaged_files,
+)
+from megapipe.config.model import ModelConfig
 from megapipe.config.other_names import hint
-from megapipe.config.packaged_files import with_packaged_files
-from megapipe.config.parser_errors import UNNAMED_FILE, in_words
-from megapipe.config.run import PretrainConfig
-from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, decode_yaml
+from megapipe.config.run import DataConfig, PretrainConfig
+from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, compose_yaml, decode_yaml
 
 INIT_FROM_HELP = (
     "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."
@@ -30,6 +49,21 @@ INIT_FROM_HELP = (
 
 Config = TypeVar("Config", bound=PretrainConfig)
 
+_WRONG_VALUE = re.compile(
+    r'Parser key "(?P<key>[^"]+)":\s+(?:Expected an? .+?\. Got|Does not validate against any of.+\n\s*Given) value: '
+    r"(?P<value>.*)",
+    re.S,
+)
+_UNREAD_GROUP = re.compile(r'Parser key "(?P<key>[^"]+)": Unable to load config "(?P<file>[^"]+)"')
+_UNREADABLE = re.compile(
+    r"Parser key \"(?P<key>[^\"]+)\":\s+Unable to load config '(?P<file>[^']+)'\s+- (?P<why>.*)", re.S
+)
+_NO_FILE = re.compile(r"Parser key \"(?P<key>[^\"]+)\": (?:File does not exist|Path is not a file): '(?P<file>[^']+)'")
+_NO_VALUE = re.compile(r"argument (?P<flag>--\S+): expected one argument")
+_NO_MAPPING = re.compile(r"Unexpected config:")
+_FROM_FILE = re.compile(r"Unable to load config '(?P<file>[^']+)'")
+UNNAMED_FILE = "a file of --config"
+"""Placeholder in a message for the file name, which the caller knows and fills in."""
 _UNKNOWN_KEY = re.compile(
     r"unrecognized arguments: (?P<flag>.+)"
     r"|Group '(?P<group>[^']+)' does not accept option '(?P<inner>[^']+)'"
@@ -37,7 +71,7 @@ _UNKNOWN_KEY = re.compile(
 )
 
 
-class _Parser(ArgumentParser):
+class FieldParser(ArgumentParser):
     """ArgumentParser whose errors are one ConfigError, with the nearest known name for an unknown one.
 
     Its help has only the common options; `format_all` returns the help with all of them.
@@ -83,7 +117,8 @@ class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = _UNKNOWN_KEY.search(message)
         if match is None:
-            raise ConfigError(in_words(message)) from ex
+            hints = {action.dest: type_of(action) for action in self._actions}
+            raise ConfigError(_one_line(message, hints)) from ex
         known = [action.dest for action in self._actions if action.dest]
         if match["key"] is not None:
             raise ConfigError(_misplaced(match["key"], known) or _unknown(match["key"], known)) from ex
@@ -124,7 +159,7 @@ def build_parser(
     """Return a parser with every field of a kind of run. documented: with the docstrings of fields as help."""
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     set_loader("yaml", decode_yaml, exceptions=(yaml.YAMLError,))
-    parser = _Parser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
+    parser = FieldParser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
     parser.config_groups = frozenset(each.name for each in fields(kind))
     everything = parser.add_argument("--help_all", action=HelpAll, help="show all options and exit")
     everything.option_strings = ["--help-all"]  # as help prints it; `underscored` lets users write both
@@ -135,7 +170,22 @@ def build_parser(
         parser.add_class_arguments(group.default_factory, group.name)
     parser.add_argument("--init_from", metavar="FOLDER", type=str, default="", help=INIT_FROM_HELP)
     describe_library_options(parser)
+    _drop_help_of_values(parser)
     return parser
+
+
+def _drop_help_of_values(parser: ArgumentParser) -> None:
+    """Remove the options --FIELD.help that jsonargparse adds for fields whose values are dataclasses: the help of the
+    field itself names what these may set."""
+    for group in parser._action_groups:
+        group._group_actions[:] = [each for each in group._group_actions if not _is_help_of_values(each)]
+    parser._actions[:] = [each for each in parser._actions if not _is_help_of_values(each)]
+    for name in [name for name, each in parser._option_string_actions.items() if _is_help_of_values(each)]:
+        del parser._option_string_actions[name]
+
+
+def _is_help_of_values(action: Action) -> bool:
+    return any(option.endswith(".help") for option in action.option_strings)
 
 
 def underscored(arguments: Sequence[str]) -> list[str]:
@@ -143,17 +193,29 @@ def underscored(arguments: Sequence[str]) -> list[str]:
     return [re.sub(r"^--[^=]+", lambda match: "--" + match[0][2:].replace("-", "_"), each) for each in arguments]
 
 
-def parse(arguments: Sequence[str], description: str = "") -> PretrainConfig:
-    """Parse command-line arguments into a PretrainConfig; see `parse_as`."""
-    return parse_as(PretrainConfig, arguments, description)
+def parse(arguments: Sequence[str]) -> PretrainConfig:
+    """Parse command-line arguments into a PretrainConfig; see `parse_as`.
 
-
-def parse_as(kind: type[Config], arguments: Sequence[str], description: str = "") -> Config:
-    """Parse command-line arguments into a run of a kind; fields are typed but rules between them are not checked yet.
-
-    Raises ConfigError on unknown keys, wrong types, unreadable files and duplicate keys.
+    Example:
+        >>> from megapipe import parse
+        >>> parse(["--model.num_layers", "2"]).model.num_layers
+        2
     """
-    return parse_given(build_parser(description, kind), kind, arguments).config
+    return parse_as(PretrainConfig, arguments)
+
+
+def parse_as(kind: type[Config], arguments: Sequence[str]) -> Config:
+    """Parse command-line arguments into a run of a kind; fields have their types, rules between them are not checked.
+
+    Raises ConfigError on unknown keys, wrong types, numbers outside their bounds, unreadable files and duplicate keys.
+    """
+    return parse_given(_plain_parser(kind.kind), kind, arguments).config
+
+
+@cache
+def _plain_parser(kind: str) -> ArgumentParser:
+    """Return the parser of a kind without flags of a program. Making one takes several times as long as parsing."""
+    return build_parser("", KINDS[kind])
 
 
 @dataclass(frozen=True)
@@ -187,7 +249,10 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     except DECODING_ERRORS as error:  # jsonargparse fails like this on values that no field can have
         raise ConfigError(f"a value of this command line or of its files cannot be read: {error}") from error
     own = {name: values[name] for name in vars(namespace) if name not in groups}
-    return Given(kind(**{name: values[name] for name in groups}), _written(parser, words, groups), own)
+    config = kind(**{name: values[name] for name in groups})
+    if problems := bound_problems(config):
+        raise ConfigError(problems)
+    return Given(config, _written(parser, words, groups), own)
 
 
 def _check_file_sizes(words: Sequence[str], flags: set[str]) -> None:
@@ -210,3 +275,218 @@ def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> 
         for name, value in namespace.items()
         if name.partition(".")[0] in groups and not name.endswith("__path__") and value is not None
     )
+
+
+KINDS: dict[str, type[PretrainConfig]] = {each.kind: each for each in (PretrainConfig, BertPretrainConfig)}
+
+_BERT_FIELDS = {
+    f"{group}.{each.name}"
+    for group, bert, gpt in (("model", BertModelConfig, ModelConfig), ("data", BertDataConfig, DataConfig))
+    for each in fields(bert)
+    if each.name not in {other.name for other in fields(gpt)}
+}
+"""Fields that only BERT runs have, such as `data.pairs`."""
+
+
+def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
+    """Return BERT's kind if the flags or their files set a field that only BERT runs have, otherwise GPT's.
+
+    Wrong flags and unreadable files count as not set; the parser reports them.
+    """
+    try:
+        words = with_packaged_files(underscored(arguments))
+    except ConfigError:
+        return PretrainConfig
+    for word, following in pairwise([*words, ""]):
+        flag, _, value = word.removeprefix("--").partition("=")
+        is_file = flag in ("config", "model", "data")
+        if flag in _BERT_FIELDS or (is_file and _sets_bert_field(flag, value or following)):
+            return BertPretrainConfig
+    return PretrainConfig
+
+
+def _sets_bert_field(flag: str, file: str) -> bool:
+    try:
+        if not os.path.isfile(file) or os.path.getsize(file) > MAX_YAML_CHARACTERS:
+            return False
+        content = decode_yaml(Path(file).read_text(encoding="utf-8"))
+        groups = content if flag == "config" else {flag: content}
+        return any(
+            f"{group}.{name}" in _BERT_FIELDS for group in ("model", "data") for name in groups.get(group) or ()
+        )
+    except (OSError, yaml.YAMLError, *DECODING_ERRORS):
+        return False
+
+
+def _one_line(message: str, hints: Mapping[str, Any]) -> str:
+    """Return a message of jsonargparse as one line, such as `parallel.tensor is x, but must be a whole number`.
+
+    Messages of an unknown kind keep their words. hints: types of the parser's options by name.
+    """
+    return " ".join(_reworded(message, hints).split())
+
+
+def _reworded(message: str, hints: Mapping[str, Any]) -> str:
+    wrong = _WRONG_VALUE.search(message)
+    if wrong is not None and wrong["key"] in hints:
+        file = _FROM_FILE.search(message)
+        where = f"{file['file']}: " if file is not None else ""
+        value = wrong["value"].strip()
+        return f"{where}{_name(wrong['key'])} is {value or repr(value)}, but must be {in_words(hints[wrong['key']])}"
+    unreadable = _NO_FILE.search(message) or _UNREAD_GROUP.search(message)
+    if unreadable is not None:
+        key, path = unreadable["key"], Path(unreadable["file"])
+        single = "" if key == "config" else f"; to set a single field, write --{key}.FIELD VALUE"
+        return f"--{key} {unreadable['file']}: {_why_unreadable(path)}{single}"
+    if (no_value := _NO_VALUE.search(message)) is not None:
+        return f"{no_value['flag']} needs a value"
+    if _NO_MAPPING.search(message) is not None:
+        return f"{UNNAMED_FILE} is not a mapping: write `key: value` lines"
+    group = _UNREADABLE.search(message)
+    if group is not None:
+        return f"--{group['key']} {group['file']} is not valid YAML: {group['why']}"
+    return message.replace("Problems parsing config:", f"{UNNAMED_FILE} is not valid YAML:").strip()
+
+
+def _name(key: str) -> str:
+    """Return a field's name as it is, and a program's own flag with its hyphens."""
+    return key if "." in key else f"--{key}"
+
+
+def _why_unreadable(file: Path) -> str:
+    if file.is_dir():
+        return "is a folder; choose a YAML file"
+    if not file.exists():
+        return f"the file does not exist; {other_flag(str(file)) or 'choose an existing YAML file'}"
+    return "is not a mapping or is not readable: write `key: value` lines"
+
+
+Content = TypeVar("Content")
+_NUMBER = re.compile(r"\d+\.?\d*[eE][+-]?\d+|0")
+
+
+def read_dataclass(kind: type[Content], text: str, origin: str, max_characters: int) -> Content:
+    """Return the content of a YAML text.
+
+    Args:
+        kind: a dataclass.
+        text: of a file with at most `max_characters`.
+        origin: name of the file, for messages.
+
+    Raises:
+        ConfigError: all problems, as `machine.yaml:3: groups[0].num_nodes is 0, but must be at least 1`.
+    """
+    try:
+        root = compose_yaml(text, max_characters)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin} is not readable YAML: {error}") from None
+    reader = _Reader(origin)
+    content: Content = reader.section(kind, root, "")
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return content
+
+
+def written_dataclass(content: Any, remark: str = "") -> str:
+    """Return YAML text that `read_dataclass` reads back, with numbers to six digits. remark: comments at the top."""
+    head = "".join(f"# {line}".rstrip() + "\n" for line in remark.splitlines())
+    return head + yaml.safe_dump(_plain(asdict(content)), sort_keys=False, width=119, default_flow_style=None)
+
+
+def _plain(value: Any) -> Any:
+    """Return lists for tuples, and six digits of numbers, without null values and empty lists."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items() if each is not None and each != ()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+class _Reader:
+    """Reads the nodes of a file, and collects problems. The value of a node with a problem is None."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.problems: list[str] = []
+
+    def tell(self, node: yaml.Node | None, place: str, problem: str) -> None:
+        line = f":{node.start_mark.line + 1}" if node is not None else ""
+        self.problems.append(f"{self.origin}{line}: {place or 'the file'} {problem}")
+
+    def section(self, kind: Any, node: yaml.Node | None, place: str) -> Any:
+        """Return a dataclass from a mapping."""
+        if not isinstance(node, yaml.MappingNode):
+            return self.tell(node, place, "is not a mapping: write `key: value` lines")
+        before, prefix = len(self.problems), f"{place}." if place else ""
+        nodes = dict(self._fields(kind, node, place))
+        hints = type_hints(kind)
+        values = {name: self.value(hints[name], each, f"{prefix}{name}") for name, each in nodes.items()}
+        for each in fields(kind):
+            if each.default is MISSING and each.default_factory is MISSING and each.name not in nodes:
+                self.tell(node, f"{prefix}{each.name}", "is missing; add it")
+        if len(self.problems) > before:
+            return None
+        content = kind(**values)
+        for name, problem in _broken_rules(content):
+            self.tell(nodes.get(re.split(r"[.\[]", name)[0], node), f"{prefix}{name}", problem)
+        return content
+
+    def _fields(self, kind: Any, node: yaml.MappingNode, place: str) -> Iterator[tuple[str, yaml.Node]]:
+        known, found = tuple(type_hints(kind)), set()
+        for key, value in node.value:
+            name = f"{place}.{key.value}" if place else key.value
+            if not isinstance(key, yaml.ScalarNode):
+                self.tell(key, place, "has a list or mapping as a key: write a name")
+            elif key.value not in known:
+                hint = nearest(key.value, known)
+                self.tell(key, name, f"is an unknown key{hint} (known here: {', '.join(known)})")
+            elif key.value in found:
+                self.tell(key, name, "appears twice in one mapping; keep one of them")
+            else:
+                found.add(key.value)
+                yield key.value, value
+
+    def value(self, hint: Any, node: yaml.Node, place: str) -> Any:
+        """Return a value of a field's type."""
+        inner = next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)
+        if inner is not None and type(None) not in get_args(hint) and inner is not hint:
+            if not isinstance(node, yaml.SequenceNode) or not node.value:
+                return self.tell(node, place, "is not a list: write one or more `- ` items")
+            return tuple(self.section(inner, each, f"{place}[{index}]") for index, each in enumerate(node.value))
+        if inner is not None:
+            return self.section(inner, node, place)
+        try:
+            value = _parser(hint).parse_object({"value": _text_of(node)})["value"]
+        except ConfigError:
+            written = (node.value or "empty") if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+            near = nearest(written, get_args(hint)) if get_origin(hint) is Literal else ""
+            return self.tell(node, place, f"is {written}, but must be {in_words(hint)}{near}")
+        if value == "":
+            return self.tell(node, place, "is empty: write a name")
+        for where, number, rule in outside(hint, value, place):
+            self.tell(node, where, f"is {number:g}, but must be {rule}")
+        return value
+
+
+def _broken_rules(content: Any) -> Iterator[tuple[str, str]]:
+    rules = getattr(content, "broken_rules", None)
+    return iter(()) if rules is None else rules()
+
+
+def _text_of(node: yaml.Node) -> Any:
+    """Return the texts of scalars, in lists and mappings; types decide what they are.
+
+    Numbers in lists are converted here, because a link matrix has a million of them.
+    """
+    if isinstance(node, yaml.SequenceNode):
+        return [float(each.value) if _NUMBER.fullmatch(str(each.value)) else _text_of(each) for each in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _text_of(value) for key, value in node.value}
+    return node.value
+
+
+@cache
+def _parser(hint: Any) -> FieldParser:
+    parser = FieldParser()
+    parser.add_argument("--value", type=hint)
+    return parser

@@ -8,6 +8,10 @@ import itertools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megapipe.config.parallel import ParallelConfig
 
 DIMENSIONS = ("data", "pipeline", "context", "tensor")
 """Dimension names, slowest first."""
@@ -33,11 +37,17 @@ class MeshShape:
                 raise ValueError(f"mesh dimension {name} has size {size}; it must be at least 1")
         self.sizes = MappingProxyType({name: sizes.get(name, 1) for name in DIMENSIONS})
 
+    @classmethod
+    def of(cls, parallel: "ParallelConfig") -> "MeshShape":
+        """Return the shape that a configuration sets; an open parallel.data counts as 1."""
+        return cls({name: getattr(parallel, name) or 1 for name in DIMENSIONS})
+
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in all."""
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -1,7 +1,17 @@
 """The shape of a transformer language model: GPT-2/3 and Llama, Mistral, Qwen shapes from one set of fields."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
+
+from megapipe.config.field_types import (
+    NaturalFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Size,
+    TokenCount,
+    bound_problems,
+)
 
 
 @dataclass(frozen=True)
@@ -33,14 +43,6 @@ ACTIVATIONS = {
     "swiglu": ActivationKind("swiglu", gated=True),
 }
 NORMS = {"layer_norm": NormKind("layer_norm", centred=True), "rms_norm": NormKind("rms_norm", centred=False)}
-LARGEST = {
-    **dict.fromkeys(("vocabulary_size", "max_positions", "sliding_window"), 1 << 30),
-    **dict.fromkeys(
-        ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_hidden_size", "num_experts"),
-        1 << 20,
-    ),
-}
-"""Upper limits of sizes. With them, the number of elements of every parameter fits in 64 bits."""
 
 
 @dataclass(kw_only=True)
@@ -50,13 +52,13 @@ class RopeScaling:
     kind: Literal["none", "linear", "llama3"] = "none"
     """Kind of stretching. none: no stretching. linear: divide every frequency by `factor`. llama3: divide only the
     frequencies of long wavelengths (Llama 3.1)."""
-    factor: float = 1.0
+    factor: PositiveFloat = 1.0
     """Ratio of the new context length to the original one."""
-    low_frequency_factor: float = 1.0
+    low_frequency_factor: PositiveFloat = 1.0
     """Only for llama3: wavelengths above original_length / low_frequency_factor are stretched fully."""
-    high_frequency_factor: float = 4.0
+    high_frequency_factor: PositiveFloat = 4.0
     """Only for llama3: wavelengths below original_length / high_frequency_factor are not stretched."""
-    original_length: int = 8192
+    original_length: PositiveInt = 8192
     """Only for llama3: context length in tokens for which the frequencies were chosen."""
 
 
@@ -64,47 +66,49 @@ class RopeScaling:
 class ModelConfig:
     """Shape of the model."""
 
-    vocabulary_size: int = 50257
+    kind: ClassVar[str] = "gpt"
+    """Kind of model, as in --kind."""
+    vocabulary_size: TokenCount = 50257
     """Number of token ids; at least the tokenizer's. Padding for tensor parallelism is added automatically."""
-    num_layers: int = 12
+    num_layers: Size = 12
     """Number of transformer blocks."""
-    hidden_size: int = 768
+    hidden_size: Size = 768
     """Width of the residual stream."""
-    num_heads: int = 12
+    num_heads: Size = 12
     """Number of attention heads (query heads)."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Size | None = None
     """Number of key and value heads, for grouped-query attention; null means num_heads."""
-    head_size: int | None = None
+    head_size: Size | None = None
     """Channels per attention head; null means hidden_size / num_heads."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
     swiglu."""
-    num_experts: int | None = None
+    num_experts: Size | None = None
     """Number of expert MLPs in every block (mixture of experts); null means one ordinary MLP."""
-    experts_per_token: int = 2
+    experts_per_token: PositiveInt = 2
     """Number of experts that process each token. No token is ever dropped."""
     normalize_expert_shares: bool = True
     """How the results of a token's experts are weighted. true: by a softmax over the scores of the chosen experts
     (Mixtral). false: by a softmax over the scores of all experts (Switch)."""
-    expert_balance_rate: float = 0.001
+    expert_balance_rate: NaturalFloat = 0.001
     """Step size of the biases that balance the experts: after each step, an expert's bias falls if it received more
     than its share of the tokens and rises if it received less. The bias affects only which experts are chosen. 0 turns
     balancing off."""
     expert_bias: Literal["shares", "scores"] = "shares"
-    """What the biases that balance the experts are added to when a token's experts are chosen. shares: the softmax
+    """Values that the balancing biases are added to when a token's experts are chosen. shares: the softmax
     over the scores of all experts (Wang et al. 2024). scores: the scores themselves, as in version 0.1."""
-    max_positions: int = 1024
+    max_positions: TokenCount = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
     normalization: Literal["layer_norm", "rms_norm"] = "layer_norm"
     """Normalization before attention, before the MLP and before the output head."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu: gated,
     with a first matrix of twice the width, as in Llama."""
     positions: Literal["learned", "rotary", "none"] = "learned"
     """Position encoding."""
-    rope_theta: float = 10000.0
+    rope_theta: PositiveFloat = 10000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How rotary position frequencies are stretched for long contexts."""
@@ -112,17 +116,17 @@ class ModelConfig:
     """Which linear layers have a bias: all (GPT-2), only query, key and value (Qwen2), or none (Llama)."""
     qk_norm: bool = False
     """Apply RMS normalization to queries and keys, per head, before the rotation (Qwen3)."""
-    sliding_window: int | None = None
+    sliding_window: TokenCount | None = None
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
     tie_embeddings: bool = True
     """Use the word embedding's matrix as the output head's matrix."""
-    embedding_dropout: float = 0.0
+    embedding_dropout: Probability = 0.0
     """Dropout probability after the sum of the embeddings."""
-    attention_dropout: float = 0.0
+    attention_dropout: Probability = 0.0
     """Dropout probability of attention weights. It needs the slower unfused attention."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: Probability = 0.0
     """Dropout probability of the outputs of attention and MLP, before they are added to the residual stream."""
-    init_std: float = 0.02
+    init_std: PositiveFloat = 0.02
     """Standard deviation of the initial matrices and embeddings."""
     scale_residual_init: bool = True
     """Divide the initial standard deviation of matrices that write to the residual stream by sqrt(2 x num_layers), as
@@ -171,26 +175,7 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break; empty if the model is valid."""
-        found = []
-        for name in ("vocabulary_size", "num_layers", "hidden_size", "num_heads", "max_positions"):
-            if getattr(self, name) < 1:
-                found.append(f"model.{name} is {getattr(self, name)}; it must be at least 1")
-        if found:
-            return found
-        for name in ("num_kv_heads", "head_size", "ffn_hidden_size", "num_experts", "sliding_window"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"model.{name} is {value}; it must be at least 1, or null for its default")
-        for name, largest in LARGEST.items():
-            value = getattr(self, name)
-            if value is not None and value > largest:
-                found.append(f"model.{name} is {value}; it must be at most {largest}")
-        for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                found.append(f"model.{name} is {getattr(self, name)}; it is a probability, at least 0 and below 1")
-        if found:
-            return found
-        return self._head_problems() + self._expert_problems() + self._path_problems()
+        return bound_problems(self, "model") or self._head_problems() + self._expert_problems() + self._path_problems()
 
     def _head_problems(self) -> list[str]:
         found = []
@@ -211,7 +196,7 @@ class ModelConfig:
     def _expert_problems(self) -> list[str]:
         if self.num_experts is None:
             return []
-        if not 1 <= self.experts_per_token <= self.num_experts:
+        if self.experts_per_token > self.num_experts:
             return [
                 f"model.experts_per_token is {self.experts_per_token}; it must be at least 1 and at most "
                 f"model.num_experts {self.num_experts}"
@@ -220,10 +205,6 @@ class ModelConfig:
             return [
                 "model.experts_per_token is 1 with model.normalize_expert_shares true: the weight of the only expert "
                 "would always be 1, and the router would learn nothing; set model.normalize_expert_shares false"
-            ]
-        if self.expert_balance_rate < 0:
-            return [
-                f"model.expert_balance_rate is {self.expert_balance_rate}; it must be at least 0, for example 0.001"
             ]
         return []
 
@@ -235,15 +216,9 @@ class ModelConfig:
                 "only unfused attention supports attention dropout: set model.attention to 'unfused' (or 'auto'), or "
                 "model.attention_dropout to 0"
             )
-        if self.norm_epsilon <= 0:
-            found.append(f"model.norm_epsilon is {self.norm_epsilon}; it must be above 0, for example 1e-5")
-        if self.init_std <= 0:
-            found.append(f"model.init_std is {self.init_std}; it must be above 0, for example 0.02")
         if self.rope_scaling.kind != "none" and self.positions != "rotary":
             found.append(
                 f"model.rope_scaling.kind is {self.rope_scaling.kind!r} but model.positions is {self.positions!r}; "
                 "set model.positions to 'rotary' or model.rope_scaling.kind to 'none'"
             )
-        if self.rope_scaling.factor <= 0:
-            found.append(f"model.rope_scaling.factor is {self.rope_scaling.factor}; it must be above 0")
         return found

@@ -1,9 +1,9 @@
 """Option names of other training programs, and the field that each one is here; only used to answer a wrong option.
 
-A target is a field, or a field and the value that the option stands for; after a semicolon, it says how values differ.
+A target is a field, or a field and the value that the option sets; after a semicolon, it says how values differ.
 Names that are spelled like a field here (`--weight-decay`, `--num-layers`) need no entry: `hint` searches the fields
 first. `WITHOUT_FIELD` has options that are no field here, and why. The tables of docs/migrate are made from both maps
-(`python -m tests.config.migration_tables`).
+(`make figures`).
 """
 
 from collections.abc import Collection
@@ -206,7 +206,7 @@ OTHER_NAMES = {
         "parallelism.enable_async_tensor_parallel": "parallel.sequence_chunks 2",
         "parallelism.pipeline_parallel_degree": "parallel.pipeline",
         "parallelism.pipeline_parallel_schedule": "schedule.name; such as 1f1b, interleaved_1f1b or zb_v",
-        "parallelism.pipeline_parallel_schedule_csv": "schedule.file; in another format",
+        "parallelism.pipeline_parallel_schedule_csv": "schedule.name; a file in another format",
         "parallelism.pipeline_parallel_microbatch_size": "batch.micro_size",
         "parallelism.pipeline_parallel_layers_per_stage": "schedule.chunks; layers / pipeline ranks / old value",
         "parallelism.module_fqns_per_model_part": "parallel.layers_per_stage; a list of numbers of layers",
@@ -356,7 +356,7 @@ def hint(name: str, known: Collection[str]) -> str:
 
 
 def split_target(target: str) -> tuple[str, str, str]:
-    """Return the field of a target, the value that the option stands for, and how values differ; may be empty."""
+    """Return the field of a target, the value that the option sets, and how values differ; may be empty."""
     option, _, remark = target.partition("; ")
     field, _, value = option.partition(" ")
     return field, value, remark

@@ -1,38 +1,192 @@
-"""How ranks are laid out and how they communicate."""
+"""How ranks share a run: the layout of ranks, what replicas shard (ZeRO), the pipeline schedule, and the choices of
+single layers that differ from the rest of a run.
 
-from dataclasses import dataclass
-from typing import Literal
+`parallel.layers` maps layers to a `LayerStrategy`. Every question about one layer is answered here, so that trainer,
+layout and planner agree.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from megapipe.config.field_types import Bound, PositiveFloat, PositiveInt, bound_problems
+
+if TYPE_CHECKING:
+    from megapipe.config.run import PretrainConfig
+
+
+_NAME = re.compile(r"embedding|head|blocks|blocks\.(?P<first>\d+)(-(?P<last>\d+))?")
+
+
+@dataclass(kw_only=True)
+class LayerStrategy:
+    """Choices of a layer that differ from the run; null means the same choice."""
+
+    zero: int | None = None
+    """ZeRO stage of the layer: from 1 to zero.stage."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Recomputation of a block, as recompute.method. selective recomputes recompute.parts."""
+    offload: bool | None = None
+    """Whether a block's activations move to host memory, with offload.activations blocks."""
+    fp8: bool | None = None
+    """Whether a block multiplies in fp8, with training.fp8."""
+
+
+SAME = LayerStrategy()
+"""A layer that does nothing differently."""
+
+
+def strategy_of(layers: Mapping[str, LayerStrategy], name: str) -> LayerStrategy:
+    """Return what a layer does differently.
+
+    A block's own name has precedence over a range of blocks, and a range over `blocks`; each gives only the fields
+    that it sets.
+
+    Args:
+        layers: `parallel.layers`.
+        name: of the layer, or of one of its parameters.
+    """
+    if not layers:
+        return SAME
+    kind, _, rest = name.partition(".")
+    block = rest.partition(".")[0]
+    ranges = [key for key in layers if kind == "blocks" and "-" in key and int(block) in _range(key)]
+    found: dict[str, Any] = {}
+    for key in (kind, *ranges, f"{kind}.{block}"):
+        if key in layers:
+            found |= {field: value for field, value in vars(layers[key]).items() if value is not None}
+    return LayerStrategy(**found)
+
+
+def _range(key: str) -> range:
+    first, last = key.removeprefix("blocks.").split("-")
+    return range(int(first), int(last) + 1)
+
+
+def zero_stage_of(config: "PretrainConfig", name: str) -> int:
+    """Return the ZeRO stage of a layer. name: of the layer, or of one of its parameters."""
+    own = strategy_of(config.parallel.layers, name).zero
+    return config.zero.stage if own is None else own
+
+
+def is_fp8(config: "PretrainConfig", block: int) -> bool:
+    """Return whether a block multiplies in fp8. block: index of the block in the model."""
+    training = config.training
+    if training.fp8 == "none":
+        return False
+    own = strategy_of(config.parallel.layers, f"blocks.{block}").fp8
+    chosen = training.fp8_first_kept <= block < config.model.num_layers - training.fp8_last_kept
+    return chosen if own is None else own
+
+
+def recompute_method(config: "PretrainConfig", name: str) -> str:
+    """Return what a layer recomputes, before `recompute.num_blocks` leaves some out: a value of recompute.method.
+
+    Layers other than blocks recompute nothing: an embedding saves next to nothing, and the backward of a head follows
+    its forward at once.
+    """
+    if not name.startswith("blocks"):
+        return "none"
+    own = strategy_of(config.parallel.layers, name).recompute
+    return config.recompute.method if own is None else own
+
+
+def strategy_problems(config: "PretrainConfig") -> list[str]:
+    """Return one message for each rule that `parallel.layers` breaks."""
+    problems, taken = [], dict[int, str]()
+    blocks = config.model.num_layers
+    for key, own in config.parallel.layers.items():
+        where = f"parallel.layers {key}"
+        match = _NAME.fullmatch(key)
+        if match is None:
+            problems.append(
+                f"parallel.layers names {key!r}, which is not a layer; use embedding, head, blocks, one block such as "
+                "blocks.0, or a range such as blocks.0-3"
+            )
+            continue
+        if match["first"] is not None:
+            first, last = int(match["first"]), int(match["last"] or match["first"])
+            if last >= blocks or first > last:
+                problems.append(
+                    f"parallel.layers names {key}, but model.num_layers is {blocks}: blocks are numbered from 0 to "
+                    f"{blocks - 1}, and a range starts with the smaller number"
+                )
+            elif match["last"] is not None:
+                double = next((taken[block] for block in range(first, last + 1) if block in taken), None)
+                if double is not None:
+                    problems.append(f"parallel.layers {double} and {key} overlap; give each block one range")
+                taken |= dict.fromkeys(range(first, last + 1), key)
+        problems += _own_problems(config, own, where, is_block=key.startswith("blocks"))
+    return problems
+
+
+def _own_problems(config: "PretrainConfig", own: LayerStrategy, where: str, *, is_block: bool) -> list[str]:
+    problems = []
+    if own.zero is not None and not 1 <= own.zero <= config.zero.stage:
+        problems.append(f"{where}: zero {own.zero} must be from 1 to zero.stage, which is {config.zero.stage}")
+    for name in ("recompute", "offload", "fp8"):
+        if getattr(own, name) is not None and not is_block:
+            problems.append(f"{where}: {name} is only for transformer blocks; leave it out")
+    if own.recompute is not None and config.recompute.method == "auto":
+        problems.append(
+            f"{where}: recompute {own.recompute} cannot be combined with recompute.method auto, which chooses for "
+            "all blocks; set recompute.method none, selective or full"
+        )
+    if own.recompute not in (None, "none") and config.offload.activations == "auto":
+        problems.append(
+            f"{where}: recompute {own.recompute} cannot be combined with offload.activations auto, which chooses by "
+            "itself what to recompute; set offload.activations none or blocks"
+        )
+    if own.recompute == "selective" and (config.training.compile or config.offload.activations != "none"):
+        problems.append(
+            f"{where}: recompute selective cannot be combined with training.compile or offload.activations; set "
+            "recompute full for these blocks"
+        )
+    if own.offload is not None and config.offload.activations != "blocks":
+        problems.append(
+            f"{where}: offload needs offload.activations blocks, and it is {config.offload.activations}; set it to "
+            "blocks, or leave offload out"
+        )
+    if own.fp8 is not None and config.training.fp8 == "none":
+        problems.append(f"{where}: fp8 needs training.fp8 tensorwise or rowwise; set it, or leave fp8 out")
+    return problems
 
 
 @dataclass(kw_only=True)
 class ParallelConfig:
     """Layout of the ranks: data x pipeline x context x tensor, with tensor ranks adjacent."""
 
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Number of ranks that split every matrix."""
-    pipeline: int = 1
+    pipeline: PositiveInt = 1
     """Number of pipeline ranks, which hold successive parts of the model."""
-    context: int = 1
+    context: PositiveInt = 1
     """Number of ranks that split the tokens of every sample."""
     context_attention: Literal["ring", "all_to_all"] = "ring"
     """How attention works across context ranks. ring: keys and values are passed around a ring. all_to_all (Ulysses):
     ranks exchange heads for tokens; the number of heads must be divisible."""
-    data: int | None = None
+    data: PositiveInt | None = None
     """Number of replicas, which split every batch; null means that data parallelism uses the remaining ranks."""
     sequence: bool = False
     """Split the tokens of every sample over the tensor ranks between the matrices too (sequence parallelism): less
     memory for the same communication volume."""
-    sequence_chunks: int = 1
+    sequence_chunks: PositiveInt = 1
     """With parallel.sequence: number of chunks in which tokens are gathered and scattered, so that the communication
     of one overlaps with the matrix product of another."""
-    layers_per_stage: list[int] | None = None
+    layers_per_stage: list[PositiveInt] | None = None
     """Number of layers in every pipeline stage, in order, where embedding and output head count as one layer each;
     null balances the stages by FLOPs."""
+    layers: dict[str, LayerStrategy] = field(default_factory=dict)
+    """Choices of some layers that differ from the rest, for example {embedding: {zero: 1}, blocks.0-3: {recompute:
+    full}}. Keys are embedding, head, blocks (all blocks), one block or a range of blocks; a block's own name has
+    precedence, then a range. Values may set zero, recompute, offload and fp8."""
     links: Literal["auto", "gloo", "shared_memory", "nccl"] = "auto"
     """Transport between pipeline stages. auto: nccl on GPUs, shared memory on the CPUs of one host, otherwise gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto uses a GPU if there is one."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: PositiveFloat = 600.0
     """Seconds that a rank waits for another one before it reports it and ends the job."""
 
     @property
@@ -43,8 +197,6 @@ class ParallelConfig:
     def sequence_problems(self, sequence_length: int) -> list[str]:
         """Return one message for each broken rule of sequence parallelism. sequence_length: tokens per sample."""
         chunks = self.sequence_chunks
-        if chunks < 1:
-            return [f"parallel.sequence_chunks is {chunks}; it must be at least 1"]
         if not self.sequence:
             if chunks == 1:
                 return []
@@ -58,7 +210,7 @@ class ParallelConfig:
                 "over tensor ranks: set parallel.tensor to 2 or more, or parallel.sequence to false"
             ]
         parts = self.context * self.tensor * chunks
-        if sequence_length % parts:
+        if parts > 0 and sequence_length % parts:
             factors = (("context", self.context), ("tensor", self.tensor), ("sequence_chunks", chunks))
             named = " x ".join(f"parallel.{name} {size}" for name, size in factors if size > 1)
             return [
@@ -66,3 +218,141 @@ class ParallelConfig:
                 f"use a multiple of {parts}, or set parallel.sequence to false"
             ]
         return []
+
+
+@dataclass(kw_only=True)
+class ZeroConfig:
+    """Sharding of weights, gradients and optimizer state over replicas (ZeRO, arXiv 1910.02054).
+
+    Example:
+        >>> from megapipe import ZeroConfig
+        >>> ZeroConfig(stage=3).num_shards(replicas=8)
+        8
+    """
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """State that is sharded over the replicas. 0: nothing. 1: optimizer state and master weights. 2: gradients too. 3:
+    weights too."""
+    weight_buffers: PositiveInt = 2
+    """For stage 3: number of layers whose full weights a rank may hold at once; 2 gathers one layer while
+    another is used."""
+    weight_memory: PositiveFloat | None = None
+    """For stage 3: GiB of full weights that a rank may hold at once, instead of a number of layers. Where layers have
+    different sizes, more small layers fit; the largest layer must fit. null means weight_buffers layers."""
+    gradient_buffers: PositiveInt = 2
+    """For stages 2 and 3: number of layers whose full gradients a rank may hold at once; 2 reduces one layer's
+    gradients while those of the next layer are computed."""
+    gradient_memory: PositiveFloat | None = None
+    """For stages 2 and 3: GiB of full fp32 gradients that a rank may hold at once, instead of a number of layers; the
+    largest layer must fit. null means gradient_buffers layers."""
+    shard_size: Annotated[int, Bound(2)] | None = None
+    """Number of replicas that share one copy of the state; further groups of replicas hold copies. null means that all
+    replicas share one copy."""
+    expert_shard_size: PositiveInt | None = None
+    """Number of replicas that share one copy of the experts' weights, gradients and optimizer state; the experts of a
+    block are then gathered, reduced and updated apart from its other weights. null means that they are sharded with
+    these."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are sent and summed over replicas. They are accumulated in fp32."""
+
+    def problems(self) -> list[str]:
+        """Return one message for each rule that the fields break."""
+        found = bound_problems(self, "zero")
+        plain = ZeroConfig()
+        for name, least in (
+            ("weight_buffers", 3),
+            ("weight_memory", 3),
+            ("gradient_buffers", 2),
+            ("gradient_memory", 2),
+            ("shard_size", 1),
+            ("expert_shard_size", 1),
+            ("reduce_dtype", 1),
+        ):
+            if self.stage < least and getattr(self, name) != getattr(plain, name):
+                found.append(
+                    f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does not use it; set "
+                    f"zero.stage to at least {least}, or leave zero.{name} out"
+                )
+        for what in ("weight", "gradient"):
+            memory, buffers = getattr(self, f"{what}_memory"), getattr(self, f"{what}_buffers")
+            if memory is not None and buffers != getattr(plain, f"{what}_buffers"):
+                found.append(
+                    f"zero.{what}_memory {memory} and zero.{what}_buffers {buffers} both limit the same; leave one of "
+                    "the two out"
+                )
+        return found
+
+    def replica_problems(self, replicas: int) -> list[str]:
+        """Return one message for each rule that the number of replicas of the weights, data x context, breaks."""
+        if self.stage and replicas == 1:
+            return [
+                f"zero.stage is {self.stage} but there is only one replica of the weights, so nothing can be sharded: "
+                "start more ranks, reduce parallel.pipeline or parallel.tensor, or set zero.stage 0"
+            ]
+        return [
+            f"zero.{name} {size} does not divide the {replicas} replicas of the weights; set it to a divisor of that "
+            f"number, or to null for {usual}"
+            for name, size, usual in (
+                ("shard_size", self.shard_size, "one copy over all replicas"),
+                ("expert_shard_size", self.expert_shard_size, "that of the other weights"),
+            )
+            if size is not None and replicas % size
+        ]
+
+    def num_shards(self, replicas: int, state_unit: str = "layer") -> int:
+        """Return the number of ranks that share one copy of the state; 1 if nothing is sharded.
+
+        state_unit: of a parameter, as in `ParameterSpec`.
+        """
+        if self.stage == 0:
+            return 1
+        if state_unit == "experts" and self.expert_shard_size is not None:
+            return self.expert_shard_size
+        return replicas if self.shard_size is None else self.shard_size
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Pipeline schedule: the order of forward and backward passes in a step."""
+
+    name: str = "1f1b"
+    """Name of a pipeline schedule, or the path of a schedule file (docs/schedules.md), such as ./mine.txt; `megapipe
+    schedule list` prints all names."""
+    chunks: PositiveInt | None = None
+    """Stages per rank, for schedules with several; null means the schedule's default."""
+    group_size: PositiveInt | None = None
+    """For interleaved_1f1b: consecutive micro-batches that pass through a chunk; null means the number of pipeline
+    ranks, or the larger group that is fastest if the ranks do not divide the micro-batches."""
+    two_bp: bool = False
+    """Split every backward of a schedule that has whole ones, and fill idle time with the weight halves (2BP)."""
+    max_pending: PositiveInt | None = None
+    """With two_bp: maximum number of weight halves that a rank may postpone; null means no limit."""
+    receive_ahead: PositiveInt = 1
+    """How many compute actions before its use a receive is posted."""
+    update: Literal["eager", "lazy"] | None = None
+    """For 2bw: when the optimizer steps. eager: right after the last backward of a batch. lazy: right before the new
+    weights are needed, which hides the gradient norm but needs a second gradient buffer. null means lazy."""
+    file: str = ""
+    """Schedule file; the same as its path in schedule.name, which is kept here."""
+
+    def __post_init__(self) -> None:
+        if is_schedule_file(self.name) and not self.file:
+            self.name, self.file = type(self).name, self.name
+
+    def problems(self) -> list[str]:
+        """Return one message for each option that cannot be combined with a schedule file."""
+        found = bound_problems(self, "schedule")
+        if not self.file:
+            return found
+        options = (each for each in fields(self) if each.name not in ("file", "receive_ahead"))
+        return found + [
+            f"schedule.{each.name} is {getattr(self, each.name)!r}, and the schedule is the file {self.file}, which "
+            f"defines it completely: leave schedule.{each.name} out, or name a schedule instead of the file"
+            for each in options
+            if getattr(self, each.name) != each.default
+        ]
+
+
+def is_schedule_file(name: str) -> bool:
+    """Return whether the name of a schedule is the path of a text file: it has a suffix or a folder."""
+    return Path(name).suffix != "" or len(Path(name).parts) > 1

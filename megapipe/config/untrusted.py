@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin
@@ -195,3 +195,14 @@ def _decoded(text: str, max_characters: int, decode: Callable[[], Any]) -> Any:
         raise yaml.YAMLError(_one_line(error)) from error
     except DECODING_ERRORS as error:  # a date in month 13, for example, or an integer with 6,000 digits
         raise yaml.YAMLError(f"a value cannot be read: {_one_line(error)}") from error
+
+
+def flat(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+    """Return the fields of nested groups by their dotted names; groups below MAX_DEPTH levels stay whole."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value and above.count(".") < MAX_DEPTH:
+            fields.update(flat(value, f"{above}{name}."))
+        else:
+            fields[f"{above}{name}"] = value
+    return fields

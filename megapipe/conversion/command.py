@@ -1,27 +1,155 @@
 """The command line of megapipe convert."""
 
 import argparse
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.config.command_line import exit_status, with_hyphens
-from megapipe.conversion.arguments import build_parser
-from megapipe.conversion.formats import FORMATS, format_of
-from megapipe.conversion.heap import return_large_blocks
-from megapipe.conversion.source import SourceOptions
-from megapipe.conversion.target import TargetOptions
+from megapipe.config.command_line import exit_status, finite, positive, tool_parser, with_hyphens
+from megapipe.conversion.formats import FORMATS, SHARD_BYTES, TargetOptions, format_of
 
 if TYPE_CHECKING:
-    from megapipe.conversion.contents import Contents
-    from megapipe.conversion.source import Source
+    from megapipe.conversion.formats import Contents, Source
+
+
+DESCRIPTION = """\
+Converts checkpoints between formats, and inspects, verifies, compares and averages them.
+
+Tensors are converted one at a time, so that a model of any size needs a few times the memory of its largest
+tensor. No code in a folder is run. The output appears whole or not at all, and never in a folder that exists.
+"""
+EXAMPLES = """\
+examples:
+  megapipe convert convert runs/quickstart --to hf exported
+  megapipe convert convert --from hf Qwen2-0.5B --to megapipe weights/qwen2 --precision bf16
+  megapipe convert inspect runs/quickstart --json
+  megapipe convert verify runs/quickstart/checkpoints/step-00000400
+  megapipe convert diff runs/quickstart exported
+  megapipe convert average runs/a/checkpoints/step-* --output weights/averaged
+
+docs/conversion.md explains what each format keeps.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser, which reports wrong values and exits with status 2."""
+    parser = tool_parser("megapipe convert", DESCRIPTION, EXAMPLES)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")
+    convert.add_argument(
+        "source", metavar="PATH", help="folder of a checkpoint, or of a run (its newest complete checkpoint)"
+    )
+    convert.add_argument("target", metavar="TARGET", help="folder to write, which must not exist")
+    _add_reading(convert)
+    _add_writing(convert)
+    convert.add_argument("--to", choices=list(FORMATS), required=True, help=_formats())
+    convert.add_argument(
+        "--weights-only", action="store_true", help="leave out moments and earlier weights, as most formats do anyway"
+    )
+
+    inspect = commands.add_parser(
+        "inspect", help="show model, step, tensors, types and sizes without reading a tensor"
+    )
+    inspect.add_argument("source", metavar="PATH")
+    _add_reading(inspect)
+    inspect.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    verify = commands.add_parser(
+        "verify", help="read every byte; list bad files and exit with status 1 if there are any"
+    )
+    verify.add_argument("sources", metavar="PATH", nargs="+", help="folders; a run's folder means all its checkpoints")
+    _add_reading(verify)
+
+    diff = commands.add_parser("diff", help="show how two checkpoints differ; exit status 1 if they do")
+    diff.add_argument("source", metavar="PATH")
+    diff.add_argument("other", metavar="OTHER")
+    _add_reading(diff)
+    diff.add_argument("--weights-only", action="store_true", help="ignore moments and earlier weights")
+    diff.add_argument("--tolerance", type=finite, default=0.0, metavar="X", help="ignore differences of at most X (0)")
+
+    average = commands.add_parser("average", help="average the weights of several checkpoints in float64")
+    average.add_argument("sources", metavar="PATH", nargs="+")
+    average.add_argument("--output", required=True, metavar="TARGET", help="folder to write, which must not exist")
+    _add_reading(average)
+    _add_writing(average)
+    average.add_argument("--to", choices=list(FORMATS), default="megapipe", help=_formats() + " (megapipe)")
+    return parser
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from",
+        dest="format",
+        choices=list(FORMATS),
+        help="format of the input, if its files do not identify it",
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read formats that store pickles, which can carry code: megatron, megatron-dist, dcp, and hf folders "
+        "of .bin files. A confined process reads them and accepts only listed classes; no code in them runs",
+    )
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="type of the written weights (unchanged)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="hf: bytes, the path of the model's tokenizer, or none (the tokenizer of the training shard)",
+    )
+    parser.add_argument(
+        "--max-shard-bytes",
+        type=positive,
+        default=SHARD_BYTES,
+        metavar="N",
+        help=f"hf: largest file of weights ({SHARD_BYTES:,})",
+    )
+    megatron = parser.add_argument_group("megatron: the ranks that the checkpoint is written for")
+    megatron.add_argument("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
+    megatron.add_argument("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (1)")
+    megatron.add_argument(
+        "--chunks", type=positive, default=1, metavar="N", help="model chunks on each stage, its virtual stages (1)"
+    )
+    megatron.add_argument(
+        "--layer-names",
+        choices=["local", "transformer_engine"],
+        default="local",
+        help="names of a layer's norms, by Megatron-LM's --transformer-impl (local)",
+    )
+
+
+def _formats() -> str:
+    return "; ".join(f"{name}: {known.title}" for name, known in FORMATS.items())
+
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
+_BYTES = 1 << 20
+
+
+def return_large_blocks() -> None:
+    """Make the C library return blocks above a megabyte to the system when they are freed.
+
+    By default, glibc raises that bound to the largest block freed so far. Tensors are then allocated from a heap that
+    becomes fragmented, and the memory of a conversion to several files grew by half of the model (measured). Other C
+    libraries have no such call and no such rule.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, _BYTES)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0; 1 where `verify` finds damage or `diff` differences; 2 for a wrong command
-    line or unusable input; 130 for Ctrl-C."""
+    """Run the command and return its exit status.
+
+    0; 1 if `verify` finds damage or `diff` differences; 2 for a wrong command line or unusable input; 130 for Ctrl-C.
+    """
     arguments = build_parser().parse_args(with_hyphens(argv))
     return_large_blocks()
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -34,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
     return exit_status(lambda: commands[arguments.command](arguments), _is_told, "nothing was written")
 
 
-def _is_told(error: ValueError) -> bool:
+def _is_told(error: Exception) -> bool:
     from megapipe.checkpoint.errors import CheckpointError
     from megapipe.config.errors import ConfigError
     from megapipe.conversion.formats import UnknownFormatError
@@ -45,24 +173,18 @@ def _is_told(error: ValueError) -> bool:
 
 def _open(path: str, arguments: argparse.Namespace) -> "Source":
     known = format_of(Path(path), arguments.format)
-    source = known.open_source(Path(path), SourceOptions(allow_pickle=arguments.allow_pickle))
+    source = known.open_source(Path(path), arguments.allow_pickle)
     for note in source.contents.notes:
         print(f"note: {note}", file=sys.stderr)
     return source
 
 
 def _options(arguments: argparse.Namespace) -> TargetOptions:
-    return TargetOptions(
-        max_shard_bytes=arguments.max_shard_bytes,
-        tensor=arguments.tensor,
-        pipeline=arguments.pipeline,
-        chunks=arguments.chunks,
-        layer_names=arguments.layer_names,
-    )
+    return TargetOptions(**{each.name: getattr(arguments, each.name) for each in fields(TargetOptions)})
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megapipe.conversion.transfer import contents_for, transfer
+    from megapipe.conversion.operations import contents_for, transfer
 
     source, target = _open(arguments.source, arguments), FORMATS[arguments.to]
     contents = contents_for(source.contents, target, arguments.precision, arguments.weights_only)
@@ -79,7 +201,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _with_tokenizer(contents: "Contents", name: str | None) -> "Contents":
-    """The contents with the tokenizer that --tokenizer names. Raises DataError for one that cannot be opened."""
+    """Return the contents with the tokenizer of --tokenizer. Raises DataError for one that cannot be opened."""
     from megapipe.conversion.tokenizer_files import NONE
     from megapipe.data.tokenizers import open_tokenizer
 
@@ -91,17 +213,17 @@ def _with_tokenizer(contents: "Contents", name: str | None) -> "Contents":
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from megapipe.conversion import report
+    from megapipe.conversion.operations import as_json, as_text
 
     known = format_of(Path(arguments.source), arguments.format)
     contents = _open(arguments.source, arguments).contents
-    print(report.as_json(known, contents) if arguments.json else report.as_text(known, contents))
+    print(as_json(known, contents) if arguments.json else as_text(known, contents))
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from megapipe.checkpoint.errors import CheckpointError
-    from megapipe.conversion.verification import checkpoints_of, problems_of
+    from megapipe.conversion.operations import checkpoints_of, problems_of
 
     damaged = False
     for path in (each for named in arguments.sources for each in checkpoints_of(Path(named))):
@@ -121,10 +243,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from megapipe.conversion.comparison import compare
+    from megapipe.conversion.operations import compare
 
     ours, theirs = _open(arguments.source, arguments), _open(arguments.other, arguments)
-    # A folder of weights alone is compared by what it can hold.
+    # If one folder can contain only weights, only weights are compared.
     formats = [format_of(Path(path), arguments.format) for path in (arguments.source, arguments.other)]
     weights_only = arguments.weights_only or not all(known.keeps_run for known in formats)
     differences, compared = compare(ours, theirs, arguments.tolerance, weights_only)
@@ -136,8 +258,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _average(arguments: argparse.Namespace) -> int:
-    from megapipe.conversion.averaging import average
-    from megapipe.conversion.transfer import contents_for
+    from megapipe.conversion.operations import average, contents_for
 
     sources = [_open(path, arguments) for path in arguments.sources]
     target = FORMATS[arguments.to]

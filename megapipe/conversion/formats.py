@@ -1,14 +1,174 @@
-"""The formats that checkpoints can be read from and written to."""
+"""The formats of checkpoints that can be read and written: contents, sources, targets, and the table of formats.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Modules that import torch are imported only when a checkpoint is opened, so that --help does not wait for them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from megapipe.config.errors import nearest
-from megapipe.conversion.contents import Contents
-from megapipe.conversion.foreign import layouts, opening
-from megapipe.conversion.source import Source, SourceOptions
-from megapipe.conversion.target import Target, TargetOptions
+from megapipe.config.model import ModelConfig
+from megapipe.config.untrusted import read_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megapipe.checkpoint.manifest import RunState
+
+
+WEIGHTS = "weights"
+"""Kind of the newest weights, as in a manifest."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
+
+    name: the parameter's global name, e.g. `blocks.3.attention.qkv.weight`. kind: `weights`, `weights_before_1`, or a
+    moment by its optimizer's name. shape: global and canonical, without padding. dtype: its name in safetensors
+    (`F32`, `BF16`, ...).
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        from megapipe.checkpoint.tensor_file import DTYPES  # imports torch, for which --help should not wait
+
+        return self.num_elements * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of a checkpoint.
+
+    model: a BertModelConfig for a BERT. tensors: all tensors, in the model's order; a tied weight once. run: state of
+    the run; None if the format contains only weights. applied_updates: parameter name -> optimizer updates that were
+    applied; empty without moments. tokenizer: the model's, for `megapipe.data.tokenizers.open_tokenizer`; None if it
+    is not known. notes: lines for the user about how the checkpoint was read.
+    """
+
+    model: ModelConfig
+    tensors: tuple[StoredTensor, ...]
+    run: "RunState | None" = None
+    applied_updates: Mapping[str, int] = field(default_factory=dict)
+    tokenizer: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of tensors that are stored, weights first."""
+        found = dict.fromkeys(tensor.kind for tensor in self.tensors)
+        return sorted(found, key=lambda kind: (kind != WEIGHTS, kind))
+
+    def weights_only(self) -> "Contents":
+        """Return the contents without moments and earlier weights. The run state is kept as the origin of the
+        weights."""
+        return replace(
+            self,
+            tensors=tuple(tensor for tensor in self.tensors if tensor.kind == WEIGHTS),
+            applied_updates={},
+        )
+
+
+Index = tuple[slice, ...]
+"""Part of a tensor: a slice with start and stop for each axis; an empty tuple means the whole tensor."""
+
+
+class Source(Protocol):
+    """An open checkpoint.
+
+    contents: its contents, which are known without reading elements.
+    """
+
+    contents: Contents
+
+    def read(self, tensor: StoredTensor, index: Index = ()) -> "Tensor":
+        """Return the elements of one of `contents.tensors`, in its dtype, contiguous, in newly allocated memory.
+
+        At most a few times the requested bytes are read and in memory, or one tensor as the format stores it. Raises
+        CheckpointError, with file and tensor, if bytes cannot be read or have changed since they were written.
+        """
+
+    def verify(self, tensor: StoredTensor) -> list[str]:
+        """Read one of `contents.tensors` completely; return one message for each bad file, an empty list if there is
+        none."""
+
+    def close(self) -> None:
+        """Close its files."""
+
+
+SHARD_BYTES = 5 * 10**9
+"""Default size of the largest file of a Hugging Face folder."""
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """Layout of a checkpoint, if the format has several.
+
+    max_shard_bytes: largest file of weights (one tensor may exceed it). tensor, pipeline, chunks: tensor-parallel
+    ranks and pipeline stages of a Megatron-LM `torch` checkpoint, and model chunks per stage. layer_names: names of
+    norms, which depend on Megatron-LM's layer implementation.
+    """
+
+    max_shard_bytes: int = SHARD_BYTES
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    layer_names: Literal["local", "transformer_engine"] = "local"
+
+
+class Target(Protocol):
+    """A checkpoint that is being written, opened with its Contents.
+
+    `finish` makes it durable and gives it its name. Until then, and after `abandon`, nothing exists at its path.
+    """
+
+    def add(self, tensor: StoredTensor, values: "Tensor") -> None:
+        """Write the next tensor, in the order of the Contents. values: of the tensor's shape and dtype.
+
+        Raises CheckpointError if it cannot be written.
+        """
+
+    def finish(self) -> list[str]:
+        """Complete the folder. Return lines of information for the user."""
+
+    def abandon(self) -> None:
+        """Remove everything that was written."""
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+ARCHIVE = "model_optim_rng.pt"
+RELEASE = "release"
+"""Name, instead of an iteration, of weights without a training state."""
+COMMON, DIST_CONFIG = "common.pt", "metadata.json"
+"""Files next to the tensors of Megatron-LM's `torch_dist` layout."""
+METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint writes last."""
+
+
+def iteration_folder(path: Path) -> Path:
+    """Return the folder of an iteration: the newest one that a folder's tracker names, or else the folder itself."""
+    try:
+        named = read_bytes(path / TRACKER, ValueError, 100).decode("ascii").strip()
+    except (OSError, ValueError):
+        return path
+    if named == RELEASE:
+        return path / RELEASE
+    return path / f"iter_{int(named):07d}" if named.isdecimal() and len(named) < 20 else path
 
 
 class UnknownFormatError(ValueError):
@@ -17,85 +177,85 @@ class UnknownFormatError(ValueError):
 
 @dataclass(frozen=True)
 class Format:
-    """One format. Modules that import torch are imported by its functions, so that --help need not wait for them.
+    """One format.
 
-    title: for people. recognizes: whether a folder is of it, by its files' names alone. keeps_run: moments, step,
-    random state and data cursor have a place in it; otherwise it is given weights alone.
-    open_source, open_target: raise CheckpointError for a folder, or for contents, that the format cannot take.
+    title: description for users. recognizes: whether a folder has this format, by its file names only. keeps_run:
+    whether it can contain moments, step, random state and data position; otherwise it gets only weights. module,
+    source, target: module and class names of its Source and Target; the module imports torch, so --help does not load
+    it.
     """
 
     title: str
     recognizes: Callable[[Path], bool]
     keeps_run: bool
-    open_source: Callable[[Path, SourceOptions], Source]
-    open_target: Callable[[Path, Contents, TargetOptions], Target]
+    module: str
+    source: str
+    target: str
 
+    def open_source(self, path: Path, allow_pickle: bool) -> Source:
+        """Open a folder. Raises CheckpointError if it is not a valid folder of this format.
 
-def _open_megapipe(path: Path, options: SourceOptions) -> Source:
-    from megapipe.conversion.megapipe_source import MegapipeSource
+        allow_pickle: pickles may be read, in a confined process that accepts only listed classes.
+        """
+        source: Source = getattr(import_module(self.module), self.source)(path, allow_pickle)
+        return source
 
-    return MegapipeSource(path)
-
-
-def _make_megapipe(path: Path, contents: Contents, options: TargetOptions) -> Target:
-    from megapipe.conversion.megapipe_target import MegapipeTarget
-
-    return MegapipeTarget(path, contents)
+    def open_target(self, path: Path, contents: Contents, options: TargetOptions) -> Target:
+        """Start to write a folder. Raises CheckpointError for contents that the format cannot store."""
+        target: Target = getattr(import_module(self.module), self.target)(path, contents, options)
+        return target
 
 
 def _is_megapipe(path: Path) -> bool:
-    """A step's folder, or that of a run with one."""
+    """Return whether it is a step's folder, or that of a run with at least one step."""
     steps = (*path.glob("checkpoints/step-*"), *path.glob("step-*"))
     return (path / "manifest.json").is_file() or any(step.is_dir() for step in steps)
-
-
-def _open_hugging_face(path: Path, options: SourceOptions) -> Source:
-    from megapipe.conversion.hugging_face_source import HuggingFaceSource
-
-    return HuggingFaceSource(path, options.allow_pickle)
-
-
-def _make_hugging_face(path: Path, contents: Contents, options: TargetOptions) -> Target:
-    from megapipe.conversion.hugging_face_target import HuggingFaceTarget
-
-    return HuggingFaceTarget(path, contents, options)
 
 
 def _is_hugging_face(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
+def _is_megatron_torch(path: Path) -> bool:
+    return next(iteration_folder(path).glob(f"mp_rank_*/{ARCHIVE}"), None) is not None
+
+
+def _is_torch_dist(path: Path) -> bool:
+    folder = iteration_folder(path)
+    return all((folder / name).is_file() for name in (DIST_CONFIG, COMMON))
+
+
+def _is_dcp(path: Path) -> bool:
+    return (path / METADATA).is_file()
+
+
 FORMATS = {
-    "megapipe": Format("a megapipe checkpoint", _is_megapipe, True, _open_megapipe, _make_megapipe),
-    "hf": Format("a Hugging Face folder", _is_hugging_face, False, _open_hugging_face, _make_hugging_face),
+    "megapipe": Format(
+        *("a megapipe checkpoint", _is_megapipe, True),
+        *("megapipe.conversion.megapipe_format", "MegapipeSource", "MegapipeTarget"),
+    ),
+    "hf": Format(
+        *("a Hugging Face folder", _is_hugging_face, False),
+        *("megapipe.conversion.hugging_face", "HuggingFaceSource", "HuggingFaceTarget"),
+    ),
     "megatron": Format(
-        "a Megatron-LM folder, layout torch",
-        layouts.is_megatron_torch,
-        False,
-        opening.open_megatron,
-        opening.make_megatron,
+        *("a Megatron-LM folder, layout torch", _is_megatron_torch, False),
+        *("megapipe.conversion.megatron_torch", "MegatronTorchSource", "MegatronTorchTarget"),
     ),
     "megatron-dist": Format(
-        "a Megatron-LM folder, layout torch_dist",
-        layouts.is_torch_dist,
-        False,
-        opening.open_torch_dist,
-        opening.make_torch_dist,
+        *("a Megatron-LM folder, layout torch_dist", _is_torch_dist, False),
+        *("megapipe.conversion.torch_dist", "TorchDistSource", "TorchDistTarget"),
     ),
     "dcp": Format(
-        "a state dict of torch.distributed.checkpoint",
-        layouts.is_dcp,
-        True,
-        opening.open_dcp,
-        opening.make_dcp,
+        *("a state dict of torch.distributed.checkpoint", _is_dcp, True),
+        *("megapipe.conversion.dcp", "DcpSource", "DcpTarget"),
     ),
 }
 """Name on the command line -> format."""
 
 
 def format_of(path: Path, name: str | None = None) -> Format:
-    """The format called `name`, or else the one that a folder's files tell of. Raises
-    UnknownFormatError for neither."""
+    """Return the format called `name`, or else the one that a folder's files indicate. Raises UnknownFormatError."""
     if name is not None:
         if name not in FORMATS:
             raise UnknownFormatError(

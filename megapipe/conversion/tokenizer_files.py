@@ -1,27 +1,179 @@
-"""The tokenizer of an exported model: files that transformers loads, where they give the ids that the model knows."""
+"""The tokenizer of an exported model: files for transformers that give the same ids."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.hugging_face_files import CONFIG
-from megapipe.checkpoint.untrusted import inside, read_json
-from megapipe.config.bert import BertModelConfig
+from megapipe.checkpoint.hugging_face import CONFIG
+from megapipe.checkpoint.storage import inside, read_json
 from megapipe.config.model import ModelConfig
-from megapipe.conversion import sentence_piece, tiktoken_file
 from megapipe.data.errors import DataError
-from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.byte_tokenizer import ByteTokenizer
+from megapipe.data.tokenizers import FILES_IN_FOLDERS, FOLDER_FILES, Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megapipe.data.tokenizers.opening import FILES_IN_FOLDERS, FOLDER_FILES
-from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from megapipe.data.tokenizers.tiktoken_files import TiktokenTokenizer
+from megapipe.data.tokenizers.model_files import SentencePieceTokenizer, TiktokenTokenizer
+from megapipe.data.tokenizers.protocol import ByteTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+_SPACE = "▁"
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+"""Kinds of models and of pieces, numbered as in sentencepiece_model.proto."""
+
+
+def from_sentence_piece(content: bytes) -> "tokenizers.Tokenizer":
+    """Return the tokenizer of a .model file, with the same ids.
+
+    Unigram models may differ if two ways to split a text have equal scores, because SentencePiece sums them in 32 bits
+    and the tokenizers library in 64. Raises ValueError for a model that the library cannot represent exactly.
+    """
+    import tokenizers
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import AddedToken, decoders, models
+
+    messages: Any = sentencepiece_model_pb2  # its classes are created at run time
+    proto = messages.ModelProto.FromString(content)
+    pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
+    unknown = proto.trainer_spec.unk_id
+    fallback = proto.trainer_spec.byte_fallback
+    user_defined = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
+    is_bpe = proto.trainer_spec.model_type == _BPE
+    if proto.normalizer_spec.precompiled_charsmap:
+        name = proto.normalizer_spec.name or "its own rules"
+        raise ValueError(f"its normalization ({name}) differs in transformers where accents combine")
+    if proto.trainer_spec.treat_whitespace_as_suffix:
+        raise ValueError("it puts the mark of a space at the end of words")
+    if is_bpe and any(len(piece) > 1 for piece in user_defined):
+        raise ValueError("it has user-defined symbols of several characters")
+    if is_bpe:
+        model: Any = models.BPE(
+            vocab={piece: number for number, (piece, _, _) in enumerate(pieces)},
+            merges=_merges(pieces),
+            unk_token=pieces[unknown][0],
+            fuse_unk=True,
+            byte_fallback=fallback,
+        )
+    elif proto.trainer_spec.model_type == _UNIGRAM:
+        model = models.Unigram([(piece, score) for piece, score, _ in pieces], unk_id=unknown, byte_fallback=fallback)
+    else:
+        raise ValueError("it is neither BPE nor unigram")
+    tokenizer = tokenizers.Tokenizer(model)
+    _prepare(tokenizer, proto.normalizer_spec, user_defined)
+    last = [decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(piece, normalized=False, special=True) for piece, _, kind in pieces if kind == _CONTROL]
+    )
+    return tokenizer
+
+
+def _prepare(tokenizer: "tokenizers.Tokenizer", spec: Any, user_defined: list[str]) -> None:
+    """Set the normalizer, and split the text at user-defined symbols."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    steps: list[Any] = []
+    if spec.remove_extra_whitespaces:
+        # SentencePiece treats its own mark as a space only at the end of a text.
+        steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        # Metaspace would add no prefix to a text that starts with a space.
+        steps.append(normalizers.Prepend(_SPACE))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    if user_defined:
+        # Added tokens are not used, because each piece of text between them would get its own prefix.
+        longest_first = sorted(user_defined, key=len, reverse=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
+
+
+def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
+    """Return every pair of pieces that forms a third, by descending score of the third: SentencePiece tries the same
+    pairs."""
+    ranks = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
+    found = []
+    for piece, score, kind in pieces:
+        if kind != _NORMAL:
+            continue
+        pairs = [
+            (piece[:cut], piece[cut:]) for cut in range(1, len(piece)) if piece[:cut] in ranks and piece[cut:] in ranks
+        ]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        found += [(score, pair) for pair in pairs]
+    found.sort(key=lambda entry: -entry[0])
+    return [pair for _, pair in found]
+
+
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(0x100 + number) for number, byte in enumerate(_OTHERS)}
+"""Byte -> its character in byte-level vocabularies (GPT-2): the same character if it is printable."""
+
+
+def from_tiktoken(
+    ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
+) -> "tokenizers.Tokenizer":
+    """Return the tokenizer of a .tiktoken file. The caller must check that it gives the same ids.
+
+    ranks: token -> its id, which is also the order of merging. pattern: splits a text before merging.
+    """
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+
+    vocabulary = {spelled(token): rank for token, rank in ranks.items()} | dict(special_tokens)
+    merges = [
+        pair for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1 for pair in _merge(token, ranks)
+    ]
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=[(spelled(left), spelled(right)) for left, right in merges],
+        # As in tiktoken, a piece that is a token is not merged from others.
+        ignore_merges=True,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_in_other_words(pattern)), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(sorted(special_tokens, key=special_tokens.__getitem__))
+    return tokenizer
+
+
+def spelled(token: bytes) -> str:
+    """Return a token's bytes in the spelling of byte-level vocabularies."""
+    return "".join(LETTERS[byte] for byte in token)
+
+
+def _merge(token: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return the two tokens that form this one after all earlier merges; none if they never do."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(parts[place] + parts[place + 1]) for place in range(len(parts) - 1)]
+        best = min((rank for rank in joined if rank is not None and rank < ranks[token]), default=None)
+        if best is None:
+            return []
+        place = joined.index(best)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return [(parts[0], parts[1])]
+
+
+def _in_other_words(pattern: str) -> str:
+    """Return the pattern for the library's regular expressions, in which `{1,3}+` repeats and `$` matches any line
+    end.
+
+    Possessive repetition only saves time in these patterns: what follows could not match a shorter repetition.
+    """
+    return re.sub(r"([+*?]|\{\d+,\d+\})\+", r"\1", pattern).replace("$", r"\z")
+
 
 _MAX_BYTES = 1 << 28
 _NOT_NAMED = (
@@ -61,8 +213,11 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """files: name -> content. ids: of the tokens that config.json names, one or several. note: a line for the user, or
-    empty."""
+    """Files of a tokenizer.
+
+    files: name -> content. ids: special token -> the id in config.json, or several. note: a line for the user, or
+    empty.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(_IDS))
@@ -88,7 +243,7 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
     if folder.is_dir():
         ids = _named_ids(folder, ours) | _config_ids(folder, model.vocabulary_size)
         return ExportedTokenizer(copied_files(folder), ids)
-    theirs = _made(ours, isinstance(model, BertModelConfig))
+    theirs = _made(ours, model.kind == "bert")
     config = _tokenizer_config(ours, theirs, model)
     files = {
         "tokenizer.json": theirs.to_str(pretty=True).encode(),
@@ -105,7 +260,7 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
 
 
 def _config_ids(folder: Path, rows: int) -> dict[str, Any]:
-    """Return the ids that a folder's config.json names and that are rows of the model's embedding."""
+    """Return the ids in a folder's config.json that are rows of the model's embedding."""
     return {name: value for name, value in token_ids(folder).items() if _are_ids(value, rows)}
 
 
@@ -135,7 +290,7 @@ def copied_files(folder: Path) -> dict[str, bytes]:
 
 
 def token_ids(folder: Path) -> dict[str, Any]:
-    """Return the ids of special tokens that a folder's config.json names; none if there is no such file."""
+    """Return the ids of special tokens in a folder's config.json; none if the file does not exist."""
     if not (folder / CONFIG).is_file():
         return {}
     config = read_json(inside(folder, CONFIG))
@@ -143,13 +298,14 @@ def token_ids(folder: Path) -> dict[str, Any]:
 
 
 def _are_ids(value: object, rows: int) -> bool:
-    """Return whether a value is an id or a list of ids: some models end a text by any of several tokens."""
+    """Return whether a value is an id or a list of ids, because some models end a text by several tokens."""
     several = value if isinstance(value, list) and value else [value]
     return all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in several)
 
 
 def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
-    """Return a tokenizer of the tokenizers library with the same ids. Raises CheckpointError if there is none."""
+    """Return a tokenizer of the tokenizers library with the same ids. Raises CheckpointError if this is not
+    possible."""
     import tokenizers
 
     if isinstance(ours, HuggingFaceTokenizer):
@@ -160,14 +316,14 @@ def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
             _add_template(theirs)
     elif isinstance(ours, SentencePieceTokenizer):
         try:
-            theirs = sentence_piece.as_tokenizer(Path(ours.spec).read_bytes())
+            theirs = from_sentence_piece(Path(ours.spec).read_bytes())
         except ValueError as error:
             raise CheckpointError(_NOT_EXACT.format(spec=ours.spec, reason=error)) from error
     elif isinstance(ours, ByteTokenizer):
         theirs = _byte_tokenizer()
     else:
         assert isinstance(ours, TiktokenTokenizer)
-        theirs = tiktoken_file.as_tokenizer(ours.ranks, ours.pattern, ours.special_tokens)
+        theirs = from_tiktoken(ours.ranks, ours.pattern, ours.special_tokens)
     different = next((text for text in _samples(ours) if not _agree(ours, theirs, text)), None)
     if different is not None:
         reason = f"it splits {different[:40]!r} differently from its counterpart in transformers"
@@ -181,12 +337,12 @@ def _agree(ours: Tokenizer, theirs: "tokenizers.Tokenizer", text: str) -> bool:
     if ids != found and not (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, found)):
         return False
     if isinstance(ours, SentencePieceTokenizer) and ours.unknown in ids:
-        return True  # SentencePiece shows an unknown piece as two question marks, transformers by its name
+        return True  # SentencePiece decodes an unknown piece as two question marks, transformers as its name
     return ours.decode(ids) == theirs.decode(found, skip_special_tokens=False)
 
 
 def _samples(ours: Tokenizer) -> Iterator[str]:
-    """Texts that both must cut alike: fixed ones, and the vocabulary in its order and in another."""
+    """Yield texts that both must split equally: fixed ones, and the vocabulary in its order and in another order."""
     yield from _TEXTS
     special = {*ours.special_tokens.values(), ours.end_of_document}
     # A tiktoken vocabulary has gaps, which the library does not decode.
@@ -202,8 +358,7 @@ def _byte_tokenizer() -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer as Theirs
     from tokenizers import decoders, models, pre_tokenizers
 
-    letters = tiktoken_file.LETTERS
-    theirs = Theirs(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    theirs = Theirs(models.BPE(vocab={LETTERS[byte]: byte for byte in range(256)}, merges=[]))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     theirs.decoder = decoders.ByteLevel()
     theirs.add_special_tokens(["<|endoftext|>"])
@@ -211,7 +366,7 @@ def _byte_tokenizer() -> "tokenizers.Tokenizer":
 
 
 def _add_template(theirs: "tokenizers.Tokenizer") -> None:
-    """[CLS] and [SEP] around a text, as samples had them in training."""
+    """Add [CLS] and [SEP] around a text, as in the samples of training."""
     from tokenizers.processors import TemplateProcessing
 
     ends = [(name, theirs.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
@@ -233,7 +388,7 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
         "clean_up_tokenization_spaces": False,
     }
     found |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
-    if isinstance(model, BertModelConfig):
+    if model.kind == "bert":
         # transformers returns token types only if they are listed here.
         found["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
         normalizer = json.loads(theirs.to_str())["normalizer"] or {}
@@ -251,7 +406,7 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
 
 
 def _is_berts(theirs: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
-    """Return whether BertTokenizerFast, which is built from vocab.txt only, is the same tokenizer."""
+    """Return whether BertTokenizerFast, which is built only from vocab.txt, is the same tokenizer."""
     content = json.loads(theirs.to_str())
     ids = sorted(theirs.get_vocab().values())
     return (

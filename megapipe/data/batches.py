@@ -1,37 +1,54 @@
-"""Micro-batches of a data-parallel rank: which samples they hold, and their arrays."""
+"""Micro-batches of a data-parallel rank: their samples, their arrays, and a thread that loads them in advance."""
 
-from typing import NamedTuple
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from megapipe.data.documents import document_starts
 from megapipe.data.errors import DataError
-from megapipe.data.sample_set import SampleSet
+from megapipe.data.samples import SampleSet
+
+
+def document_starts(boundaries: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Return the position in its sample where each token's document starts: int64 [b, length].
+
+    boundaries: for each of b samples, the positions at which documents start, without 0. A document that started
+    before the sample has the start 0. Token i may attend to tokens [starts[i], i], and its position in the document is
+    i - starts[i].
+    """
+    starts = np.zeros((len(boundaries), length), dtype=np.int64)
+    for row, places in zip(starts, boundaries, strict=True):
+        inside = places[places < length]
+        row[inside] = inside
+    return np.asarray(np.maximum.accumulate(starts, axis=1))
 
 
 class TokenBatch(NamedTuple):
-    """b samples of s tokens."""
+    """A micro-batch of b samples of s tokens."""
 
     tokens: np.ndarray
-    """int64 [b, s], the inputs."""
+    """Inputs, int64 [b, s]."""
     labels: np.ndarray
-    """int64 [b, s], the token that follows each input; meaningless where the mask is 0."""
+    """The token that follows each input, int64 [b, s]; undefined where the mask is 0."""
     loss_mask: np.ndarray
-    """float32 [b, s], 1 where the prediction counts, else 0."""
+    """1 where the prediction counts, else 0, float32 [b, s]."""
     ordinals: np.ndarray
-    """int64 [b], the samples' numbers in the order of the run: keys of dropout, never of a rank."""
+    """Numbers of the samples in the order of the run, int64 [b]. Dropout is keyed by them, not by the rank."""
     document_starts: np.ndarray | None
-    """int64 [b, s], where each token's document begins in its sample; None where documents are not told apart."""
+    """Position in its sample where each token's document starts, int64 [b, s]; None unless documents are isolated."""
 
 
 def microbatch_ordinals(
     consumed: int, *, data_rank: int, data_size: int, microbatch: int, micro_size: int, num_microbatches: int
 ) -> np.ndarray:
-    """Sample ordinals, int64 [micro_size], of one micro-batch of the step that starts after `consumed` samples.
+    """Return sample ordinals, int64 [micro_size], of a micro-batch of the step that starts after `consumed` samples.
 
-    The step takes ordinals [consumed, consumed + data_size * num_microbatches * micro_size); each data rank a
-    contiguous slice, each of its micro-batches a contiguous slice of that. Where a run stands is one integer, at
-    whatever data size it goes on.
+    The step uses ordinals [consumed, consumed + data_size * num_microbatches * micro_size). Each data rank has a
+    contiguous slice, and each of its micro-batches a contiguous slice of that. The position of a run is therefore one
+    integer, and a run can continue with any data size.
     """
     if not (0 <= data_rank < data_size and 0 <= microbatch < num_microbatches and micro_size >= 1 and consumed >= 0):
         raise DataError(
@@ -44,7 +61,7 @@ def microbatch_ordinals(
 
 
 class MicrobatchSource:
-    """Loads the micro-batches of one data rank. Every rank of a model replica gets the same ones."""
+    """Loads the micro-batches of one data rank. All ranks of a model replica get the same ones."""
 
     def __init__(
         self,
@@ -64,7 +81,7 @@ class MicrobatchSource:
         self.isolate_documents = isolate_documents
 
     def ordinals(self, consumed: int, microbatch: int, num_microbatches: int) -> np.ndarray:
-        """Sample ordinals, int64 [micro_size]; see `microbatch_ordinals`."""
+        """Return sample ordinals, int64 [micro_size]; see `microbatch_ordinals`."""
         return microbatch_ordinals(
             consumed,
             data_rank=self.data_rank,
@@ -75,7 +92,7 @@ class MicrobatchSource:
         )
 
     def microbatch(self, consumed: int, microbatch: int, num_microbatches: int) -> TokenBatch:
-        """One micro-batch of the step that starts after `consumed` samples."""
+        """Return one micro-batch of the step that starts after `consumed` samples."""
         ordinals = self.ordinals(consumed, microbatch, num_microbatches)
         windows = self.samples.tokens(ordinals)
         boundaries = self._boundaries(ordinals)
@@ -83,22 +100,23 @@ class MicrobatchSource:
         return TokenBatch(windows[:, :-1], windows[:, 1:], mask, ordinals, starts)
 
     def step(self, consumed: int, num_microbatches: int) -> list[TokenBatch]:
-        """All micro-batches of the step that starts after `consumed` samples."""
+        """Return all micro-batches of the step that starts after `consumed` samples."""
         return [self.microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
 
     def document_starts(self, ordinals: np.ndarray) -> np.ndarray | None:
-        """int64 [b, s], see `megapipe.data.documents`; None unless isolate_documents. Reads no tokens."""
+        """Return `TokenBatch.document_starts` of samples; None unless isolate_documents. Reads no tokens."""
         return self._document_starts(self._boundaries(ordinals))
 
     def loss_mask(self, ordinals: np.ndarray) -> np.ndarray:
-        """float32 [b, s]: 0 for padding and, with mask_end_of_document, for predictions across a document's end.
+        """Return float32 [b, s]: 0 for padding and, with mask_end_of_document, for predictions across the end of a
+        document.
 
-        Reads no tokens, so that stages without token ids can count what a step will score.
+        Reads no tokens, so that stages without token ids can count the predictions of a step.
         """
         return self._loss_mask(ordinals, self._boundaries(ordinals))
 
     def _boundaries(self, ordinals: np.ndarray) -> list[np.ndarray]:
-        """Where documents begin in every sample, if anything depends on it."""
+        """Return where documents start in every sample, if anything depends on it."""
         if self.mask_end_of_document or self.isolate_documents:
             return self.samples.boundaries(ordinals)
         return []
@@ -113,3 +131,75 @@ class MicrobatchSource:
             for row, begins in zip(mask, boundaries, strict=True):
                 row[begins - 1] = 0
         return mask
+
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+
+class Prefetcher(Generic[Request, Result]):
+    """Iterates over load(request) for each request, in order; one background thread loads results in advance.
+
+        with Prefetcher(lambda consumed: source.step(consumed, 8), itertools.count(0, global_size)) as steps:
+            for microbatches in steps: ...
+
+    At most `depth` results wait, and the requests may be endless. An exception of `load` or of the requests is raised
+    to the consumer after the results before it, and ends the iteration. `close` (or leaving the block) waits for the
+    load in progress and ends the thread; it is idempotent. This is a thread and not a process, because reading a
+    mapped file takes less time than passing the result to another process.
+    """
+
+    def __init__(self, load: Callable[[Request], Result], requests: Iterable[Request], depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}; a prefetcher needs room for at least 1 result")
+        self._load = load
+        self._requests = requests
+        self._closed = threading.Event()
+        self._results: queue.Queue[tuple[Result | None, BaseException | None]] = queue.Queue(maxsize=depth)
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Prefetcher[Request, Result]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Result]:
+        return self
+
+    def __next__(self) -> Result:
+        if self._closed.is_set():
+            raise StopIteration
+        result, error = self._results.get()
+        if error is not None:
+            self.close()
+            raise error
+        return result  # type: ignore[return-value]  # without an error it is the return value of load
+
+    def close(self) -> None:
+        """Stop loading and wait for the thread. Results that were not consumed are dropped."""
+        self._closed.set()
+        # The thread may be waiting for room, so make room. It adds at most one result before it sees the flag.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._results.get_nowait()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            for request in self._requests:
+                if self._closed.is_set():
+                    return
+                self._results.put((self._call(request), None))
+            end: BaseException = StopIteration()
+        except BaseException as error:  # every error is raised to the consumer
+            end = error
+        if not self._closed.is_set():
+            self._results.put((None, end))
+
+    def _call(self, request: Request) -> Result:
+        try:
+            return self._load(request)
+        except StopIteration as error:  # in the consumer, it would look like the end of the requests
+            raise RuntimeError(f"the function that loads {request!r} raised StopIteration; it must return") from error

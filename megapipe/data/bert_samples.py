@@ -1,9 +1,10 @@
-"""BERT samples: [CLS] first part [SEP] second part [SEP], some of their tokens hidden.
+"""BERT samples: [CLS] first part [SEP] second part [SEP], with some tokens hidden.
 
-A sample is a function of the seed and its number in the order of the run: no mapping is built, no layout changes it,
-and an epoch hides other tokens than the one before.
+A sample is a function of the seed and its number in the order of the run. It needs no mapping, does not depend on the
+layout, and has other hidden tokens in each epoch.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,45 +12,42 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.bert import BertDataConfig
-from megapipe.data.bert_masking import Masked, Masking
-from megapipe.data.bert_pairs import Parts, SentencePairs
-from megapipe.data.bert_vocabulary import BertVocabulary
+from megapipe.data.bert_parts import BertVocabulary, Masked, Masking, Parts, SentencePairs
 from megapipe.data.errors import DataError
-from megapipe.data.indexed_dataset import IndexedDataset
-from megapipe.data.manifest import ShardManifest, read_manifest
-from megapipe.data.shard_tokenizer import tokenizer_of_shard
-from megapipe.data.splits import SplitName
-from megapipe.random.draws import Draws
+from megapipe.data.manifest import ShardManifest, check_one_tokenizer, open_shards, tokenizer_of_shard
+from megapipe.data.mixing import Blend, BlendOrder
+from megapipe.data.samples import SplitName
+from megapipe.random.sampling import Draws
 
 
 class BertBatch(NamedTuple):
-    """b samples of s tokens, at most p of them hidden."""
+    """A micro-batch of b samples of s tokens, of which at most p are hidden."""
 
     tokens: np.ndarray
-    """int64 [b, s], with [MASK] and [PAD]."""
+    """Inputs with [MASK] and [PAD], int64 [b, s]."""
     token_types: np.ndarray
-    """int64 [b, s], 1 in the second part and its [SEP], else 0."""
+    """1 in the second part and its [SEP], else 0, int64 [b, s]."""
     lengths: np.ndarray
-    """int64 [b], tokens that are not padding."""
+    """Tokens that are not padding, int64 [b]."""
     positions: np.ndarray
-    """int64 [b, p], places of the hidden tokens, then zeros."""
+    """Positions of the hidden tokens, then zeros, int64 [b, p]."""
     labels: np.ndarray
-    """int64 [b, p], what stood there; meaningless where the mask is 0."""
+    """The original tokens at these positions, int64 [b, p]; undefined where the mask is 0."""
     loss_mask: np.ndarray
-    """float32 [b, p], 1 where a token was hidden, else 0."""
+    """1 where a token was hidden, else 0, float32 [b, p]."""
     sentence_labels: np.ndarray
-    """int64 [b], 1 where the two parts are not as they were in the text."""
+    """1 if the two parts are not in their original order, int64 [b]."""
     sentence_weights: np.ndarray
-    """float32 [b], 0 for samples past the end of a sequential order and without pairs, else 1."""
+    """0 for samples after the end of a sequential order and for samples without pairs, else 1, float32 [b]."""
 
 
 class BertSamples:
-    """Samples of one split of a sentence-split shard. Safe to use from threads.
+    """Samples of one split of a shard of sentences. Thread-safe.
 
     shuffle: as for SentencePairs. vocabulary_size: rows of the model's embedding.
 
-    Raises DataError for unusable files, a vocabulary larger than the model's or other than the shard's, and a split
-    too small for one sample.
+    Raises DataError for unusable files, a vocabulary that is larger than the model's or differs from the shard's, and
+    a split that is too small for one sample.
     """
 
     def __init__(
@@ -63,47 +61,35 @@ class BertSamples:
     ) -> None:
         self.sequence_length = data.sequence_length
         self.max_predictions = data.max_predictions
-        self.shard = IndexedDataset(data.prefix)
-        self.manifest = manifest = read_manifest(data.prefix)
-        self.vocabulary = vocabulary_of(data, manifest)
-        if manifest is not None:
-            manifest.check_shard(self.shard)
-            manifest.check_vocabulary(vocabulary_size)
+        (self.shard,), manifests = open_shards([data.prefix], vocabulary_size)
+        self.manifest = manifests[0] if manifests else None
+        self.vocabulary = vocabulary_of(data, self.manifest)
         if self.vocabulary.size > vocabulary_size:
             raise DataError(
                 f"the vocabulary has {self.vocabulary.size} ids, but the model's vocabulary_size is "
                 f"{vocabulary_size}; set it to at least {self.vocabulary.size}"
             )
-        self._pairs = SentencePairs(
-            self.shard,
-            split=split,
-            shares=data.split,
-            sequence_length=data.sequence_length,
-            pairs=data.pairs,
-            short_probability=data.short_sequence_probability,
-            seed=seed,
-            shuffle=shuffle,
-        )
+        self._pairs = SentencePairs(self.shard, data, split=split, seed=seed, shuffle=shuffle)
         self._masking = Masking.of(data, self.vocabulary)
         self.has_pairs = data.pairs != "none"
         self._seed = seed
         self._purpose = f"bert masks of {split}"
 
     def __len__(self) -> int:
-        """Samples per epoch."""
+        """Return the number of samples per epoch."""
         return len(self._pairs)
 
     def lengths(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """Tokens of samples that are not padding, int64 [b]. Reads no tokens."""
+        """Return the tokens of samples that are not padding: int64 [b]. Reads no tokens."""
         return np.array([self._length(self._pairs.parts(int(each))) for each in np.asarray(ordinals)], dtype=np.int64)
 
     def text(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """The tokens of samples as they stand in the text, special ones left out, joined: int64 [n]."""
+        """Return the original tokens of samples without special tokens, concatenated: int64 [n]."""
         found = [self._text(self._pairs.parts(int(each))) for each in np.asarray(ordinals)]
         return np.concatenate([np.concatenate(parts) for parts in found])
 
     def batch(self, ordinals: npt.ArrayLike) -> BertBatch:
-        """Samples with their masks. Raises DataError for an id outside of the vocabulary, naming the shard."""
+        """Return samples with hidden tokens. Raises DataError, with the shard, for an id outside the vocabulary."""
         numbers = [int(each) for each in np.asarray(ordinals)]
         size, length, most = len(numbers), self.sequence_length, self.max_predictions
         batch = BertBatch(
@@ -131,7 +117,7 @@ class BertSamples:
         return batch
 
     def _sample(self, parts: Parts, ordinal: int) -> tuple[Masked, np.ndarray]:
-        """(tokens hidden and seen, token types), padding left out."""
+        """Return (sample with hidden tokens, token types), without padding."""
         first, second = self._text(parts)
         vocabulary = self.vocabulary
         special = np.array([vocabulary.classification, vocabulary.separator, vocabulary.separator], dtype=np.int64)
@@ -146,7 +132,7 @@ class BertSamples:
         return self._masking.apply(tokens, part, Draws(self._seed, self._purpose, ordinal)), types
 
     def _text(self, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of both parts, int64."""
+        """Return the tokens of both parts, int64."""
         first, second = (self.shard.tokens[begin:end].astype(np.int64) for begin, end in parts[:2])
         for tokens, (begin, _) in zip((first, second), parts[:2], strict=True):
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary.size:
@@ -179,3 +165,67 @@ def vocabulary_of(data: BertDataConfig, manifest: ShardManifest | None) -> BertV
             f"has {manifest.vocabulary_size}: set data.tokenizer to the shard's own vocabulary"
         )
     return vocabulary
+
+
+class BlendedBertSamples(Blend[BertSamples]):
+    """BERT samples of several corpora, in the order of GPT's blends."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+        return self.corpora[0].sequence_length
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether samples have two parts."""
+        return self.corpora[0].has_pairs
+
+    def lengths(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """See `BertSamples.lengths`."""
+        found = np.zeros(np.size(ordinals), dtype=np.int64)
+        for corpus, rows, within in self.shares(ordinals):
+            found[rows] = corpus.lengths(within)
+        return found
+
+    def text(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """See `BertSamples.text`; the samples of each corpus are together."""
+        return np.concatenate([corpus.text(within) for corpus, _, within in self.shares(ordinals)])
+
+    def batch(self, ordinals: npt.ArrayLike) -> BertBatch:
+        """See `BertSamples.batch`."""
+        parts = [(rows, corpus.batch(within)) for corpus, rows, within in self.shares(ordinals)]
+        size = np.size(ordinals)
+        found = BertBatch(*(np.zeros((size, *each.shape[1:]), each.dtype) for each in parts[0][1]))
+        for rows, part in parts:
+            for whole, values in zip(found, part, strict=True):
+                whole[rows] = values
+        return found
+
+
+def open_bert_samples(
+    data: BertDataConfig, *, split: SplitName, seed: int, vocabulary_size: int, shuffle: bool = True
+) -> BertSamples | BlendedBertSamples:
+    """Return the samples of `data.prefix`, or of the blend; arguments as for BertSamples.
+
+    Raises DataError as BertSamples does, and for shards with different tokenizers or vocabularies.
+    """
+    corpora = [
+        BertSamples(
+            replace(data, prefix=prefix, blend={}),
+            split=split,
+            seed=seed,
+            vocabulary_size=vocabulary_size,
+            shuffle=shuffle,
+        )
+        for prefix in data.prefixes
+    ]
+    check_one_tokenizer([corpus.manifest for corpus in corpora if corpus.manifest is not None])
+    for corpus in corpora[1:]:
+        if not corpus.vocabulary.same(corpora[0].vocabulary):
+            raise DataError(
+                f"{corpus.shard.prefix} and {corpora[0].shard.prefix} have different vocabularies; blend only "
+                "shards with the same vocabulary"
+            )
+    if not data.blend:
+        return corpora[0]
+    return BlendedBertSamples(corpora, BlendOrder(list(data.blend.values())), repeats=shuffle)

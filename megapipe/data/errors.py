@@ -1,5 +1,5 @@
-"""The one exception that unusable data raises."""
+"""The exception for data that cannot be used."""
 
 
 class DataError(ValueError):
-    """Input that cannot be used. The message names the file and the value, the rule it breaks and the way out."""
+    """Input that cannot be used. The message names the file, the value, the rule that it breaks, and how to fix it."""

@@ -1,9 +1,9 @@
-"""Identity of a run's data: which shards, with which content, in which order and proportions.
+"""Identity of a run's data: the shards, their content, their order and proportions.
 
-Paths are not part of it: a shard that was moved or copied is the same shard. Large files are not read whole, since a
-run has to start quickly on a shard of any size. The checksums of whole files come from the shard's manifest, and 64
-pieces of each file are hashed in addition: they show a file that was exchanged under the same manifest, and identify a
-shard that has none.
+Paths are not part of it: a shard that was moved or copied is the same shard. Large files are not read completely,
+because a run must start quickly on a shard of any size. The checksums of whole files come from the shard's manifest.
+In addition, 64 pieces of each file are hashed: this detects a file that was replaced without its manifest, and
+identifies a shard without a manifest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,21 +14,20 @@ from typing import Any
 import xxhash
 
 from megapipe.config.bert import BertDataConfig
-from megapipe.config.data import DataConfig
+from megapipe.config.run import DataConfig
 from megapipe.data.bert_samples import vocabulary_of
-from megapipe.data.checked_shards import open_shards
 from megapipe.data.errors import DataError
-from megapipe.data.hashed_file import sampled_checksum
-from megapipe.data.manifest import read_manifest
-from megapipe.data.shard_format import bin_path, idx_path
+from megapipe.data.files import sampled_checksum
+from megapipe.data.manifest import open_shards, read_manifest
+from megapipe.data.shards import bin_path, idx_path
 
 UNKNOWN_WITHOUT_MANIFEST = ("bin_checksum", "idx_checksum", "tokenizer_fingerprint")
-"""Facts that only the manifest of a shard has; without one they are None and not compared."""
+"""Facts that only a shard's manifest contains; without one they are None and not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIdentity:
-    """Facts of one shard that decide which tokens its samples hold. Two shards are the same where all facts are."""
+    """Facts of one shard that decide the tokens of its samples. Two shards are the same if all facts are equal."""
 
     dtype: str
     """Token type of the .bin file, for example uint16."""
@@ -40,18 +39,14 @@ class ShardIdentity:
     idx_sample: str
     """The same of the .idx file."""
     bin_checksum: str | None = None
-    """Checksum of the whole .bin file, as the shard's manifest has it."""
+    """Checksum of the whole .bin file, from the shard's manifest."""
     idx_checksum: str | None = None
     tokenizer_fingerprint: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the facts as plain values for JSON."""
-        return asdict(self)
-
     def differences(self, other: "ShardIdentity") -> Iterator[tuple[str, Any, Any]]:
         """Yield every fact that differs: (its name, the value here, the value of `other`)."""
-        theirs = other.as_dict()
-        for name, value in self.as_dict().items():
+        theirs = asdict(other)
+        for name, value in asdict(self).items():
             unknown = name in UNKNOWN_WITHOUT_MANIFEST and None in (value, theirs[name])
             if value != theirs[name] and not unknown:
                 yield name, value, theirs[name]
@@ -61,9 +56,9 @@ class ShardIdentity:
 class DataIdentity:
     """Identity of all the data of a run.
 
-    shards: in the order of the configuration, by their content. prefixes: the path of each, for messages only.
-    vocabulary: hash of what BERT's samples use of their vocabulary, None for GPT. end_of_document: the token that
-    fill-in-the-middle keeps at the end of documents, None without it or if no manifest names it.
+    shards: in the order of the configuration, by content. prefixes: path of each shard, only for messages. vocabulary:
+    hash of the properties of a vocabulary that BERT's samples use; None for GPT. end_of_document: the token that
+    fill-in-the-middle keeps at the end of documents; None without fill-in-the-middle, or if no manifest names it.
     """
 
     prefixes: tuple[str, ...]
@@ -73,14 +68,13 @@ class DataIdentity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, which `from_dict` reads."""
-        shards = [
-            {"prefix": prefix, **shard.as_dict()} for prefix, shard in zip(self.prefixes, self.shards, strict=True)
-        ]
+        pairs = zip(self.prefixes, self.shards, strict=True)
+        shards = [{"prefix": prefix, **asdict(shard)} for prefix, shard in pairs]
         return {"shards": shards, "vocabulary": self.vocabulary, "end_of_document": self.end_of_document}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DataIdentity":
-        """Read what `as_dict` wrote. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
+        """Read the output of `as_dict`. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
         facts = [dict(shard) for shard in values["shards"]]
         prefixes = tuple(str(shard.pop("prefix")) for shard in facts)
         vocabulary = values["vocabulary"]
@@ -94,7 +88,7 @@ class DataIdentity:
     def differences(self, stored: "DataIdentity") -> list[str]:
         """Return one sentence for each shard that differs from `stored`, with the facts and both values.
 
-        A shard is compared with the stored shard in the same place of the blend: another order is other data.
+        Shards are compared by their position in the blend: another order is other data.
         """
         problems = []
         if len(self.shards) != len(stored.shards):
@@ -106,9 +100,10 @@ class DataIdentity:
             self.prefixes, self.shards, stored.prefixes, stored.shards, strict=False
         ):
             differing = list(shard.differences(old))
-            # Other counts imply other checksums, of which one is enough.
-            counted = [each for each in differing if each[0] not in _CHECKSUMS] or differing[:1]
-            facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in counted]
+            # If counts differ, checksums differ too and are not reported; without counts, one checksum is enough.
+            counted = [each for each in differing if each[0] not in _CHECKSUMS]
+            reported = counted or differing[:1]
+            facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in reported]
             if facts:
                 moved = "" if prefix == old_prefix else f" (then {old_prefix})"
                 problems.append(f"shard {prefix}{moved} has changed: {', '.join(facts)}")
@@ -135,7 +130,7 @@ _NAMES = {
     "idx_checksum": "the checksum of its .idx",
     "tokenizer_fingerprint": "the tokenizer's fingerprint",
 }
-"""Words of a message for each fact."""
+"""Description of each fact in messages."""
 
 
 def shard_identity(prefix: str | Path) -> ShardIdentity:
@@ -148,7 +143,7 @@ def shard_identity(prefix: str | Path) -> ShardIdentity:
         samples = sampled_checksum(bin_path(prefix)), sampled_checksum(idx_path(prefix))
     except OSError as error:
         raise DataError(f"{prefix} cannot be read: {error.strerror}") from error
-    manifest = manifests[0] if manifests else None
+    known = {name: getattr(manifest, name) for manifest in manifests for name in UNKNOWN_WITHOUT_MANIFEST}
     return ShardIdentity(
         dtype=shard.dtype.name,
         num_documents=shard.num_documents,
@@ -156,9 +151,7 @@ def shard_identity(prefix: str | Path) -> ShardIdentity:
         num_tokens=shard.num_tokens,
         bin_sample=samples[0],
         idx_sample=samples[1],
-        bin_checksum=manifest.bin_checksum if manifest else None,
-        idx_checksum=manifest.idx_checksum if manifest else None,
-        tokenizer_fingerprint=manifest.tokenizer_fingerprint if manifest else None,
+        **known,
     )
 
 
@@ -177,8 +170,9 @@ def data_identity(data: DataConfig) -> DataIdentity:
 
 
 def _vocabulary_hash(data: BertDataConfig) -> str:
-    """Hash what samples use of a vocabulary: its size, its special tokens, and which pieces continue a word."""
-    prefix = data.prefixes[0]  # the vocabularies of a blend are the same
+    """Hash the properties of a vocabulary that samples use: its size, its special tokens, the pieces that continue a
+    word."""
+    prefix = data.prefixes[0]  # all shards of a blend have the same vocabulary
     vocabulary = vocabulary_of(replace(data, prefix=prefix, blend={}), read_manifest(prefix))
     numbers = (
         vocabulary.size,

@@ -1,16 +1,20 @@
-"""The manifest beside a shard: what the .bin/.idx format does not say, tokenizer and vocabulary above all."""
+"""The manifest and the tokenizer of a shard, which the .bin/.idx format does not contain, and checks of both."""
 
+import errno
 import json
 import reprlib
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
+
+import numpy as np
 
 from megapipe.config import untrusted
 from megapipe.data.errors import DataError
-from megapipe.data.hashed_file import checksum_of_file
-from megapipe.data.indexed_dataset import IndexedDataset
-from megapipe.data.shard_format import bin_path, idx_path
+from megapipe.data.files import checksum_of_file, flush_folder, write_whole
+from megapipe.data.shards import IndexedDataset, bin_path, idx_path
+from megapipe.data.tokenizers import definition_of, kind_and_path
 
 FORMAT_VERSION = 1
 _REPAIR = "preprocess again, or remove it to use the shard without the manifest's checks"
@@ -18,16 +22,16 @@ _REPAIR = "preprocess again, or remove it to use the shard without the manifest'
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """Describes one shard. A shard of another tool has none; then nothing can be checked."""
+    """Description of one shard. Shards of other tools have no manifest, so they cannot be checked."""
 
     tokenizer: str
     """The tokenizer as the user named it: `bytes` or a path."""
     tokenizer_fingerprint: str
-    """Hash of the tokenizer's definition; two tokenizers with one fingerprint give the same ids."""
+    """Hash of the tokenizer's definition; two tokenizers with the same fingerprint give the same ids."""
     vocabulary_size: int
     """Every token id is below this."""
     end_of_document: int | None
-    """Token id that ends a document, None when the tokenizer has none."""
+    """Token id that ends a document; None if the tokenizer has no such token."""
     end_of_document_appended: bool
     """Whether every non-empty document ends with that token."""
     dtype: str
@@ -35,21 +39,21 @@ class ShardManifest:
     num_documents: int
     num_tokens: int
     num_sequences: int | None = None
-    """Sentences where documents were split, else non-empty documents. This and what follows: None where unknown."""
+    """Sentences if documents were split, else non-empty documents. None in this and all later fields means unknown."""
     special_tokens: dict[str, int] | None = None
     """Names and ids of the tokenizer's special tokens, for example [MASK]."""
     sentences: str | None = None
-    """What split documents into sentences, one sequence each; None where a document is one sequence."""
+    """Name of the sentence splitter; None if each document is one sequence."""
     num_skipped: int | None = None
-    """Documents left out because they could not be read."""
+    """Number of documents that were left out because they could not be read."""
     num_duplicates: int | None = None
-    """Documents left out because an equal one came before; None where duplicates were kept."""
+    """Number of documents that were left out because an earlier one was equal; None if duplicates were kept."""
     sources: dict[str, Any] | None = None
-    """Number, bytes and one checksum of the input files, and up to LISTED_SOURCES of them by name."""
+    """Number, bytes and one checksum of the input files, and the names of up to LISTED_SOURCES of them."""
     tokenizer_copy: str | None = None
-    """Name of the tokenizer's copy in `<prefix>.tokenizer`; None where the tokenizer has no files."""
+    """Name of the tokenizer's copy in `<prefix>.tokenizer`; None if the tokenizer has no files."""
     tokenizer_files: dict[str, str] | None = None
-    """File of that copy -> its checksum."""
+    """File name -> checksum, of that copy."""
     num_special_tokens_in_text: int | None = None
     """Number of names of special tokens in the text of documents; None if they were not counted."""
     special_tokens_in_text: str | None = None
@@ -62,7 +66,7 @@ class ShardManifest:
         return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
 
     def check_vocabulary(self, vocabulary_size: int) -> None:
-        """Raises DataError when the shard may hold ids that a model with this many embeddings does not know."""
+        """Raise DataError if the shard may contain ids that a model with this number of embeddings does not have."""
         if self.vocabulary_size > vocabulary_size:
             raise DataError(
                 f"the shard was tokenized with {self.tokenizer} of {self.vocabulary_size} ids, but the model's "
@@ -70,7 +74,7 @@ class ShardManifest:
             )
 
     def check_tokenizer(self, tokenizer: str, fingerprint: str) -> None:
-        """Raises DataError when a tokenizer (its name and fingerprint) is not the one that wrote the shard."""
+        """Raise DataError if a tokenizer (its name and fingerprint) is not the one that wrote the shard."""
         if fingerprint != self.tokenizer_fingerprint:
             raise DataError(
                 f"the shard was tokenized with {self.tokenizer} ({self.tokenizer_fingerprint[:19]}...), not with "
@@ -78,7 +82,7 @@ class ShardManifest:
             )
 
     def check_checksums(self, prefix: str | Path) -> None:
-        """Reads both files. Raises DataError when one is not what was written."""
+        """Read both files, and raise DataError if one has another checksum."""
         for path, written in ((bin_path(prefix), self.bin_checksum), (idx_path(prefix), self.idx_checksum)):
             if written is not None and (found := checksum_of_file(path)) != written:
                 raise DataError(
@@ -87,7 +91,7 @@ class ShardManifest:
                 )
 
     def check_shard(self, dataset: IndexedDataset) -> None:
-        """Raises DataError when the manifest lies beside a shard that it does not describe."""
+        """Raise DataError if the manifest does not describe this shard."""
         described = (self.dtype, self.num_documents, self.num_tokens)
         found = (dataset.dtype.name, dataset.num_documents, dataset.num_tokens)
         if described != found:
@@ -103,7 +107,7 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def read_manifest(prefix: str | Path) -> ShardManifest | None:
-    """The manifest of a shard, None where there is none. Raises DataError for a damaged or newer one."""
+    """Return the manifest of a shard; None if it has none. Raises DataError for a damaged or newer manifest."""
     path = manifest_path(prefix)
     if not path.is_file():
         return None
@@ -124,3 +128,122 @@ def read_manifest(prefix: str | Path) -> ShardManifest | None:
 
 def _damaged(path: Path, problem: str) -> str:
     return f"{path} is damaged: {problem}; {_REPAIR}"
+
+
+def open_shards(
+    prefixes: Sequence[str | Path], vocabulary_size: int | None
+) -> tuple[list[IndexedDataset], list[ShardManifest]]:
+    """Open shards, and return them with the manifests of those that have one.
+
+    Raises DataError for unusable shards, different tokenizers, and a vocabulary larger than `vocabulary_size`.
+    """
+    shards = [_open_shard(prefix) for prefix in prefixes]
+    manifests: list[ShardManifest] = []
+    for shard in shards:
+        manifest = read_manifest(shard.prefix)
+        if manifest is not None:
+            manifest.check_shard(shard)
+            if vocabulary_size is not None:
+                manifest.check_vocabulary(vocabulary_size)
+            manifests.append(manifest)
+    check_one_tokenizer(manifests)
+    return shards, manifests
+
+
+def _open_shard(prefix: str | Path) -> IndexedDataset:
+    try:
+        return IndexedDataset(prefix)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise DataError(
+            f"{prefix} cannot be opened: this process has reached its limit of open files, and each shard needs two; "
+            "raise the limit with ulimit -n before the start, or merge shards"
+        ) from error
+
+
+def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
+    """Raise DataError if two shards were written with different tokenizers."""
+    for manifest in manifests[1:]:
+        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
+
+
+def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_size: int | None) -> None:
+    """Raise DataError for the first token outside [0, vocabulary_size); a size of None allows every id.
+
+    tokens: tokens of the shard, beginning with its token `start`.
+    """
+    if vocabulary_size is None or not tokens.size or (tokens.max() < vocabulary_size and tokens.min() >= 0):
+        return
+    position = start + int(np.argmax((tokens >= vocabulary_size) | (tokens < 0)))
+    raise DataError(
+        f"token {position} of {shard.prefix}.bin is {shard.tokens[position]}, outside the model's vocabulary of "
+        f"{vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
+    )
+
+
+class StoredTokenizer(NamedTuple):
+    """The copy of a tokenizer. name: for `open_tokenizer`, but relative to the folder. files: name -> checksum."""
+
+    name: str
+    files: dict[str, str]
+
+
+def tokenizer_folder(prefix: str | Path) -> Path:
+    """Return the folder of the tokenizer's copy for the shard `prefix`."""
+    return Path(f"{prefix}.tokenizer")
+
+
+def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
+    """Copy the files of a tokenizer to the shard `prefix`; return None for a tokenizer without files."""
+    definition = definition_of(spec)
+    if not definition.files:
+        return None
+    contents = {file.name: file.read_bytes() for file in definition.files}
+    folder = tokenizer_folder(prefix)
+    for file, content in contents.items():
+        write_whole(folder / file, content)
+    # Remove other files last, because they may be the source of the copy: a crash must not lose them.
+    for other in folder.iterdir():
+        if other.name not in contents:
+            other.unlink()
+    flush_folder(folder.parent)
+    name = f"{definition.kind}:{definition.name}" if definition.kind else definition.name
+    return StoredTokenizer(name, {file: checksum_of_file(folder / file) for file in contents})
+
+
+def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | Path) -> ShardManifest:
+    """Copy the tokenizer that is stored with the shard `source` to `target`, and return the manifest for `target`.
+
+    If the copy was removed, the new shard has none either, and its manifest contains only the path of the tokenizer.
+    """
+    if manifest.tokenizer_copy is None:
+        return manifest
+    if not tokenizer_folder(source).is_dir():
+        return replace(manifest, tokenizer_copy=None, tokenizer_files=None)
+    stored = store_tokenizer(target, tokenizer_of_shard(source, manifest))
+    return replace(
+        manifest,
+        tokenizer_copy=stored.name if stored else None,
+        tokenizer_files=stored.files if stored else None,
+    )
+
+
+def tokenizer_of_shard(prefix: str | Path, manifest: ShardManifest) -> str:
+    """Return the name that opens a shard's tokenizer: its copy, or for older shards the name in the manifest.
+
+    Raises DataError if the copy has changed since it was written.
+    """
+    folder = tokenizer_folder(prefix)
+    if manifest.tokenizer_copy is None or not folder.is_dir():
+        return manifest.tokenizer
+    for name, checksum in (manifest.tokenizer_files or {}).items():
+        file = folder / Path(name).name
+        if not file.is_file() or checksum_of_file(file) != checksum:
+            problem = "is missing" if not file.is_file() else "was changed since it was written"
+            raise DataError(
+                f"{file} {problem}: copy {folder} again, or remove that folder to use {manifest.tokenizer} instead"
+            )
+    kind, file = kind_and_path(manifest.tokenizer_copy)
+    path = folder / file.name
+    return f"{kind}:{path}" if kind else str(path)

@@ -1,31 +1,33 @@
-"""The order in which Megatron-LM draws samples, for runs that are to be compared with its own batch by batch.
+"""The order in which Megatron-LM draws and blends samples, to compare runs with its runs batch by batch.
 
-Unlike the project's own order it is built at the start, for a number of samples that has to be known, in time and
-memory proportional to the documents and samples of the run.
-Source: megatron-core's GPTDataset, whose indices are compared token by token in tests.
+Unlike the project's own order, it is built at the start, for a known number of samples, in time and memory
+proportional to the documents and samples of the run. Source: megatron-core's GPTDataset, BlendedDataset and
+BlendedMegatronDatasetBuilder; tests compare the indices with GPTDataset's token by token.
 """
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.checked_shards import open_shards, outside_vocabulary, unknown_id
 from megapipe.data.errors import DataError
-from megapipe.data.splits import SplitName, split_documents
+from megapipe.data.manifest import check_ids, open_shards
+from megapipe.data.samples import SplitName, split_documents
 
 SEPARATE_BELOW = 0.80
-"""The last epoch is shuffled by itself when less than this share of it is needed."""
+"""The last epoch is shuffled separately if less than this share of it is needed."""
 
 
 class MegatronSamples:
-    """Samples of one split of a shard in Megatron-LM's order. What it splits and shuffles are sequences.
+    """Samples of one split of a shard in Megatron-LM's order, which splits and shuffles sequences.
 
-    The split's sequences, E epochs of them shuffled together, are joined; sample w holds tokens [w * L, w * L + L].
-    Ordinal o reads sample shuffle[o]. num_samples: how many are wanted, which decides how many epochs are shuffled
-    and so the order of all.
+    E epochs of the split's sequences are shuffled together and concatenated; sample w contains tokens [w * L, w * L +
+    L]. Ordinal o reads sample shuffle[o]. num_samples: the number of samples of the run. It decides how many epochs
+    are shuffled, and so the order of all samples.
 
-    Raises DataError for unusable shards, a split too small for one sample, and ordinals behind the last sample.
+    Raises DataError for unusable shards, a split that is too small for one sample, and ordinals after the last sample.
     """
 
     def __init__(
@@ -57,25 +59,25 @@ class MegatronSamples:
         needed = num_samples - without_last
         separate = epochs > 1 and needed < int(SEPARATE_BELOW * ((per_epoch - 1) // sequence_length))
 
-        # The numbers are drawn in Megatron-LM's order: documents, then samples.
+        # Random numbers are drawn in Megatron-LM's order: documents, then samples.
         generator = np.random.RandomState(seed)
         shuffled = [epochs - 1, 1] if separate else [epochs]
         self._sequences = np.concatenate([_shuffled_sequences(sequences, each, generator) for each in shuffled])
         ranges = [(0, without_last), (without_last, self._num_samples)] if separate else [(0, self._num_samples)]
         self._shuffle = np.concatenate([_shuffled_range(*each, generator) for each in ranges])
         self._starts = np.concatenate([[0], np.cumsum(lengths[self._sequences - sequences.start])])
-        """Place of every sequence of all epochs in their joined tokens."""
+        """Position of every sequence of all epochs in their concatenated tokens."""
 
     def __len__(self) -> int:
-        """Samples of all epochs that were shuffled."""
+        """Return the number of samples of all epochs that were shuffled."""
         return self._num_samples
 
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """As `SampleSet` has it: every sample is full."""
+        """See `SampleSet.num_labels`. Every sample is full."""
         return np.full_like(self._windows(ordinals), self.sequence_length)
 
     def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """As `SampleSet` has it. Raises DataError for an id outside [0, vocabulary_size), naming shard and place."""
+        """See `SampleSet.tokens`. Raises DataError for an id outside [0, vocabulary_size), with shard and position."""
         windows = self._windows(ordinals)
         tokens = np.empty((windows.size, self.sequence_length + 1), dtype=np.int64)
         for row, window in zip(tokens, windows.flat, strict=True):
@@ -83,7 +85,7 @@ class MegatronSamples:
         return tokens.reshape(*windows.shape, -1)
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
-        """As `SampleSet` has it, every sequence counted as a document."""
+        """See `SampleSet.boundaries`. Every sequence counts as a document."""
         found = []
         for window in self._windows(ordinals).flat:
             start = int(window) * self.sequence_length
@@ -102,17 +104,15 @@ class MegatronSamples:
         return np.asarray(self._shuffle[ordinals].astype(np.int64))
 
     def _read(self, start: int, row: np.ndarray) -> None:
-        """Fill `row` with the joined tokens from `start` on."""
+        """Fill `row` with the concatenated tokens from `start` on."""
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
         place = 0
         while place < len(row):
             sequence, offset = int(self._sequences[index]), start + place - int(self._starts[index])
             part = self._shard[sequence][offset : offset + len(row) - place]
             row[place : place + len(part)] = part
-            unknown = unknown_id(part, self.vocabulary_size)
-            if unknown is not None:
-                position = int(self._shard.sequence_offsets[sequence]) // self._shard.dtype.itemsize + offset + unknown
-                raise outside_vocabulary(self._shard, position, self.vocabulary_size)
+            first = int(self._shard.sequence_offsets[sequence]) // self._shard.dtype.itemsize
+            check_ids(self._shard, first + offset, part, self.vocabulary_size)
             place += len(part)
             index += 1
 
@@ -127,3 +127,67 @@ def _shuffled_range(first: int, stop: int, generator: np.random.RandomState) -> 
     index = np.arange(first, stop, dtype=np.uint32 if stop < 2**32 - 2 else np.int64)
     generator.shuffle(index)
     return index
+
+
+SURPLUS = 0.005
+"""Share of additional samples that are prepared of every corpus: Megatron-LM's mid_level_dataset_surplus."""
+
+
+def normalized(weights: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return weights with the sum 1, rounded as Megatron-LM rounds them."""
+    values = np.array(weights, dtype=np.float64)
+    return values / np.sum(values)
+
+
+def samples_wanted(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Return the number of samples that every corpus is built for, in a blend of `num_samples`."""
+    return [math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS)) for weight in normalized(weights).tolist()]
+
+
+class MegatronBlendOrder:
+    """The first samples of a blend: sample i comes from the corpus with the largest w * max(i, 1) - count so far.
+
+    num_samples: samples of the run; the order has a few more, like Megatron-LM's.
+
+    Raises DataError for samples after its end.
+    """
+
+    def __init__(self, weights: Sequence[float], num_samples: int) -> None:
+        shares = normalized(weights)
+        self.num_samples = sum(math.ceil(num_samples * share) for share in shares.tolist())
+        shares = normalized(shares.tolist())
+        counts = np.zeros(len(shares))
+        self._corpora = np.empty(self.num_samples, dtype=np.int16 if len(shares) < 2**15 else np.int64)
+        self._within = np.empty(self.num_samples, dtype=np.int64)
+        for ordinal in range(self.num_samples):
+            corpus = int(np.argmax(shares * max(ordinal, 1) - counts))
+            self._corpora[ordinal] = corpus
+            self._within[ordinal] = counts[corpus]
+            counts[corpus] += 1
+
+    def assign(self, ordinals: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corpus of each sample, and its ordinal within that corpus: int64 of the shape of `ordinals`."""
+        ordinals = np.asarray(ordinals, dtype=np.int64)
+        if ordinals.size and (ordinals.min() < 0 or ordinals.max() >= self.num_samples):
+            raise DataError(
+                f"sample {ordinals.max()} does not exist: this blend was made for {self.num_samples} samples; set "
+                "training.steps to the run's full length, and training.stop_at to end early"
+            )
+        return self._corpora[ordinals].astype(np.int64), self._within[ordinals]
+
+    def check_supply(self, names: Sequence[str], supplies: Sequence[int]) -> None:
+        """Raise DataError if a corpus has fewer samples than the blend uses; Megatron-LM fails in this case too."""
+        taken = np.bincount(self._corpora, minlength=len(supplies)).tolist()
+        for name, count, supply in zip(names, taken, supplies, strict=True):
+            if count > supply:
+                raise DataError(
+                    f"data.order megatron needs {count} samples of {name}, which has {supply}: its blending can take "
+                    "more samples than the weights say; give the corpus more weight, train longer, or set data.order "
+                    "keyed"
+                )
+
+    def ordinal_of(self, corpus: int, sample: int) -> int:
+        """Return the position in the blend of a corpus's sample, both counted from 0; the blend's end if it is not in
+        it."""
+        places = np.flatnonzero(self._corpora == corpus)
+        return int(places[sample]) if sample < len(places) else self.num_samples

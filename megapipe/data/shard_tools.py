@@ -1,4 +1,4 @@
-"""What megapipe data does with finished shards."""
+"""Functions of megapipe data: inspect, verify, merge and split finished shards."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.data.errors import DataError
-from megapipe.data.index_writer import ShardWriter
-from megapipe.data.indexed_dataset import IndexedDataset
-from megapipe.data.manifest import ShardManifest, read_manifest
-from megapipe.data.shard_format import FloatTokens, bin_path
-from megapipe.data.shard_tokenizer import carry_tokenizer, tokenizer_of_shard
+from megapipe.data.manifest import ShardManifest, carry_tokenizer, read_manifest, tokenizer_of_shard
+from megapipe.data.shard_writer import ShardWriter
+from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 
 _SHOWN_TOKENS = 200
@@ -26,15 +24,15 @@ _ALIKE = (
     "special_tokens",
     "sentences",
 )
-"""What shards that are joined must agree on."""
+"""Fields of the manifest that must be equal in shards that are merged."""
 
 
 def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: str | None) -> None:
-    """Prints counts, percentiles of document lengths and evenly spaced documents; draws the lengths to a file."""
-    dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
+    """Print counts, percentiles of document lengths and evenly spaced documents; draw a histogram of the lengths to a
+    file."""
+    dataset, manifest = _opened(prefix)
     print(f"{prefix}: {counts(dataset)}")
     if manifest is not None:
-        manifest.check_shard(dataset)
         for each in fields(manifest):
             value = getattr(manifest, each.name)
             if each.name == "sources" and value is not None:
@@ -54,33 +52,32 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
         _draw_lengths(lengths, prefix, histogram)
 
 
-def verify(prefix: str) -> str:
-    """Reads the whole shard; returns its counts. Raises DataError that says what is wrong.
+def _opened(prefix: str, float_tokens: FloatTokens | None = None) -> tuple[IndexedDataset, ShardManifest | None]:
+    """Return a shard and its manifest, if there is one. Raises DataError if it describes another shard."""
+    dataset, manifest = IndexedDataset(prefix, float_tokens), read_manifest(prefix)
+    if manifest is not None:
+        manifest.check_shard(dataset)
+    return dataset, manifest
 
-    Checked are: sizes of both files, offsets being the running sum of lengths, order of the document boundaries, token
-    ids below the manifest's vocabulary size, end-of-document tokens, counts and checksums of the manifest.
+
+def verify(prefix: str) -> str:
+    """Read the whole shard and return its counts. Raises DataError with the first problem.
+
+    The checks are: sizes of both files, offsets equal to the running sum of lengths, order of the document boundaries,
+    token ids below the manifest's vocabulary size, end-of-document tokens, counts and checksums of the manifest.
     """
     dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
     offset = 0
     for begin in range(0, dataset.num_sequences, _AT_ONCE):
         lengths = dataset.sequence_lengths[begin : begin + _AT_ONCE].astype(np.int64)
-        if (lengths < 0).any():
-            raise DataError(
-                f"{prefix}.idx is damaged: sequence {begin + int(np.argmax(lengths < 0))} has a negative length"
-            )
+        _check_index(prefix, lengths >= 0, begin, "sequence {} has a negative length")
         ends = offset + np.cumsum(lengths) * dataset.dtype.itemsize
-        wrong = dataset.sequence_offsets[begin : begin + _AT_ONCE] != ends - lengths * dataset.dtype.itemsize
-        if wrong.any():
-            raise DataError(
-                f"{prefix}.idx is damaged: sequence {begin + int(np.argmax(wrong))} does not follow the previous one"
-            )
+        follows = dataset.sequence_offsets[begin : begin + _AT_ONCE] == ends - lengths * dataset.dtype.itemsize
+        _check_index(prefix, follows, begin, "sequence {} does not follow the previous one")
         offset = int(ends[-1])
     for begin in range(0, dataset.num_documents, _AT_ONCE):
         steps = np.diff(dataset.document_indices[begin : begin + _AT_ONCE + 1])
-        if (steps < 0).any():
-            raise DataError(
-                f"{prefix}.idx is damaged: document {begin + int(np.argmax(steps < 0))} ends before it starts"
-            )
+        _check_index(prefix, steps >= 0, begin, "document {} ends before it starts")
     if manifest is None:
         return f"{counts(dataset)}; sound, but without a manifest the tokens cannot be checked"
     manifest.check_shard(dataset)
@@ -99,25 +96,28 @@ def verify(prefix: str) -> str:
     return f"{counts(dataset)}; {checked}"
 
 
+def _check_index(prefix: str, right: np.ndarray, begin: int, problem: str) -> None:
+    """Raise DataError for the first entry that is false. begin: number of the first entry in the index."""
+    if not right.all():
+        raise DataError(f"{prefix}.idx is damaged: {problem.format(begin + int(np.argmin(right)))}")
+
+
 def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None = None) -> str:
-    """Writes one shard of all documents in order; returns its counts. Tokens that are floats become int32.
+    """Write one shard with all documents in order, and return its counts. Float tokens become int32.
 
-    float_tokens: which floats the dtype codes 6 and 7 stand for.
+    float_tokens: meaning of the dtype codes 6 and 7.
 
-    Raises DataError when the shards' types or manifests do not fit each other, before anything is written.
+    Raises DataError, before anything is written, if the shards' types or manifests differ.
     """
-    datasets = [IndexedDataset(prefix, float_tokens) for prefix in prefixes]
-    manifests = [read_manifest(prefix) for prefix in prefixes]
+    datasets, manifests = zip(*(_opened(prefix, float_tokens) for prefix in prefixes), strict=True)
     if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise DataError(f"{output} is one of the shards to merge; name another --output-prefix")
-    for dataset, manifest in zip(datasets, manifests, strict=True):
+    for dataset in datasets:
         if dataset.dtype != datasets[0].dtype:
             raise DataError(
                 f"{dataset.prefix} has tokens of type {dataset.dtype}, but {prefixes[0]} has {datasets[0].dtype}; "
                 "only shards of the same type can be merged"
             )
-        if manifest is not None:
-            manifest.check_shard(dataset)
     described = _joined_manifest(manifests, prefixes, datasets)
     floats = datasets[0].dtype.kind == "f"
     with ShardWriter(output, np.dtype("<i4") if floats else datasets[0].dtype) as writer:
@@ -131,16 +131,14 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
 
 
 def split(prefix: str, shares: str, output: str) -> Iterator[str]:
-    """Writes `<output>_0`, `<output>_1`, ...: consecutive documents of one shard, by shares; yields a line each."""
+    """Write consecutive documents of a shard to `<output>_0`, `<output>_1`, ... by shares; yield a line for each."""
     try:
         parts = np.array([float(share) for share in shares.split(",")])
     except ValueError as error:
         raise DataError(f"--shares {shares!r} is not a list of numbers like 98,1,1") from error
     if not (np.isfinite(parts).all() and (parts > 0).all()):
         raise DataError(f"--shares {shares!r}: every share must be a number above 0")
-    dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
-    if manifest is not None:
-        manifest.check_shard(dataset)
+    dataset, manifest = _opened(prefix)
     edges = np.round(np.concatenate(([0.0], np.cumsum(parts) / parts.sum())) * dataset.num_documents).astype(np.int64)
     if (np.diff(edges) == 0).any():
         raise DataError(f"{prefix} has {dataset.num_documents} documents, too few for --shares {shares}")
@@ -149,13 +147,13 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
         keep[begin:end] = True
         with ShardWriter(f"{output}_{number}", dataset.dtype) as writer:
             writer.append_shard(prefix, keep)
-            described = _counted(manifest, writer) if manifest is not None else None
+            described = _counted(manifest, [writer]) if manifest is not None else None
             writer.commit(described and carry_tokenizer(described, prefix, writer.prefix))
         yield f"{output}_{number}: documents {begin:,} to {end:,}, {counts(IndexedDataset(f'{output}_{number}'))}"
 
 
 def _append_whole_numbers(writer: ShardWriter, dataset: IndexedDataset) -> None:
-    """Documents of float tokens as integers. Raises DataError for a token that is no id."""
+    """Append documents of float tokens as integers. Raises DataError for a token that is not an id."""
     for document in range(dataset.num_documents):
         tokens = dataset.document(document)
         wrong = ~((tokens >= 0) & (tokens < 2**31) & (tokens == np.floor(tokens)))
@@ -178,7 +176,7 @@ def counts(dataset: IndexedDataset) -> str:
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    """Tokens of each document: int64 [num_documents]."""
+    """Return the number of tokens of each document: int64 [num_documents]."""
     ends = np.append(dataset.sequence_offsets // dataset.dtype.itemsize, dataset.num_tokens)
     lengths: np.ndarray = np.diff(ends[dataset.document_indices])
     return lengths
@@ -199,7 +197,7 @@ def _check_ends(dataset: IndexedDataset, manifest: ShardManifest) -> None:
 def _joined_manifest(
     manifests: Sequence[ShardManifest | None], prefixes: Sequence[str], datasets: Sequence[IndexedDataset]
 ) -> ShardManifest | None:
-    """None where a shard has none: nothing can be promised then."""
+    """Return the manifest of the merged shard; None if one of the shards has no manifest."""
     known = [manifest for manifest in manifests if manifest is not None]
     if len(known) < len(manifests):
         return None
@@ -210,24 +208,16 @@ def _joined_manifest(
                     f"{prefix} and {prefixes[0]} differ in {name} ({getattr(manifest, name)}, "
                     f"{getattr(known[0], name)}): one shard cannot have both; preprocess them with the same settings"
                 )
-    return replace(
-        known[0],
-        num_documents=sum(dataset.num_documents for dataset in datasets),
-        num_sequences=sum(dataset.num_sequences for dataset in datasets),
-        num_tokens=sum(dataset.num_tokens for dataset in datasets),
-        num_skipped=None,
-        num_special_tokens_in_text=None,
-        num_duplicates=None,
-        sources=None,
-    )
+    return _counted(known[0], datasets)
 
 
-def _counted(manifest: ShardManifest, writer: ShardWriter) -> ShardManifest:
+def _counted(manifest: ShardManifest, parts: Sequence[IndexedDataset | ShardWriter]) -> ShardManifest:
+    """Return the manifest for a shard of these parts, without the fields that are known only for the whole input."""
     return replace(
         manifest,
-        num_documents=writer.num_documents,
-        num_sequences=writer.num_sequences,
-        num_tokens=writer.num_tokens,
+        num_documents=sum(part.num_documents for part in parts),
+        num_sequences=sum(part.num_sequences for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
         num_skipped=None,
         num_special_tokens_in_text=None,
         num_duplicates=None,
@@ -248,7 +238,7 @@ def _tokenizer_of(name: str | None, prefix: str, manifest: ShardManifest | None)
         print(f"  samples are shown as ids: {error}")
         return None
     if manifest is not None:
-        manifest.check_tokenizer(tokenizer.spec, tokenizer.fingerprint())
+        manifest.check_tokenizer(tokenizer.spec, tokenizer.fingerprint)
     return tokenizer
 
 
@@ -268,6 +258,6 @@ def _draw_lengths(lengths: np.ndarray, prefix: str, path: str) -> None:
     axes.set(xscale="log", xlabel="tokens per document", ylabel="documents", title=Path(prefix).name)
     try:
         figure.savefig(path)
-    except ValueError as error:  # an unknown suffix
+    except ValueError as error:  # the suffix is unknown
         raise DataError(f"--histogram {path}: {error}") from error
     print(f"  lengths of {len(positive):,} non-empty documents: {path}")

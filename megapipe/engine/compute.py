@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch through units: the only place of the engine that speaks to autograd."""
+"""Forward and backward of one micro-batch through units: the only module of the engine that calls autograd."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from torch.autograd.graph import GradientEdge
 from megapipe.engine.errors import UnitError
 from megapipe.engine.stage import TensorSpec, UnitForward
 from megapipe.layers import split
-from megapipe.layers.graph import accumulate, gradient_edge
-from megapipe.layers.split import SplitTape
+from megapipe.layers.split import SplitTape, accumulate, gradient_edge
 
 WHOLE = -1
 """Unit column of an action that covers its stage's whole chain of units."""
@@ -20,10 +19,10 @@ WHOLE = -1
 
 @dataclass(frozen=True)
 class SavedGraph:
-    """What a forward leaves for its backward: the graph between `inputs` (leaves) and `edges`.
+    """The graph that a forward leaves for its backward, between `inputs` (leaves) and `edges`.
 
-    edges: where the gradients of the outputs enter, one for each output that requires grad. Not the outputs, so that
-    these are freed as soon as they have been sent.
+    edges: the gradient edges of the outputs that require grad. The outputs are not kept, so that they are freed as
+    soon as they have been sent.
     """
 
     inputs: tuple[Tensor, ...]
@@ -32,31 +31,31 @@ class SavedGraph:
 
     @classmethod
     def between(cls, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tape: SplitTape | None) -> "SavedGraph":
-        """The graph that made `outputs` out of `inputs`."""
+        """Return the graph that computed `outputs` from `inputs`."""
         return cls(inputs, tuple([gradient_edge(output) for output in outputs if output.requires_grad]), tape)
 
 
 def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Cut the graph: the same storage as new autograd leaves."""
+    """Cut the graph: return new autograd leaves over the same storage."""
     return tuple([t.detach().requires_grad_(flag) for t, flag in zip(tensors, requires_grad, strict=True)])
 
 
 def apart(tensors: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`tensors`, copied where they lie in the memory of `received`.
+    """Return `tensors`, those that share memory with `received` as copies.
 
-    For what outlives a receive slot: a stage may pass on what it was given, or a view of it.
+    Results outlive a receive slot, and a stage may return its input or a view of it.
     """
     memory = [tensor.untyped_storage().data_ptr() for tensor in received]
     return tuple([t.clone() if t.untyped_storage().data_ptr() in memory else t for t in tensors])
 
 
 def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tuple[bool, ...]:
-    """Which tensors of a boundary carry gradients."""
+    """Return for each tensor of a boundary whether it carries a gradient."""
     return tuple(tensor.requires_grad for tensor in tensors)
 
 
 def unsplit_parameters(units: Sequence[UnitForward]) -> tuple[nn.Parameter, ...]:
-    """Parameters whose gradients the input half computes: their modules cannot split."""
+    """Return the parameters whose gradients the input half computes, because their modules cannot split."""
     modules = (unit for unit in units if isinstance(unit, nn.Module))
     return tuple(parameter for module in modules for parameter in split.unsplit_parameters(module))
 
@@ -64,7 +63,7 @@ def unsplit_parameters(units: Sequence[UnitForward]) -> tuple[nn.Parameter, ...]
 def run_units(
     units: Sequence[UnitForward], inputs: tuple[Tensor, ...], context: Any, ready: Callable[[int], None] | None = None
 ) -> tuple[Tensor, ...]:
-    """Run a chain of units. ready: called ahead of each. Raises UnitError from what one of them raises."""
+    """Run a chain of units. ready: called before each of them. Raises UnitError if one of them fails."""
     for index, unit in enumerate(units):
         try:
             if ready is not None:
@@ -76,7 +75,7 @@ def run_units(
 
 
 def backward(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Whole backward: adds into the parameters' `.grad` views; returns gradients of inputs that require grad.
+    """Run a whole backward: add to the parameters' `.grad` views, and return the gradients of inputs that require it.
 
     gradients: one for each output that requires grad, in order.
     """
@@ -85,10 +84,11 @@ def backward(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def backward_input(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Input half of a split backward; what the weight half needs stays on the piece's tape.
+    """Run the input half of a split backward. The piece's tape keeps the tensors of the weight half.
 
-    That may be `gradients` themselves: lowering keeps their receive slot until the weight half is done. What is
-    returned is never their memory, as the gradient of an input that passes through would be: it may be sent later.
+    These may be `gradients` themselves: lowering keeps their receive slot until the weight half is done. The returned
+    gradients never share memory with them, because they may be sent later; that of an input which a unit passes
+    through is copied.
     """
     assert piece.tape is not None
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
@@ -102,5 +102,5 @@ def _own(gradient: Tensor, lent: set[int]) -> Tensor:
 
 
 def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    """The sender of an input waits for its gradient, also where nothing came of the input."""
+    """Return zeros for an unused input: its sender waits for a gradient."""
     return torch.zeros_like(leaf) if gradient is None else gradient

@@ -6,17 +6,17 @@ does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays full from step
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from megapipe.engine.compute import WHOLE
 from megapipe.engine.errors import EngineError, UnitError
-from megapipe.engine.groups import unit_states
+from megapipe.engine.host_memory import Swaps
 from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
-from megapipe.engine.stage import Stage
+from megapipe.engine.stage import Stage, unit_states
 from megapipe.engine.step import StepInput, StepResult, StepState, finished
-from megapipe.engine.swaps import Swaps
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
@@ -31,14 +31,14 @@ class Engine:
     schedule: lowered, mode "train" or "forward". rank: pipeline rank. stages: stage id -> Stage, exactly the stages
     that the schedule places on this rank.
 
-    swaps: what moves tensors to host memory and back, for schedules that do. tell: what makes of each instruction one
-    that says where the rank is.
+    swaps: moves tensors to host memory and back, for schedules that offload. wrap: replaces each instruction, for
+    example by one that reports the rank's progress.
 
-    A schedule that flushes runs a step at each `feed`. One that never flushes has a step under way between calls:
-    `feed` runs the rest of it and the beginning of the one that is given, `drain` ends it. Where the run is drained
-    changes its time and none of its numbers.
+    A schedule that flushes runs a step at each `feed`. One that never flushes has a step in progress between calls:
+    `feed` runs the rest of it and the start of the next one, `drain` ends it. Draining a run changes its time, but
+    none of its numbers.
 
-    An engine whose step has failed runs no other: gradients are half added up and messages half sent.
+    After a failed step an engine runs no other one: gradients and messages are incomplete.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Engine:
         transfers: Transfers,
         reductions: Reductions,
         swaps: Swaps | None = None,
-        tell: Callable[[Instruction], Instruction] | None = None,
+        wrap: Callable[[Instruction], Instruction] | None = None,
     ) -> None:
         """Compile the schedule. Raises EngineError when stages and schedule do not belong together."""
         expected = set(schedule.header.stages_on(rank))
@@ -66,18 +66,19 @@ class Engine:
         self._reductions = reductions
         self.schedule = schedule
         self._swaps = swaps
-        self._tell = tell
-        program = Program(schedule, rank, stages, transfers, reductions, swaps)
-        self._compiled = {name: list(self._told(program.compile(name))) for name in SECTIONS}
+        self._wrap = wrap
+        self._program = partial(Program, schedule, rank, stages, swaps=swaps)
+        program = self._program(transfers, reductions)
+        self._compiled = {name: list(self._wrapped(program.compile(name))) for name in SECTIONS}
         self._sections = self._compiled
         self._under_way: StepState | None = None
         self._unread: list[StepState] = []
         self._broken_by: str | None = None
 
     def record(self, recorder: Recorder | None) -> None:
-        """Have every action from here on noted by a recorder that was made for this schedule and rank, or no longer.
+        """Attach a recorder that was made for this schedule and rank, or detach it.
 
-        Actions that nobody records pay nothing: a recorder has a program of its own.
+        A recorder has a program of its own, so that steps without one cost nothing.
         """
         if self._swaps is not None:
             self._swaps.watch(None if recorder is None else recorder.wait)
@@ -85,16 +86,16 @@ class Engine:
             self._sections = self._compiled
             return
         transfers, reductions = recorder.transfers(self._transfers), self._reductions.through(recorder.group)
-        program = Program(self.schedule, self._rank, self._stages, transfers, reductions, self._swaps)
-        self._sections = {name: recorder.instructions(name, self._told(program.compile(name))) for name in SECTIONS}
+        program = self._program(transfers, reductions)
+        self._sections = {name: recorder.instructions(name, self._wrapped(program.compile(name))) for name in SECTIONS}
 
-    def _told(self, instructions: Iterable[Instruction]) -> Iterable[Instruction]:
-        return instructions if self._tell is None else map(self._tell, instructions)
+    def _wrapped(self, instructions: Iterable[Instruction]) -> Iterable[Instruction]:
+        return instructions if self._wrap is None else map(self._wrap, instructions)
 
     def run(self, step_input: StepInput) -> StepResult:
         """Run one whole step (train mode: through the optimizer update), the pipeline empty before and after.
 
-        Raises as `feed`, and EngineError where a step that was fed is still under way.
+        Raises as `feed`, and EngineError if a step is in progress.
         """
         if self._under_way is not None:
             raise EngineError(
@@ -104,15 +105,15 @@ class Engine:
         return result
 
     def rehearse(self, step_input: StepInput) -> StepResult:
-        """Do what a step does, but send and receive nothing between stages, and update no weights.
+        """Run a step without messages between stages and without an update of weights.
 
-        Every kernel of the step has run then, and the allocator has its memory. On a GPU, loading a kernel or
-        allocating memory can wait for all that runs on the device, and so for ever if that is a receive whose sender
-        waits for this rank (docs/nccl.md). Collectives run, so all ranks must call this. Weights, optimizer state,
-        and the gradients of the steps after it are what they would be without.
+        This runs every kernel of the step and allocates its memory. On a GPU, loading a kernel or allocating memory
+        can wait for everything that runs on the device, and so for ever if that is a receive whose sender waits for
+        this rank (docs/nccl.md). Collectives run, so all ranks must call this. It changes neither weights nor
+        optimizer state nor the gradients of later steps.
 
-        step_input: of the next step. Returns the result of a step; its numbers mean nothing. Raises EngineError where
-        a step is under way.
+        step_input: of the next step. Returns the result of a step, whose numbers have no meaning. Raises EngineError
+        if a step is in progress.
         """
         self._check(step_input)
         if self._under_way is not None:
@@ -120,7 +121,7 @@ class Engine:
         self._reductions.rehearse(unit_states(self._stages))
         state, compiled = StepState(step_input, self._header.updates_per_step), self._sections
         transfers = self._transfers.without_peers()
-        program = Program(self.schedule, self._rank, self._stages, transfers, self._reductions, self._swaps, False)
+        program = self._program(transfers, self._reductions, updates=False)
         sections: tuple[SectionName, ...] = ("body",) if self._flushes else ("prologue", "epilogue")
         # Later steps also hold the samples of the step before, and those that are loaded ahead.
         spare = [torch.empty(size, dtype=torch.uint8, device=self._reductions.device) for size in SPARE]
@@ -135,11 +136,10 @@ class Engine:
         return finished(state)  # the sums of a schedule that never flushes are found on a thread
 
     def feed(self, step_input: StepInput) -> tuple[StepResult, ...]:
-        """Give the engine its next step and run as far as the schedule can without the one after it.
+        """Start the next step, and run as far as the schedule can without the step after it.
 
-        Returns the steps that ended, in order. With a schedule that flushes that is the step itself; with one that
-        does not it is the step fed before, and none at first.
-        Raises EngineError naming rank, step and action around whatever went wrong.
+        Returns the steps that ended, in order: the step itself if the schedule flushes, otherwise the step before it,
+        and none at first. Raises EngineError, which names rank, step and action.
         """
         self._check(step_input)
         state = StepState(step_input, self._header.updates_per_step)
@@ -156,7 +156,7 @@ class Engine:
         return self._ended(ended)
 
     def drain(self) -> tuple[StepResult, ...]:
-        """End every step that is under way and return those that ended; none where the pipeline is empty.
+        """End all steps in progress and return their results.
 
         Raises as `feed`.
         """
@@ -171,7 +171,7 @@ class Engine:
         return results
 
     def _check(self, step_input: StepInput) -> None:
-        """Raise EngineError where a step does not fit the schedule or does not follow the one under way."""
+        """Raise EngineError if a step does not fit the schedule or does not follow the step in progress."""
         self._require_whole()
         expected = self._header.num_microbatches
         if len(step_input.contexts) != expected:
@@ -193,15 +193,15 @@ class Engine:
             )
 
     def _ended(self, state: StepState) -> tuple[StepResult, ...]:
-        """Results that are there for the taking. Where updates do not wait for a step's scalars nobody has awaited
-        them, and waiting here would empty the pipeline: such a result comes with the next step's."""
+        """Return the results that are ready. If updates do not wait for the scalars of a step, waiting for them here
+        would empty the pipeline: such a result is returned with that of the next step."""
         if self._header.updates_per_step == 1:
             return (finished(state),)
         unread, self._unread = self._unread, [state]
         return tuple(map(self._checked_result, unread))
 
     def _checked_result(self, state: StepState) -> StepResult:
-        """The result of a step that could not skip its updates. Raises EngineError where it should have."""
+        """Return the result of a step that could not skip its updates. Raises EngineError if it had to skip them."""
         result = finished(state)
         if result.skipped:
             raise EngineError(
@@ -211,7 +211,7 @@ class Engine:
         return result
 
     def _execute(self, section: SectionName, steps: Sequence[StepState]) -> None:
-        """Run a section's actions. steps: what is under way, the section's own step first."""
+        """Run the actions of a section. steps: in progress, the section's own step first."""
         instructions = self._sections[section]
         for position, instruction in enumerate(instructions):
             try:

@@ -1,4 +1,4 @@
-"""What the engine raises."""
+"""Errors of the engine."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

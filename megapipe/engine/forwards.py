@@ -1,11 +1,11 @@
-"""Closures of what runs forward: the first time, and again ahead of the backward where only the input was kept."""
+"""Closures of everything that runs forward, and of the copies to host memory and back around it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.engine.compute import (
     WHOLE,
@@ -16,8 +16,9 @@ from megapipe.engine.compute import (
     run_units,
     unsplit_parameters,
 )
-from megapipe.engine.moves import Moves
-from megapipe.engine.shared_state import shared_states
+from megapipe.engine.errors import EngineError
+from megapipe.engine.host_memory import SavedTensors, Swaps, address_of
+from megapipe.engine.reductions import shared_states
 from megapipe.engine.stage import Stage, UnitForward
 from megapipe.engine.step import StepState, UnitKey
 from megapipe.engine.transfers import Transfers
@@ -28,14 +29,131 @@ from megapipe.schedules.schedule import SECTIONS, Schedule
 
 Tensors = tuple[Tensor, ...]
 Closure = Callable[[StepState], None]
+Forward = Callable[[Tensors], tuple[Tensors, SplitTape | None]]
+"""Inputs -> outputs with their graph, and the tape of a split backward."""
+
+
+class Moves:
+    """Makes the closures of one rank's offloads and reloads."""
+
+    def __init__(self, schedule: Schedule, rank: int, stages: Mapping[int, Stage], swaps: Swaps | None) -> None:
+        """Raise EngineError if the schedule offloads and there are no swaps."""
+        count = schedule.header.num_microbatches
+        self._stages = stages
+        self._swaps = swaps
+        self._activations: set[UnitKey] = set()
+        self._states: set[tuple[int, int]] = set()
+        for section in SECTIONS:
+            for action in schedule.actions(section, rank):
+                gathers = action.kind == Kind.GATHER_WEIGHTS
+                brings = gathers and schedule.header.host_weights[action.stage, action.unit]
+                if action.kind != Kind.OFFLOAD and not brings:
+                    continue
+                if swaps is None:
+                    raise EngineError(
+                        f"schedule {schedule.header.name} offloads, but this engine was created without swaps: pass "
+                        "it a Swaps"
+                    )
+                if action.version < 0:
+                    self._activations.add((action.stage, action.microbatch % count, action.unit))
+                elif not brings:
+                    self._states.add((action.stage, action.unit))
+
+    def offload(self, action: Action) -> Closure:
+        """action: counted from its own step, as everywhere here."""
+        swaps = self._required()
+        if action.version >= 0:
+            state = self._state(action)
+            return lambda step: swaps.offload_state(state)
+        key = action.stage, action.microbatch, action.unit
+        return lambda step: swaps.offload(step.saved[key])
+
+    def reload(self, action: Action) -> Closure:
+        """Start the copy of activations, or with a version of optimizer state, from host memory."""
+        swaps = self._required()
+        if action.version >= 0:
+            state = self._state(action)
+            return lambda step: swaps.reload_state(state)
+        key = action.stage, action.microbatch, action.unit
+        return lambda step: swaps.reload(step.saved[key])
+
+    def bring_weights(self, state: UnitState) -> Closure:
+        """Return the start of the copy of a unit's weights from host memory."""
+        swaps = self._required()
+        return lambda step: state.gather_weights(0, swaps)
+
+    def backward(self, action: Action, run: Closure) -> Closure:
+        """Return `run`, a backward or its input half, preceded by the arrival of its activations."""
+        key = action.stage, action.microbatch, action.unit
+        if key not in self._activations:
+            return run
+        return self._after_arrival(lambda step: [step.saved.pop(key)], run)
+
+    def update(self, actions: Sequence[Action], run: Closure) -> Closure:
+        """Return `run`, the update of some units, preceded by the arrival of their state."""
+        moved = [self._state(action) for action in actions if (action.stage, action.unit) in self._states]
+        return self._after_arrival(lambda step: moved, run) if moved else run
+
+    def _after_arrival(
+        self, owners: Callable[[StepState], Sequence[SavedTensors | UnitState]], run: Closure
+    ) -> Closure:
+        swaps = self._required()
+
+        def arrive_and_run(step: StepState) -> None:
+            for owner in owners(step):
+                swaps.arrive(owner)
+            run(step)
+
+        return arrive_and_run
+
+    def keeps(self, action: Action) -> bool:
+        """Return whether the saved tensors of this forward are offloaded."""
+        return (action.stage, action.microbatch, action.unit) in self._activations
+
+    @staticmethod
+    def run_forward(
+        step: StepState, key: UnitKey, units: Sequence[UnitForward], inputs: Tensors, lent: bool, forward: Forward
+    ) -> tuple[Tensors, Tensors, SplitTape | None]:
+        """Run a forward whose saved tensors can be offloaded; return the leaves of its graph, its outputs and tape.
+
+        units: those that run. lent: a link has lent the memory of the inputs, which stay there.
+        """
+        resident = [*_weights(units), *_tensors(step.input.contexts[key[1]]), *(inputs if lent else ())]
+        saved = SavedTensors(address_of(tensor) for tensor in resident)
+        leaves, entered = saved.entered(inputs)
+        with saved.collecting():
+            outputs, tape = forward(entered)
+        saved.finish(outputs, tape)
+        step.saved[key] = saved
+        return leaves, outputs, tape
+
+    def _state(self, action: Action) -> UnitState:
+        return self._stages[action.stage].states[action.unit]
+
+    def _required(self) -> Swaps:
+        assert self._swaps is not None  # the constructor has refused the schedule otherwise
+        return self._swaps
+
+
+def _weights(units: Sequence[UnitForward]) -> Iterator[Tensor]:
+    for unit in units:
+        if isinstance(unit, nn.Module):
+            yield from unit.parameters()
+            yield from unit.buffers()
+
+
+def _tensors(context: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a micro-batch."""
+    for value in getattr(context, "__dict__", {}).values():
+        yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor))
 
 
 @dataclass(frozen=True)
 class Chain:
     """Units that one action runs, by physical weight version.
 
-    twins[copy]: the units. unsplit[copy]: their parameters that a split backward's input half has to do.
-    shared: by unit, states whose weights replicas share out or host memory has; empty where there are none.
+    twins[copy]: the units. unsplit[copy]: their parameters whose gradients the input half of a split backward
+    computes. shared: by unit, states whose weights are sharded or in host memory; empty if there are none.
     """
 
     twins: Sequence[Sequence[UnitForward]]
@@ -44,7 +162,7 @@ class Chain:
     shared: Sequence[tuple[UnitState, ...]]
 
     def forward(self, copy: int, inputs: Tensors, context: Any) -> Tensors:
-        """The units' outputs, each unit run once its weights are there."""
+        """Return the outputs of the units; each unit waits for its weights."""
         if not self.shared:
             return run_units(self.twins[copy], inputs, context)
 
@@ -55,16 +173,16 @@ class Chain:
         return run_units(self.twins[copy], inputs, context, ready)
 
     def run(self, copy: int, inputs: Tensors, context: Any) -> tuple[Tensors, SplitTape | None]:
-        """Outputs with their graph, and the tape of a split backward."""
+        """Return outputs with their graph, and the tape of a split backward."""
         tape = SplitTape(self.unsplit[copy]) if self.split else None
         return self.forward(copy, inputs, replace(context, tape=tape) if self.split else context), tape
 
 
 class Forwards:
-    """Makes the closures of one rank's forwards and of what runs again.
+    """Makes the closures of one rank's forwards and recomputations.
 
-    What runs again is cut out of the graph at its input. Where its rows follow one another without a row between, a
-    run of units has one kept input alone, the first unit's.
+    A recomputed unit is cut out of the graph at its input. A group of units that are recomputed one after the other
+    keeps only the input of the first one.
     """
 
     def __init__(
@@ -93,7 +211,7 @@ class Forwards:
         self._flags: dict[tuple[int, int], tuple[bool, ...]] = {}
 
     def forward(self, action: Action) -> Closure:
-        """action: counted from its own step."""
+        """Return the closure of a forward. action: counted from its own step."""
         stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
         stage, key = self._stages[stage_id], (stage_id, microbatch)
         chain = self._chain(action)
@@ -107,7 +225,7 @@ class Forwards:
         version, per_step = action.version, self._schedule.header.updates_per_step
         slots = self._transfers.receive_activation.get(stage_id) if slot >= 0 else None
         following = self._schedule.next_stage(stage_id, microbatch)
-        # What is sent in training has left before its gradient comes, and the slot is kept until then.
+        # In training an output has been sent before its gradient arrives, and its slot is kept until then.
         leaves_in_time = training and following is not None and following not in self._stages
 
         def run(step: StepState) -> None:
@@ -143,7 +261,7 @@ class Forwards:
         return run
 
     def recompute(self, action: Action) -> Closure:
-        """action: counted from its own step. Leaves what the first forward would have left for the backward."""
+        """Return the closure of a recomputation, which leaves the graph that its backward needs."""
         stage_id, microbatch, unit = place = action.stage, action.microbatch, action.unit
         following = stage_id, microbatch, unit + 1
         chain = self._chain(action)
@@ -165,15 +283,15 @@ class Forwards:
         chain = units if action.unit == WHOLE else units[action.unit : action.unit + 1]
         twins = [[versions[copy] for versions in chain] for copy in range(len(units[0]))]
         split = (action.stage, action.microbatch) in self._split
-        shared = shared_states(self._stages, action.stage)
+        shared = shared_states(self._schedule.header, self._stages, action.stage)
         shared = shared if action.unit == WHOLE else shared[action.unit : action.unit + 1]
         unsplit = [unsplit_parameters(each) if split else () for each in twins]
         return Chain(twins, unsplit, split, shared if any(shared) else ())
 
     def _run_bare(self, action: Action, chain: Chain) -> Callable[[StepState, int, Tensors], Tensors]:
-        """A forward that leaves nothing for a backward but its inputs, and not even these inside a run of units.
+        """Return a forward that keeps only its inputs, and only if it starts a group of recomputed units.
 
-        Its outputs require grad where the graph's would: those of a unit's first forward tell.
+        Its outputs require grad like those of the graph, which the first forward of a unit shows.
         """
         microbatch, place = action.microbatch, (action.stage, action.unit)
         kept = (action.stage, microbatch, action.unit)
@@ -192,7 +310,7 @@ class Forwards:
         return run
 
     def _hand_on(self, action: Action) -> Callable[[StepState, Tensors], None]:
-        """Gives a forward's outputs to whoever takes them: the next unit or stage here, a send, the step's result."""
+        """Return a function that passes outputs on: to the next unit or stage here, a send, or the step's result."""
         key, microbatch = (action.stage, action.microbatch), action.microbatch
         following = self._schedule.next_stage(action.stage, action.microbatch)
         closes = action.unit in (WHOLE, len(self._stages[action.stage].units) - 1)

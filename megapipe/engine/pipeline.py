@@ -1,6 +1,8 @@
-"""The library: any torch modules trained through any schedule, on any mesh of pipeline and data ranks.
+"""The library: any torch modules trained through any schedule, on any mesh of pipeline, data and tensor ranks.
 
 ::
+
+    from megapipe import Pipeline, initialize
 
     mesh = initialize({"pipeline": 2})
     pipeline = Pipeline(layers, mesh, loss=loss, sample=inputs[:4], microbatches=8, schedule="zb_h1")
@@ -9,35 +11,42 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
+from megapipe.config.memory import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.schedule import ScheduleConfig
-from megapipe.engine.engine import Engine
+from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig, is_schedule_file
+from megapipe.engine.assembly import Assembly, Holding
 from megapipe.engine.errors import PipelineError
-from megapipe.engine.groups import communicators, counted_states
-from megapipe.engine.module_stages import ModuleStages
-from megapipe.engine.plan_layers import Layer, ModelPlan, plan_layers
-from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import described
 from megapipe.engine.step import StepInput, StepResult
-from megapipe.engine.units import Loss, Microbatch
-from megapipe.engine.wiring import LinkPool, connect
-from megapipe.optim.clipping import clip_coefficient
-from megapipe.optim.make import make_optimizer
+from megapipe.engine.user_modules import (
+    Layer,
+    Loss,
+    Microbatch,
+    ModelPlan,
+    ModuleUnit,
+    UserModules,
+    plan_layers,
+)
+from megapipe.layers.linear import Recipe, partition_axis
+from megapipe.layout.table import LayerChoice
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
+from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import balance_layers, check_assignment
-from megapipe.schedules.generators.registry import Options, find_generator, is_file_name
-from megapipe.schedules.load_file import fit_for_training, read_file
+from megapipe.schedules.build import fit_for_training, read_file
+from megapipe.schedules.offload import Offload
+from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Schedule
-from megapipe.spec.parameters import tied_stages
+from megapipe.schedules.states import StateTable
+from megapipe.spec.parameters import LayerSpec, tied_stages
 
 Result = TypeVar("Result")
 
@@ -52,6 +61,18 @@ class Pipeline:
         stages: this rank's stages, with the unit states that hold weights, gradients and moments.
         optimizer: what updates them.
         is_first, is_last: this rank reads the inputs; the targets.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from megapipe import Pipeline, initialize
+        >>> mesh = initialize({"pipeline": 1}, device="cpu")
+        >>> layers, inputs = [nn.Linear(4, 8), nn.Linear(8, 1)], torch.ones(8, 4)
+        >>> loss = nn.MSELoss(reduction="sum")
+        >>> pipeline = Pipeline(layers, mesh, loss=loss, sample=inputs[:2], microbatches=4, recompute=True)
+        >>> [result.step for result in pipeline.step(inputs, torch.ones(8, 1))]
+        [0]
+        >>> pipeline.close()
     """
 
     def __init__(
@@ -68,6 +89,11 @@ class Pipeline:
         count: Callable[..., float] | None = None,
         seed: int = 0,
         timeout: float = 600.0,
+        zero: int | ZeroConfig = 0,
+        recompute: bool | Collection[int] = False,
+        offload: OffloadConfig | None = None,
+        fp8: Literal["none"] | Recipe = "none",
+        matrices: Collection[str] | None = None,
         **options: Unpack[Options],
     ) -> None:
         """Split the layers into stages, create those of this rank, and connect them. A collective call.
@@ -77,19 +103,27 @@ class Pipeline:
                 of tensors. The modules are copied, not changed: their weights are the start, and `state_dict` has the
                 result. A function that creates the module may replace it; then a rank creates only its own modules.
                 A parameter that several layers have is tied: it stays one weight.
-            mesh: of pipeline and data ranks.
+            mesh: of pipeline, data and tensor ranks. Tensor ranks split the `megapipe.layers.ColumnLinear` and
+                `RowLinear` within the layers; everything else is whole on each of them.
             loss: (the last layer's outputs, then a micro-batch's targets) -> loss summed over the micro-batch, 0-dim.
             sample: inputs of one micro-batch; only their shapes and dtypes are used.
             microbatches: micro-batches of a step on each data-parallel replica.
-            schedule: a name of `megapipe.schedules.GENERATORS`, or the path of a schedule file (docs/schedules.md): a
-                name with a suffix or a folder.
+            schedule: a registered name, or the path of a schedule file, with a suffix or a folder (docs/schedules.md).
             optimizer: its settings, including clipping; default: AdamW with its defaults.
             layers_per_stage: number of layers of each stage; default: as even as possible.
             count: targets of a micro-batch -> its part of the number that the loss sum is divided by; default: rows.
             seed: for layers that are created here.
             timeout: seconds that a rank waits for another one.
+            zero: what replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; or a ZeroConfig.
+            recompute: layers whose forward is rerun before their backward, from their saved inputs; True for all.
+                Random numbers are the same both times.
+            offload: what moves to host memory: activations "blocks" (here every layer that is not recomputed),
+                optimizer state, weights.
+            fp8: "tensorwise" or "rowwise" multiplies in fp8 within every `ColumnLinear` and `RowLinear`.
+            matrices: names of the weights that optimizer muon updates by Muon, such as "1.into.weight"; AdamW updates
+                the rest. Default: all 2-D weights of the layers between the first and the last.
             options: options of a named schedule, such as `chunks`; see
-                `megapipe.schedules.generators.registry.Options`. A file takes none.
+                `megapipe.schedules.registry.Options`. A file takes none.
 
         Raises:
             PipelineError: the layers or settings cannot be used.
@@ -97,50 +131,39 @@ class Pipeline:
                 something else.
         """
         self._mesh = mesh
-        self._config = _checked_settings(mesh, optimizer or OptimizerConfig(), timeout)
+        self._config = _checked_settings(optimizer or OptimizerConfig(), timeout)
         self._sample = as_tensors(sample)
         self._microbatches = microbatches
         plan = _agreed(mesh, plan_layers(layers, _checked_sample(self._sample)))
-        ranks = mesh.size("pipeline")
-        given = _from_file(schedule, options) if is_file_name(schedule) else None
-        if given is None:
-            num_stages = ranks * find_generator(schedule).number_of_chunks(options)
-        else:
-            num_stages = len(given.header.stages)
-        ranges = _ranges(len(layers), num_stages, ranks, layers_per_stage)
-        units, tied = [len(members) for members in ranges], tied_stages(plan.specs, ranges)
-        replicated = mesh.size("data") > 1
-        if given is None:
-            self.schedule = build(
-                schedule,
-                ranks,
-                microbatches,
-                units_per_stage=units,
-                tied_groups=tied,
-                data_parallel=replicated,
-                **options,
-            )
-        else:
-            self.schedule = fit_for_training(
-                given, ranks, microbatches, units_per_stage=units, tied_groups=tied, data_parallel=replicated
-            )
-        if self.schedule.header.updates_per_step > 1 and self._config.clip_norm is not None:
-            raise PipelineError(
-                f"schedule {self.schedule.header.name} updates after every micro-batch, before the norm of the "
-                "step's gradients is known; turn clipping off with OptimizerConfig(clip_norm=None)"
-            )
-        self._modules = ModuleStages(layers, plan, ranges, mesh, self.schedule, loss, seed)
-        self.stages = self._modules.stages
+        _check_mesh(mesh, plan, fp8)
+        if self._config.name == "muon":
+            plan = _with_matrices(plan, matrices)
+        rerun = set(range(len(layers)) if recompute is True else recompute or ())
+        zero = ZeroConfig(stage=zero) if isinstance(zero, int) else zero  # type: ignore[arg-type]
+        choice = LayerChoice(zero.stage, fp8=fp8 != "none")
+        holding = Holding(
+            [choice._replace(recompute="full" if index in rerun else "none") for index in range(len(layers))],
+            zero,
+            offload or OffloadConfig(),
+            self._config,
+            ParallelConfig(timeout_seconds=timeout),
+            fp8=fp8,
+            seed=seed,
+        )
+        _check_holding(holding, rerun, mesh.size("data"))
+        self.schedule, ranges = _schedule(plan, holding, mesh, schedule, microbatches, layers_per_stage, options)
+        splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in self.schedule.sections.body)
+        modules = UserModules(layers, plan, mesh, loss, seed, rerun)
+        self._assembly = Assembly(modules.table(ranges, splits=splits), holding, mesh, self.schedule.header)
+        self.stages, self.optimizer = self._assembly.stages, self._assembly.optimizer
         self.is_first = 0 in self.stages
         self.is_last = len(ranges) - 1 in self.stages
-        self.optimizer = make_optimizer(self._config)
         self._count = count if count is not None else lambda *targets: float(self._sample[0].shape[0])
-        groups = communicators(mesh, self.schedule, self.stages)
-        self._modules.initialize(groups)
-        self._engine = self._connected(plan, groups, timeout)
+        modules.initialize(self._assembly, self.schedule.header, self._assembly.communicators(self.schedule))
+        self._engine = self._assembly.engine(self.schedule)
         self._next_step = 0
         self._under_way = False
-        self._rehearsed = mesh.device.type != "cuda" or ranks == 1
+        self._rehearsed = mesh.device.type != "cuda" or mesh.size("pipeline") == 1
 
     def step(
         self, inputs: Tensors | None = None, targets: Tensors | None = None, learning_rate: float | None = None
@@ -189,21 +212,30 @@ class Pipeline:
         if self._under_way:
             raise PipelineError(f"step {self._next_step - 1} is in progress; call drain before state_dict")
         own: dict[int, dict[str, Tensor]] = {}
-        newest = max(stage.newest for stage in self.stages.values())
-        for index, twins in self._modules.units().items():
-            weights = twins[newest % len(twins)].module.state_dict(prefix=f"{index}.")
-            own[index] = {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
+        for index, unit in self._assembly.whole_layers():
+            module = cast(ModuleUnit, unit).module
+            own[index] = {
+                f"{index}.{path}": self._whole(value, partition_axis(module, path)).detach().to("cpu", copy=True)
+                for path, value in module.state_dict().items()
+            }
         layers: dict[int, dict[str, Tensor]] = {}
         for part in self._mesh.group("pipeline").all_gather_object(own):
             layers |= part
         return {name: value for index in sorted(layers) for name, value in layers[index].items()}
 
-    def close(self) -> None:
-        """Give back links, with their memory and file descriptors; no step runs after that. A failed step does it.
+    def _whole(self, value: Tensor, axis: int | None) -> Tensor:
+        """Return a parameter that tensor ranks split along an axis."""
+        group = self._mesh.group("tensor")
+        if axis is None or group.size == 1:
+            return value
+        return torch.cat(group.all_gather(value.contiguous()).unbind(0), axis)
 
-        Without this they go with the pipeline itself, whenever Python finds that nobody needs it.
+    def close(self) -> None:
+        """Release links, with their memory and file descriptors. No step runs after that. A failed step does this too.
+
+        Otherwise they are released with the pipeline, when Python collects it.
         """
-        self._links.close()
+        self._assembly.close()
 
     def _or_close(self, run: Callable[[], Result]) -> Result:
         """Return the result of `run`. If it fails, close the links, so that no peer waits for ever."""
@@ -221,21 +253,6 @@ class Pipeline:
                 "that the loss sum is divided by, and must be finite and at least 0"
             )
         return count
-
-    def _connected(self, plan: ModelPlan, groups: Communicators, timeout: float) -> Engine:
-        limit = self._config.clip_norm
-        reductions = Reductions(
-            counted_states(self.stages, groups),
-            [spec.name for layer in plan.specs for spec in layer.parameters.values()],
-            groups,
-            partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
-            self.optimizer,
-            self._mesh.device,
-            hidden=not self.schedule.flushes,
-        )
-        self._links = LinkPool(self._mesh, "auto", timeout)
-        transfers = connect(self.schedule, self._mesh, self.stages, self._links)
-        return Engine(self.schedule, self._mesh.coordinate("pipeline"), self.stages, transfers, reductions)
 
     def _batch(self, inputs: Tensors | None, targets: Tensors | None) -> list[Microbatch]:
         parts = [Microbatch() for _ in range(self._microbatches)]
@@ -272,24 +289,101 @@ def as_tensors(tensors: Tensors) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-def _checked_settings(mesh: Mesh, config: OptimizerConfig, timeout: float) -> OptimizerConfig:
+def _checked_settings(config: OptimizerConfig, timeout: float) -> OptimizerConfig:
     if not timeout > 0:
         raise PipelineError(f"timeout is {timeout}; it must be above 0 seconds")
-    for dimension in ("tensor", "context"):
-        if mesh.size(dimension) > 1:
-            raise PipelineError(
-                f"the mesh has {mesh.size(dimension)} {dimension} ranks, but a rank holds its modules completely; "
-                "use only the pipeline and data dimensions of the mesh"
-            )
-    if config.name == "muon":
-        raise PipelineError(
-            "optimizer muon is for hidden matrices only, and the library does not know which matrices of a module are "
-            "embeddings or heads; use adamw or sgd"
-        )
     problems = config.problems()
     if problems:
         raise PipelineError("; ".join(problems))
     return config
+
+
+def _check_mesh(mesh: Mesh, plan: ModelPlan, fp8: str) -> None:
+    if mesh.size("context") > 1:
+        raise PipelineError(
+            f"the mesh has {mesh.size('context')} context ranks, but a rank needs whole samples, because the library "
+            "does not know which modules mix tokens; use the pipeline, data and tensor dimensions of the mesh"
+        )
+    size = mesh.size("tensor")
+    split = [s for layer in plan.specs for s in layer.parameters.values() if s.partition_axis is not None]
+    if (size > 1 or fp8 != "none") and not split:
+        raise PipelineError(
+            f"the mesh has {size} tensor ranks and fp8 is {fp8}, but none of the layers contains a "
+            "megapipe.layers.ColumnLinear or RowLinear; use them for the matrices to split or to multiply in fp8"
+        )
+    for spec in split:
+        axis = spec.partition_axis or 0
+        if spec.shape[axis] % size:
+            raise PipelineError(
+                f"parameter {spec.name} has {spec.shape[axis]} elements along axis {axis}, which {size} tensor ranks "
+                "do not divide; change its size or the mesh"
+            )
+
+
+def _check_holding(holding: Holding, rerun: Collection[int], replicas: int) -> None:
+    zero, offload, count = holding.zero, holding.offload, len(holding.choices)
+    problems = [*zero.problems(), *zero.replica_problems(replicas), *offload.problems()]
+    if zero.stage not in range(4):
+        problems.append(f"zero is {zero.stage}; it must be from 0 to 3")
+    unknown = sorted(index for index in rerun if not 0 <= index < count)
+    if unknown:
+        problems.append(f"recompute names layers {unknown}; the layers are 0 to {count - 1}")
+    if offload.activations == "auto":
+        problems.append("offload.activations auto needs costs of blocks, which modules do not have; set it to blocks")
+    if offload.activations == "blocks" and len(rerun) == count:
+        problems.append("offload.activations blocks has nothing to move, because every layer is recomputed")
+    if offload.weights and zero.stage:
+        problems.append(f"offload.weights cannot be combined with zero stage {zero.stage}; use one of the two")
+    limits = (zero.weight_memory, zero.gradient_memory, offload.weight_memory)
+    if any(limit is not None for limit in limits):
+        problems.append("limits in GiB are for configured models; set weight_buffers and gradient_buffers instead")
+    if problems:
+        raise PipelineError("; ".join(problems))
+
+
+def _run_of(holding: Holding, ranges: Sequence[range], replicas: int) -> dict[str, Any]:
+    """Return what a schedule has to know about state and memory; arguments of `build`."""
+    zero, offload = holding.zero, holding.offload
+    rerun = {index for index, choice in enumerate(holding.choices) if choice.recompute == "full"}
+    units = [len(members) for members in ranges]
+    stage = zero.stage if zero.num_shards(replicas) > 1 else 0
+    weights = offload.weight_buffers if offload.weights else zero.weight_buffers if stage >= 3 else 0
+    kept = [[unit for unit, index in enumerate(members) if index not in rerun] for members in ranges]
+    moved = [own[:: offload.every][: offload.num_blocks] for own in kept] if offload.activations == "blocks" else ()
+    again = [[range(unit, unit + 1) for unit, index in enumerate(each) if index in rerun] for each in ranges]
+    return {
+        "units_per_stage": units,
+        "data_parallel": replicas > 1,
+        "states": StateTable.uniform(
+            units,
+            weight_pool=weights,
+            gradient_pool=zero.gradient_buffers if stage >= 2 else 0,
+            weights="host" if offload.weights else "sharded",
+        ),
+        "recompute": again if rerun else (),
+        "offload": Offload(tuple(map(tuple, moved)), offload.prefetch or 1, offload.optimizer),
+    }
+
+
+def _with_matrices(plan: ModelPlan, names: Collection[str] | None) -> ModelPlan:
+    """Return the plan in which only the matrices that Muon updates are marked. names: None for the default."""
+    known = {spec.name for layer in plan.specs for spec in layer.parameters.values() if spec.matrix}
+    if names is None:
+        ends = {spec.name for layer in (plan.specs[0], plan.specs[-1]) for spec in layer.parameters.values()}
+        names = known - ends
+    if unknown := sorted(set(names) - known):
+        raise PipelineError(f"matrices names {', '.join(unknown)}, but the 2-D weights are {', '.join(sorted(known))}")
+    if not names:
+        raise PipelineError(
+            "optimizer muon has no matrix to update: no layer between the first and the last has a 2-D weight; name "
+            "some in matrices, or use adamw"
+        )
+
+    def marked(layer: LayerSpec) -> LayerSpec:
+        parameters = {path: replace(spec, matrix=spec.name in names) for path, spec in layer.parameters.items()}
+        return replace(layer, parameters=parameters)
+
+    return replace(plan, specs=tuple(map(marked, plan.specs)))
 
 
 def _checked_sample(sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -307,6 +401,33 @@ def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
                 "every rank"
             )
     return plan
+
+
+def _schedule(
+    plan: ModelPlan,
+    holding: Holding,
+    mesh: Mesh,
+    name: str,
+    microbatches: int,
+    layers_per_stage: Sequence[int] | None,
+    options: Options,
+) -> tuple[Schedule, tuple[range, ...]]:
+    """Return the lowered schedule, and the layers of each stage."""
+    ranks = mesh.size("pipeline")
+    given = _from_file(name, options) if is_schedule_file(name) else None
+    num_stages = ranks * find_generator(name).number_of_chunks(options) if given is None else len(given.header.stages)
+    ranges = _ranges(len(plan.specs), num_stages, ranks, layers_per_stage)
+    run = _run_of(holding, ranges, mesh.size("data")) | {"tied_groups": tied_stages(plan.specs, ranges)}
+    if given is None:
+        schedule = build(name, ranks, microbatches, **run, **options)
+    else:
+        schedule = fit_for_training(given, ranks, microbatches, **run)
+    if schedule.header.updates_per_step > 1 and holding.optimizer.clip_norm is not None:
+        raise PipelineError(
+            f"schedule {schedule.header.name} updates after every micro-batch, before the norm of the step's "
+            "gradients is known; turn clipping off with OptimizerConfig(clip_norm=None)"
+        )
+    return schedule, ranges
 
 
 def _from_file(path: str, options: Options) -> Schedule:

@@ -1,26 +1,19 @@
-"""From a rank's actions to closures over a step's state."""
+"""Compiles a rank's actions to closures over the state of a step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from megapipe.engine.compute import WHOLE, apart, backward, backward_input, unsplit_parameters
 from megapipe.engine.errors import EngineError
-from megapipe.engine.forwards import Forwards
-from megapipe.engine.moves import Moves
+from megapipe.engine.forwards import Closure, Forwards, Moves, Tensors
+from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepState
-from megapipe.engine.swaps import Swaps
 from megapipe.engine.transfers import Transfers
-from megapipe.parallel.host_weights import HostWeights
-from megapipe.parallel.unit_state import UnitState
+from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
-
-Closure = Callable[[StepState], None]
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class Program:
         self._updates = updates
         moves = self._moves = Moves(schedule, rank, stages, swaps)
         forwards = Forwards(schedule, rank, stages, transfers, moves)
-        # Of the reductions of one unit in an update; the micro-batch that the last one in order names.
+        # For each unit and update, the micro-batch of its last reduction.
         self._last_reduced = {
             self._in_update(action): action.microbatch
             for section in SECTIONS
@@ -88,7 +81,7 @@ class Program:
         }
 
     def compile(self, section: SectionName) -> Iterator[Instruction]:
-        """Instructions of a section in order; neighbouring updates to one version become one."""
+        """Yield the instructions of a section in order. Adjacent updates to one version become one instruction."""
         run: list[Action] = []
         offset = 0
         for action in self._schedule.actions(section, self._rank):
@@ -107,7 +100,7 @@ class Program:
             yield Instruction(self._update(run), run[0], offset)
 
     def _counted_from_its_step(self, action: Action) -> tuple[int, Action]:
-        """The step that an action belongs to, counted from its section's, and the action counted from that step."""
+        """Return the step of an action, counted from its section's step, and the action counted from that step."""
         step, microbatch = divmod(action.microbatch, self._header.num_microbatches)
         version = action.version - step * self._header.updates_per_step if action.version >= 0 else -1
         return step, action._replace(microbatch=microbatch, version=version)
@@ -116,26 +109,31 @@ class Program:
         return self._stages[action.stage].states[action.unit]
 
     def _on_shared_state(self, make: Callable[[Action], Closure]) -> Callable[[Action], Closure]:
-        """The same closures, behind what a backward needs of state that comes and goes: its unit's gathered weights,
-        and memory for a gradient that replicas share out."""
+        """Return the same closures, which first wait for the gathered weights of their unit and allocate its gradient
+        if it is sharded."""
 
         def made(action: Action) -> Closure:
             run, stage = make(action), self._stages[action.stage]
-            state = stage.states.get(action.unit)
-            if state is None or not (state.sharding.gradients or state.weights_come_and_go):
-                return run
+            units = self._header.states_of(action.stage, action.unit) if action.unit != WHOLE else range(0)
+            states = [(unit, stage.states[unit]) for unit in units if unit in stage.states]
+            uses = [state for _, state in states if state.weights_come_and_go and action.kind != Kind.BACKWARD_WEIGHT]
             halves = action.kind == Kind.BACKWARD_INPUT
-            adds = state.sharding.gradients and (
-                not halves or any(unsplit_parameters([twin]) for twin in stage.units[action.unit])
-            )
-            uses = state.weights_come_and_go and action.kind != Kind.BACKWARD_WEIGHT
-            buffers, copy, number = self._reductions.gradient_buffers, self._copy(action), self._update_number(action)
+            adds = [
+                (state, int(self._header.state_sizes[action.stage, unit]))
+                for unit, state in states
+                if state.sharding.gradients
+                and (not halves or any(unsplit_parameters([twin]) for twin in stage.units[action.unit]))
+            ]
+            if not uses and not adds:
+                return run
+            pool, number = self._reductions.gradient_pool, self._update_number(action)
+            copy = self._copy_of(states[0][1], action)
 
             def run_on_shared_state(step: StepState) -> None:
-                if uses:
+                for state in uses:
                     state.await_weights(copy(step))
-                if adds:
-                    buffers.open(state, number(step))
+                for state, size in adds:
+                    pool.open(state, number(step), size)
                 run(step)
 
             return run_on_shared_state
@@ -170,7 +168,7 @@ class Program:
                 step.tapes[stage_id, microbatch, unit] = piece.tape
             else:
                 passed = backward(piece, gradients)
-            del step.pieces[stage_id, microbatch, unit]  # only now: a report on a failed step looks into it
+            del step.pieces[stage_id, microbatch, unit]  # only now: the report of a failed step reads it
             if has_receiver:
                 step.gradients[target] = passed if slots is None else apart(passed, gradients)
 
@@ -208,12 +206,11 @@ class Program:
 
     def _reduce_gradients(self, action: Action) -> Closure:
         state, number = self._state(action), self._update_number(action)
-        sharded = self._header.whole_gradients > 0
-        last = not sharded or self._last_reduced[self._in_update(action)] == action.microbatch
+        last = self._last_reduced[self._in_update(action)] == action.microbatch
         return lambda step: self._reductions.reduce_gradients(step, state, number(step), last=last)
 
     def _reduce_tied(self, action: Action) -> Closure:
-        state, group = self._state(action), action.unit - self._header.units_per_stage[action.stage]
+        state, group = self._state(action), self._header.tied_group(action.stage, action.unit)
         number = self._update_number(action)
         return lambda step: self._reductions.reduce_tied(step, state, group, number(step))
 
@@ -234,19 +231,22 @@ class Program:
         return self._moves.update(actions, run)
 
     def _in_update(self, action: Action) -> tuple[int, int, int]:
-        """Stage, unit, and which of its step's updates an action belongs to."""
+        """Return the stage and unit of an action, and the number of its update within its step."""
         return action.stage, action.unit, action.microbatch // self._header.microbatches_per_update
 
     def _copy(self, action: Action) -> Callable[[StepState], int]:
-        """The physical weight version that an action of a step is about; in forwards alone that is the newest."""
-        state, version, per_step = self._state(action), action.version, self._header.updates_per_step
+        """Return a function from a step to the physical weight version of an action. Forward mode uses the newest."""
+        return self._copy_of(self._state(action), action)
+
+    def _copy_of(self, state: UnitState, action: Action) -> Callable[[StepState], int]:
+        version, per_step = action.version, self._header.updates_per_step
         copies = len(state.weights)
         if self._header.mode == "forward":
             return lambda step: state.newest % copies
         return lambda step: (step.input.step * per_step + version) % copies
 
     def _update_number(self, action: Action) -> Callable[[StepState], int]:
-        """The absolute number of the update that an action of a step belongs to."""
+        """Return a function from a step to the absolute number of an action's update."""
         per_step = self._header.updates_per_step
         within = action.microbatch // self._header.microbatches_per_update
         return lambda step: step.input.step * per_step + within

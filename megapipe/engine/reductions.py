@@ -1,32 +1,213 @@
-"""Sums over ranks: gradients over replicas, tied weights over their uses, scalars over everyone; then the update."""
+"""Sums over ranks: gradients over replicas, tied weights over their uses, scalars over all ranks; then the update.
 
+Sharded state follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7): whole weights are gathered
+and whole gradients are summed into shards, a few units at a time. The schedule says when; the action that needs the
+result waits for it. Sums that the schedule hides run on a thread of their own.
+"""
+
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.engine.background import Turns, run_now
-from megapipe.engine.shared_state import GradientBuffers, GradientReduction
+from megapipe.engine.stage import Stage
 from megapipe.engine.step import Counted, Scalars, StepState
-from megapipe.parallel.groups import Group
+from megapipe.parallel.groups import Group, Work
+from megapipe.parallel.memory import tensor_on
 from megapipe.parallel.norms import SquaredNorm, name_positions, squared_norm, squared_norms, uncounted_flaw
-from megapipe.parallel.partial_gradients import sum_partial_gradients
-from megapipe.parallel.transfer import tensor_on
-from megapipe.parallel.unit_state import UnitState
+from megapipe.parallel.unit_state import UnitState, sum_partial_gradients
+from megapipe.schedules.schedule import Header
+
+Found = TypeVar("Found")
+Result = TypeVar("Result")
+
+
+def run_now(function: Callable[[], Result]) -> Future[Result]:
+    """Run a function now, in the thread of the caller, which gets its exceptions."""
+    future: Future[Result] = Future()
+    future.set_result(function())
+    return future
+
+
+class Turns:
+    """Runs functions on threads, and their collectives in the order of the starts.
+
+    Without this, two sums that are under way at once could run in different orders on two ranks.
+    """
+
+    def __init__(self) -> None:
+        self._last: Future[object] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def run_beside(
+        self, find: Callable[[], Found], share: Callable[[Found], Result], device: torch.device
+    ) -> Future[Result]:
+        """Start `share(find())` like the function `run_beside`; `share` runs after that of every earlier call.
+
+        On a GPU all calls use one stream: torch has few, and the communicators use the same ones.
+        """
+        before = self._last
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+
+        def run() -> Result:
+            found = find()
+            if before is not None:
+                wait([before])
+            return share(found)
+
+        future = run_beside(run, self._stream)
+        self._last = future  # type: ignore[assignment]
+        return future
+
+
+def run_beside(function: Callable[[], Result], stream: torch.cuda.Stream | None) -> Future[Result]:
+    """Run a function on a new thread. The future's `result()` raises its exceptions.
+
+    On a GPU it runs on `stream`, after everything that the caller has launched, and is done when its result is there;
+    only a caller that reads the result waits. The thread is a daemon: a rank that fails can end while a thread still
+    waits for a dead peer.
+    """
+    future: Future[Result] = Future()
+    launched = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
+
+    def run() -> None:
+        try:
+            if stream is None or launched is None:
+                result = function()
+            else:
+                with torch.cuda.stream(stream):
+                    stream.wait_event(launched)
+                    result = function()
+                    # Not the whole stream: a later call may have queued what waits for this result.
+                    stream.record_event().synchronize()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="megapipe reductions", daemon=True).start()
+    return future
+
+
+def shared_states(header: Header, stages: Mapping[int, Stage], stage: int) -> list[tuple[UnitState, ...]]:
+    """Return, for each layer of a stage, the states whose weights its compute may have to wait for.
+
+    Any unit may use a tied weight, which is awaited at most once.
+    """
+    tied = [
+        state
+        for number, each in stages.items()
+        for index, state in each.states.items()
+        if header.tied_group(number, index) >= 0 and _awaits(state)
+    ]
+    states = stages[stage].states
+    return [
+        (*(states[unit] for unit in header.states_of(stage, layer) if unit in states and _awaits(states[unit])), *tied)
+        for layer in range(len(stages[stage].units))
+    ]
+
+
+def _awaits(state: UnitState) -> bool:
+    return state.sharding.count > 1 or state.weights_come_and_go
+
+
+class GradientReduction(Work):
+    """The sum of a unit's gradient over the ranks that shard its state; each rank gets its shard of the sum.
+
+    copies: ranks with the same shard, over which the shard is summed too; None where this sum is not the unit's last.
+    dtype: in which gradients travel.
+    """
+
+    def __init__(
+        self, state: UnitState, update: int, shards: Group, copies: Group | None, dtype: torch.dtype | None
+    ) -> None:
+        self.state = state
+        self.update = update
+        self._shards = shards
+        self._copies = copies
+        self._whole = state.gradients_of(update)[0]
+        self._sent = self._whole if dtype is None else self._whole.to(dtype)
+        self._summing: Work | None = shards.reduce_into_part(self._sent)
+        self._copying: Work | None = None
+
+    def go_on(self) -> None:
+        """Wait for the sum over shards, and start the sum over copies."""
+        if self._summing is None:
+            return
+        self._summing.wait()
+        self._summing = None
+        if self._sent is not self._whole:
+            self._shards.own_part(self._whole).copy_(self._shards.own_part(self._sent))
+            self._sent = self._whole
+        if self.state.sharding.gradients:
+            self.state.close_gradients(self.update)
+        if self._copies is not None:
+            self._copying = self._copies.all_reduce(self.state.reduced_gradient(self.update), async_op=True)
+
+    def wait(self) -> None:
+        self.go_on()
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
+
+
+class GradientPool:
+    """Whole gradients that have memory at once, where they are sharded: those added to and those being reduced.
+
+    limit: maximum total size of their units.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._sizes: dict[tuple[UnitState, int], int] = {}
+        self._on_their_way: deque[GradientReduction] = deque()
+
+    def open(self, state: UnitState, update: int, size: int) -> None:
+        """Allocate a unit's accumulator for an update if it has no memory, once the pool has room for it.
+
+        Nothing is added to it while a reduction of its previous content is running.
+        """
+        while any(each.state is state and each.update == update for each in self._on_their_way):
+            self._finish_oldest()
+        if state.has_open_gradients(update):
+            return
+        while self._on_their_way and self._free < size:
+            self._finish_oldest()
+        state.open_gradients(update)
+        self._sizes[state, update] = size
+        self._free -= size
+
+    def reduce(self, reduction: GradientReduction) -> None:
+        """Add a reduction that was started; its part of the pool is free once it is done."""
+        self._on_their_way.append(reduction)
+
+    def finish(self) -> None:
+        """Wait for the sums over shards of all reductions."""
+        while self._on_their_way:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        reduction = self._on_their_way.popleft()
+        reduction.go_on()
+        self._free += self._sizes.pop((reduction.state, reduction.update))
 
 
 class Optimizer(Protocol):
-    """Makes a weight version out of the newest one and the reduced gradients."""
+    """Computes a weight version from the newest one and the reduced gradients."""
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         """Advance `states` to absolute `version`, every gradient multiplied by `coefficient` (float32 scalar)."""
 
     def prepare(self, states: Sequence[UnitState]) -> None:
-        """Allocate what the first update of `states` would allocate."""
+        """Allocate the buffers that the first update of `states` would allocate."""
 
     def rehearse(self, states: Sequence[UnitState]) -> None:
         """Run the kernels of an update of `states`, and leave them as they are."""
@@ -40,10 +221,11 @@ class Communicators:
     scalars: all ranks; other than the world where sums are hidden. By default the world.
     data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
-    counts_norm: this rank's squared gradient norms do (one replica of its weights; the others hold the same sums).
+    replica: this rank's place among the replicas of its weights. Of a state that n replicas share, the first n count
+    in the gradient norm; the others hold the same sums.
     counted_elsewhere: tied groups whose weight's norm another pipeline rank counts.
-    shards: the replicas that share one copy of the units' state; None where each keeps it whole. copies: the replicas
-    with the same shard as this one.
+    shards: by their number, the replicas that share one copy of a unit's state. copies: by the same number, the
+    replicas with the same shard as this one, where there are several.
     tensor: ranks that share matrices, for gradients of which each has a part; needed where states have such.
     """
 
@@ -52,28 +234,28 @@ class Communicators:
     tied: Mapping[int, Group]
     scalars: Group | None = None
     counts_loss: bool = True
-    counts_norm: bool = True
+    replica: int = 0
     counted_elsewhere: frozenset[int] = frozenset()
-    shards: Group | None = None
-    copies: Group | None = None
+    shards: Mapping[int, Group] = field(default_factory=dict)
+    copies: Mapping[int, Group] = field(default_factory=dict)
     tensor: Group | None = None
 
     def through(self, change: Callable[[Group], Group]) -> "Communicators":
-        """The same, each group replaced by what `change` makes of it."""
+        """Return the same communicators with every group changed by `change`."""
         return replace(
             self,
             world=change(self.world),
             data=change(self.data),
             tied={group: change(members) for group, members in self.tied.items()},
             scalars=None if self.scalars is None else change(self.scalars),
-            shards=None if self.shards is None else change(self.shards),
-            copies=None if self.copies is None else change(self.copies),
+            shards={size: change(members) for size, members in self.shards.items()},
+            copies={size: change(members) for size, members in self.copies.items()},
             tensor=None if self.tensor is None else change(self.tensor),
         )
 
 
 class Reductions:
-    """The collective actions of one rank and what they act on."""
+    """The collective actions of one rank, and the states and groups that they use."""
 
     def __init__(
         self,
@@ -88,22 +270,28 @@ class Reductions:
         squared_norm: SquaredNorm = squared_norm,
         balanced_names: Sequence[str] = (),
         loss_terms: int = 1,
-        whole_gradients: int = 0,
+        gradient_pool: int = 0,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """Nothing is communicated yet.
+        """Communicate nothing yet.
 
-        counted_states: those whose norm this rank contributes; a tied weight counts on one of its ranks.
-        parameter_names: the whole model's. clip: gradient norm -> coefficient.
-        hidden: a step's sums are awaited on a thread beside its actions, for schedules that go on with the next step
-        meanwhile; other collectives of this rank may then start before or after, so they need a group of their own.
-        squared_norm: of one parameter's gradient. balanced_names: of those parameters whose gradient is the load of
-        experts and none of the loss's: it is told, and is no part of the norm.
-        loss_terms: numbers that the last stage's loss consists of, each a sum with a count of its own.
-        whole_gradients: how many units' whole gradients may have memory at once, where they are kept in shards.
-        reduce_dtype: in which gradients travel where units' state is shared out; None: that of their accumulators.
+        Args:
+            counted_states: those whose norm this rank contributes; a tied weight counts on one of its ranks.
+            parameter_names: of the whole model.
+            clip: gradient norm -> coefficient.
+            hidden: a thread waits for a step's sums while its actions go on, for schedules that continue with the next
+                step; other collectives of this rank may then start before or after them, so that they need a group of
+                their own.
+            squared_norm: of one parameter's gradient.
+            balanced_names: parameters whose gradient is the load of experts, not a gradient of the loss: it is
+                reported, and does not enter the norm.
+            loss_terms: number of terms of the last stage's loss, each a sum with a count of its own.
+            gradient_pool: maximum total size of the units whose whole gradients have memory at once if gradients are
+                sharded; the schedule's header has the sizes.
+            reduce_dtype: of gradients while they are reduced into shards; None: that of their accumulators.
 
-        Raises ValueError where sums are to be hidden and share the world's group.
+        Raises:
+            ValueError: sums are hidden and share the group of the world.
         """
         if hidden and communicators.scalars in (None, communicators.world) and communicators.world.size > 1:
             raise ValueError(
@@ -124,11 +312,11 @@ class Reductions:
         self._loss_terms = loss_terms
         self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
         self._one = torch.ones((), device=device)
-        self.gradient_buffers = GradientBuffers(whole_gradients)
+        self.gradient_pool = GradientPool(gradient_pool)
         self._reduce_dtype = reduce_dtype
 
     def through(self, change: Callable[[Group], Group]) -> "Reductions":
-        """The same reductions, each group replaced by what `change` makes of it."""
+        """Return the same reductions with every group changed by `change`."""
         other = copy(self)
         other._communicators = self._communicators.through(change)
         other._all_ranks = change(self._all_ranks)
@@ -149,49 +337,49 @@ class Reductions:
     def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
         """Start the sum of a unit's gradient over the replicas of its weights. update: absolute number.
 
-        last: nothing is added to this update's gradient after it. What tensor ranks have parts of is a few vectors,
-        and summed first: over replicas it then is as any other.
+        last: nothing is added to this update's gradient after it. Partial gradients of tensor ranks are a few vectors,
+        which are summed first, so that replicas reduce them like all others.
         """
         groups = self._communicators
         if state.table.num_elements == 0:
             return
         if groups.tensor is not None:
             sum_partial_gradients(state, state.gradients_of(update)[0], groups.tensor)
-        if groups.shards is None:
+        if state.sharding.count == 1:
             step.reductions.append(groups.data.all_reduce(state.gradients_of(update)[0], async_op=True))
             return
-        if step.reductions and isinstance(step.reductions[-1], GradientReduction) and groups.copies is not None:
+        if step.reductions and isinstance(step.reductions[-1], GradientReduction) and groups.copies:
             step.reductions[-1].go_on()
-        copies = groups.copies if last else None
-        reduction = GradientReduction(state, update, groups.shards, copies, self._reduce_dtype)
+        shards, copies = groups.shards[state.sharding.count], groups.copies.get(state.sharding.count)
+        reduction = GradientReduction(state, update, shards, copies if last else None, self._reduce_dtype)
         step.reductions.append(reduction)
         if state.sharding.gradients:
-            self.gradient_buffers.reduce(reduction)
+            self.gradient_pool.reduce(reduction)
 
     def gather_weights(self, state: UnitState, copy: int) -> None:
-        """Start to bring a copy of a unit's weights together from the ranks that share it out."""
-        assert self._communicators.shards is not None
-        state.gather_weights(copy, self._communicators.shards)
+        """Start to gather a copy of a unit's weights from the ranks that shard it."""
+        state.gather_weights(copy, self._communicators.shards[state.sharding.count])
 
     def reduce_tied(self, step: StepState, state: UnitState, group: int, update: int) -> None:
         """Start the sum of a tied weight's gradients over its uses and replicas, here and on other ranks.
 
-        Only started: with several stages a rank, others may have to finish work that waits for this rank first.
+        It is only started: if ranks have several stages, another rank may first need work of this rank.
         """
         state.sum_uses(update)
         total = state.gradients_of(update)[0]
         step.reductions.append(self._communicators.tied[group].all_reduce(total, async_op=True))
 
     def reduce_scalars(self, step: StepState, update: int) -> None:
-        """Start to find the global loss, the canonical norm and the clip coefficient. update: the step's last one."""
-        self.gradient_buffers.finish()
+        """Start to compute the global loss, the canonical norm and the clip coefficient. update: the last of the
+        step."""
+        self.gradient_pool.finish()
         if not self._hidden:
             step.scalars = run_now(lambda: self._shared(step, self._local_scalars(step, update)))
             return
         for work in step.reductions:
             if isinstance(work, GradientReduction):
-                work.go_on()  # what it starts, all ranks start in the order of their actions
-        # Of several updates the last one comes right behind, and clears the gradients.
+                work.go_on()  # all ranks start its second sum in the order of their actions
+        # The last of several updates follows immediately, and clears the gradients.
         at_once = self._local_scalars(step, update) if step.updates > 1 else None
 
         def find() -> Tensor:
@@ -200,9 +388,9 @@ class Reductions:
         step.scalars = self._turns.run_beside(find, lambda scalars: self._shared(step, scalars), self.device)
 
     def update(self, step: StepState, states: Sequence[UnitState], version: int, update: int) -> None:
-        """Optimizer step of `states`, or a mere copy of their weights when the gradients were not finite.
+        """Update `states` by the optimizer, or copy their weights if the gradients were not finite.
 
-        A step of several updates makes each on its own, unclipped and unchecked: its scalars come after them.
+        The updates of a step with several are neither clipped nor checked: its scalars come after them.
         """
         if self._optimizer is None:
             raise ValueError("this engine was built without an optimizer; give it one to run UPDATE actions")
@@ -219,15 +407,15 @@ class Reductions:
                 self.gather_weights(state, version % len(state.weights))
 
     def rehearse(self, states: Sequence[UnitState]) -> None:
-        """Allocate what the first update of `states` would, and run the kernels of one where later updates may run
-        beside messages."""
+        """Allocate the buffers of the first update of `states`, and run its kernels if later updates may run during
+        messages."""
         if self._optimizer is not None:
             self._optimizer.prepare(states)
             if self._hidden:
                 self._optimizer.rehearse(states)
 
     def clear(self, step: StepState, states: Sequence[UnitState], update: int) -> None:
-        """Await the sums that an update of `states` needs, and clear their gradients, as the update does."""
+        """Wait for the sums that an update of `states` needs, and clear their gradients as the update does."""
         self._awaited(step)
         for state in states:
             state.zero_gradients(update)
@@ -235,7 +423,7 @@ class Reductions:
     def _awaited(self, step: StepState) -> tuple[Tensor, bool]:
         """Return the coefficient of the gradients in the step's next update, and whether it may change weights."""
         if step.updates > 1:
-            self.gradient_buffers.finish()
+            self.gradient_pool.finish()
             self._await_gradients(step)
             return self._one, True
         if step.scalars is None:
@@ -249,15 +437,16 @@ class Reductions:
         step.reductions.clear()
 
     def _local_scalars(self, step: StepState, update: int) -> Tensor:
-        """This rank's squared norms by parameter, and its sum of losses by term; float64."""
+        """Return this rank's squared norms by parameter, and its sum of losses by term; float64."""
         self._await_gradients(step)
         found: list[Tensor] = []
         places: list[int] = []
-        if self._communicators.counts_norm:
-            for name, square in squared_norms(self._counted_states, update, self._squared_norm).items():
+        counted = [state for state in self._counted_states if self._communicators.replica < state.sharding.count]
+        if counted:
+            for name, square in squared_norms(counted, update, self._squared_norm).items():
                 found.append(square)
                 places.append(self._positions[name])
-            for name, flaw in uncounted_flaw(self._counted_states, update).items():
+            for name, flaw in uncounted_flaw(counted, update).items():
                 found.append(flaw)
                 places.append(self._positions[name])
         if self._communicators.counts_loss and step.loss_sums:
@@ -269,14 +458,14 @@ class Reductions:
         return scalars
 
     def _on_device(self, places: tuple[int, ...]) -> Tensor:
-        """Positions in the vector of scalars, int64 on the device; the same in every step, and copied there once."""
+        """Return positions in the vector of scalars as int64 on the device. They are copied there once, for all
+        steps."""
         if places not in self._places:
             self._places[places] = tensor_on(np.array(places), self.device)
         return self._places[places]
 
     def _shared(self, step: StepState, scalars: Tensor) -> Scalars:
-        """Sum `scalars` over all ranks and read what the host needs of them, and of the counts, at once: each read
-        waits for the device."""
+        """Sum `scalars` over all ranks, and read them and the counts together: each read waits for the device."""
         self._all_ranks.all_reduce(scalars)
         squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :]
         loads = squares.index_select(0, self._balanced)

@@ -1,13 +1,16 @@
-"""What the engine knows of a model: stages of units, with tuples of tensors between them."""
+"""A model as the engine runs it: stages of units, with tuples of tensors between them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megapipe.config.memory import RecomputedPart
+from megapipe.parallel.groups import Group
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.dtypes import ContextAttention
 
 
 @dataclass(frozen=True)
@@ -19,17 +22,17 @@ class TensorSpec:
     requires_grad: bool = True
 
     def allocate(self, device: torch.device) -> Tensor:
-        """An uninitialised buffer of this shape and type."""
+        """Return an uninitialized buffer of this shape and type."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def short(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
+    """Return the name of a dtype: `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def described(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> str:
-    """`[4, 8] float32, [4] int64`."""
+    """Return shapes and dtypes as text: `[4, 8] float32, [4] int64`."""
     return ", ".join(f"{list(each.shape)} {short(each.dtype)}" for each in tensors) or "nothing"
 
 
@@ -39,9 +42,19 @@ class UnitForward(Protocol):
     def __call__(self, *inputs: Tensor, context: Any) -> tuple[Tensor, ...]: ...
 
 
+class BlockModule(Protocol):
+    """A layer of kind "block" that takes the options of a run."""
+
+    def share_samples(self, group: Group, kind: ContextAttention) -> None:
+        """Attend to the tokens of all ranks of a group, each of which holds a part of every sample."""
+
+    def recompute(self, parts: Collection[RecomputedPart]) -> None:
+        """Recompute these parts in the backward instead of saving them; the bits are the same."""
+
+
 @dataclass
 class Stage:
-    """What one rank runs between two transfers.
+    """The units that one rank runs between two transfers.
 
     units[u][v]: unit u at physical weight version v (a twin per version).
     states: state unit id -> UnitState; ids from len(units) on are tied weights (see schedules).
@@ -59,3 +72,9 @@ class Stage:
     def newest(self) -> int:
         """The youngest weight version that its states hold; between steps it is the same for all of them."""
         return next((state.newest for state in self.states.values()), 0)
+
+
+def unit_states(stages: Mapping[int, Stage]) -> list[UnitState]:
+    """Return the states of a rank's stages, tied ones once."""
+    unique = {id(state): state for stage in stages.values() for state in stage.states.values()}
+    return list(unique.values())

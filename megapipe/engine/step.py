@@ -1,4 +1,4 @@
-"""What goes into a step and what comes out of it, and the state that lives while it runs."""
+"""Input and result of a step, and the state that lives while it runs."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.compute import SavedGraph
-from megapipe.engine.saved_tensors import SavedTensors
+from megapipe.engine.host_memory import SavedTensors
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
 
@@ -25,7 +25,7 @@ NUM_FLAGS = 3
 """Flags that are summed over ranks with a step's token counts: stop, save, a save has failed."""
 
 Counts = float | Sequence[float]
-"""What a micro-batch's loss is a sum over: a number, or one for each term of a loss."""
+"""The number of tokens that a micro-batch's loss is a sum over, or one number for each term of a loss."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class StepResult:
         outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
         squared_loads: of each block whose experts are balanced, in order, the sum over its experts of their squared
             loads (`layers.router`), of the last update.
+
+    Example:
+        >>> from megapipe import StepResult
+        >>> StepResult(step=3, loss=2.5, token_count=1024.0).skipped
+        False
     """
 
     step: int
@@ -125,15 +130,15 @@ class Scalars:
 class StepState:
     """Everything that is alive for one step on one rank.
 
-    updates: optimizer updates that the step makes, over equal shares of its micro-batches.
-    kept: inputs of forwards that run again, from the forward until then.
-    pieces: from a forward, or from where it runs again, to its backward or input half.
+    updates: optimizer updates that the step makes, over equal parts of its micro-batches.
+    kept: inputs of recomputed forwards, until they are recomputed.
+    pieces: from a forward or its recomputation to its backward or input half.
     tapes: from an input half to the weight half.
-    saved: what forwards keep that goes to host memory meanwhile, from the forward to the backward or input half.
-    activations, gradients: from whoever made them to the next unit or stage on this rank, or to a send.
+    saved: saved tensors that move to host memory, from the forward to the backward or input half.
+    activations, gradients: from the action that made them to the next unit or stage on this rank, or to a send.
     counts: loss tokens of each update, by term, then the number of ranks that set each flag; float64.
     reductions: sums of gradients that were started and not awaited.
-    scalars: the step's sums, once they were asked for.
+    scalars: the step's sums, once they are requested.
     """
 
     input: StepInput
@@ -153,7 +158,7 @@ class StepState:
     _loss_gradients: Tensor | None = None
 
     def update_of(self, microbatch: int) -> int:
-        """Which of the step's updates a micro-batch enters."""
+        """Return the number, within the step, of the update that a micro-batch enters."""
         return microbatch * self.updates // len(self.input.contexts)
 
     def global_counts(self) -> Tensor:
@@ -172,14 +177,14 @@ class StepState:
         if self._loss_gradients is None:
             like = self.loss_sums[0]
             counts = self.global_counts()[:-NUM_FLAGS]
-            divisors = torch.where(counts == 0, 1.0, counts)  # where nothing counts, nothing is to be divided
+            divisors = torch.where(counts == 0, 1.0, counts)  # the loss of an update without loss tokens is 0
             by_update = (self.input.loss_scale / divisors).view(self.updates, *like.shape)
             self._loss_gradients = by_update.to(device=like.device, dtype=like.dtype)
         return self._loss_gradients[self.update_of(microbatch)]
 
 
 def finished(state: StepState) -> StepResult:
-    """Read the result off a step's state. A forward-only step reduces nothing: it has outputs alone."""
+    """Return the result of a step. A forward-only step reduces nothing: it only has outputs."""
     outputs = tuple(state.outputs[key] for key in sorted(state.outputs))
     if state.counts is None or state.scalars is None:
         return StepResult(state.input.step, loss=0.0, token_count=0.0, outputs=outputs)

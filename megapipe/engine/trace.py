@@ -1,26 +1,114 @@
 """Records what each rank really does: when it reaches an action, how long it waits inside it, when it is done.
 
-The engine compiles its schedule a second time, over receive slots and groups that tell a stopwatch of every wait.
-Steps that are recorded run that program; all others run the first one, which knows nothing of this.
+The engine compiles its schedule a second time, over receive slots and groups that report every wait to a stopwatch.
+Steps that are recorded run that program; all others run the first one, which knows nothing of the recording.
 """
 
+import platform
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megapipe.engine.clocks import Clock, DeviceClock, HostClock
-from megapipe.engine.program import Closure, Instruction
+from megapipe.engine.forwards import Closure
+from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import ReceiveSlots, Transfers
 from megapipe.parallel.groups import Group, ReduceOperation, Work
-from megapipe.schedules.actions import Action, Kind
-from megapipe.schedules.measured.trace_file import Event
+from megapipe.schedules.actions import Action, Kind, write_action
+from megapipe.schedules.measured.traces import Event
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
-from megapipe.schedules.tokens import write_action
+
+ROUNDS: Final = 32
+"""Barriers that an estimate of two hosts' clocks takes; the first one, which starts connections, does not count."""
+
+
+class Clock(Protocol):
+    """Marks moments; their times are read later."""
+
+    def mark(self) -> Any:
+        """Return a mark of this moment."""
+
+    def nanoseconds(self, mark: Any) -> int:
+        """Return the time of a mark by time.perf_counter_ns."""
+
+
+class HostClock:
+    """Moments of the host: what a rank does on a CPU."""
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def nanoseconds(self, mark: int) -> int:
+        return mark
+
+
+class DeviceClock:
+    """Moments of the current stream of a GPU: when the device comes to them, not when the host launched them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._origin = self.mark()
+        torch.cuda.synchronize(device)
+        self._origin_nanoseconds = time.perf_counter_ns()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def nanoseconds(self, mark: torch.cuda.Event) -> int:
+        mark.synchronize()
+        return self._origin_nanoseconds + round(self._origin.elapsed_time(mark) * 1e6)
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """The difference of this rank's clock from rank 0's, in nanoseconds, with an uncertainty of `error`.
+
+    leads_host: this is the first rank on its host.
+    """
+
+    nanoseconds: int
+    error: int
+    leads_host: bool
+
+
+def this_host() -> str:
+    """Return a name that ranks share if they share time.perf_counter_ns: that of the host since its boot."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else platform.node()
+
+
+def clock_offset(
+    world: Group, host: str | None = None, clock: Callable[[], int] = time.perf_counter_ns
+) -> ClockOffset:
+    """Compare the hosts' clocks. A collective call over all ranks; none of them may have other work of the group open.
+
+    Ranks of one host read one clock. Between hosts all ranks leave barriers together: the median difference of when
+    the first rank of each host did is their offset, and half of what the middle half of them spans is the error.
+    """
+    host = this_host() if host is None else host
+    hosts = world.all_gather_object(host)
+    leader = hosts.index(host)
+    leads = leader == world.rank
+    if len(set(hosts)) == 1:
+        return ClockOffset(0, 0, leads)
+    left = []
+    for _ in range(ROUNDS + 1):
+        world.barrier()
+        left.append(clock())
+    everyone = world.all_gather_object(left[1:])
+    differences = [mine - first for mine, first in zip(everyone[leader], everyone[0], strict=True)]
+    lower, middle, upper = statistics.quantiles(differences, n=4)
+    return ClockOffset(round(middle), round((upper - lower) / 2), leads)
+
 
 Result = TypeVar("Result")
 
@@ -34,7 +122,7 @@ class Stopwatch:
         self._waits: list[tuple[Any, Any]] = []
 
     def wait(self, function: Callable[[], Result]) -> Result:
-        """Call a function that waits; such calls do not lie inside one another."""
+        """Call a function that waits. Such calls are not nested."""
         if threading.get_ident() != self._thread:
             return function()
         start = self._clock.mark()
@@ -43,7 +131,7 @@ class Stopwatch:
         return result
 
     def take(self) -> list[tuple[Any, Any]]:
-        """The waits since the last call."""
+        """Return the waits since the last call."""
         waits, self._waits = self._waits, []
         return waits
 
@@ -74,7 +162,7 @@ class Recorder:
         self._notes: list[_Note] = []
 
     def events(self, clock_offset: int = 0) -> list[Event]:
-        """What was recorded so far, in order. clock_offset: nanoseconds that this rank's clock is ahead."""
+        """Return the recorded events in order. clock_offset: to subtract from this rank's times, in nanoseconds."""
         words = {
             section: [write_action(action._replace(version=-1, slot=-1)) for action in self._actions(section)]
             for section in SECTIONS
@@ -98,7 +186,7 @@ class Recorder:
         self._stopwatch.wait(function)
 
     def transfers(self, transfers: Transfers) -> Transfers:
-        """The same boundaries, their receives awaited under the stopwatch."""
+        """Return the same boundaries, whose receives are awaited under the stopwatch."""
 
         def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
             return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
@@ -111,15 +199,15 @@ class Recorder:
         )
 
     def group(self, group: Group) -> Group:
-        """The same group, its collectives awaited under the stopwatch."""
+        """Return the same group, whose collectives are awaited under the stopwatch."""
         return _WatchedGroup(group, self._stopwatch)
 
     def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
-        """The same instructions, each noting what becomes of it."""
+        """Return the same instructions, each of which records its times."""
         actions, position = self._actions(section), 0
         found = []
         for instruction in instructions:
-            # Neighbouring updates are one instruction: the others are passed over.
+            # Adjacent updates are one instruction: skip the actions of the others.
             while not self._is_at(actions[position], instruction):
                 position += 1
             found.append(replace(instruction, run=self._noted(instruction, section, position)))
@@ -151,7 +239,7 @@ class Recorder:
 
 
 class _WatchedSlots(ReceiveSlots):
-    """Another's receive slots."""
+    """Receive slots whose waits are measured."""
 
     def __init__(self, slots: ReceiveSlots, stopwatch: Stopwatch) -> None:
         self._slots = slots
@@ -171,7 +259,7 @@ class _WatchedSlots(ReceiveSlots):
 
 
 class _WatchedWork(Work):
-    """Another's collective."""
+    """A collective whose wait is measured."""
 
     def __init__(self, work: Work, stopwatch: Stopwatch) -> None:
         self._work = work
@@ -182,7 +270,7 @@ class _WatchedWork(Work):
 
 
 class _WatchedGroup(Group):
-    """Another's group. A collective that is started waits nowhere; one that is not is all waiting."""
+    """A group whose waits are measured: those for asynchronous collectives, and every synchronous one as a whole."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__(group.name, group.ranks, group.rank)

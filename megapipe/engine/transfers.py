@@ -1,20 +1,25 @@
-"""Activations and gradients between stages: preallocated receive slots, posted receives, sends in flight."""
+"""Activations and gradients between stages: links, preallocated receive slots, posted receives, sends in flight."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megapipe.engine.stage import TensorSpec, described
-from megapipe.parallel.links import FINISHED, LinkEnd, Loan, Transfer
+from megapipe.engine.errors import EngineError
+from megapipe.engine.stage import Stage, TensorSpec, described
+from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.pipeline_links import LinkKind, make_links
+from megapipe.schedules.schedule import Connection, Header, Schedule
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses one stage boundary in one direction, over which link."""
+    """The tensors that cross one stage boundary in one direction, and their link."""
 
     link: LinkEnd
     specs: tuple[TensorSpec, ...]
@@ -33,20 +38,20 @@ class ReceiveSlots(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Nothing that was taken is needed any more, and nothing is posted: engines take turns on a link's memory."""
+        """Release the taken messages when nothing is posted: engines take turns on a link's memory."""
 
     @abstractmethod
     def without_peer(self) -> "ReceiveSlots":
-        """Slots in the same memory that receive nothing."""
+        """Return slots in the same memory that receive nothing."""
 
 
 def receive_slots(boundary: Boundary, num_slots: int, device: torch.device) -> ReceiveSlots:
-    """Slots in the link's own memory where it lends that, else in buffers of this rank's."""
+    """Return slots in the memory of a link that lends it, otherwise in buffers of this rank."""
     return LentSlots(boundary, num_slots) if boundary.link.lends else BufferSlots(boundary, num_slots, device)
 
 
 class BufferSlots(ReceiveSlots):
-    """Slots that are buffers of this rank's."""
+    """Slots that are buffers of this rank."""
 
     def __init__(self, boundary: Boundary, num_slots: int, device: torch.device) -> None:
         self._link = boundary.link
@@ -69,7 +74,7 @@ class BufferSlots(ReceiveSlots):
 
 
 class LentSlots(ReceiveSlots):
-    """Slots that are messages where they lie in the link's memory: nothing is copied."""
+    """Slots that are messages in the link's own memory, so that nothing is copied."""
 
     def __init__(self, boundary: Boundary, num_slots: int) -> None:
         self._link = boundary.link
@@ -99,13 +104,13 @@ class LentSlots(ReceiveSlots):
 
 
 class NoiseSlots(ReceiveSlots):
-    """Slots that are filled with random numbers, for which experts are as busy as for activations; integers are 0."""
+    """Slots that are filled with random numbers, which give experts realistic loads; integers are 0."""
 
     def __init__(self, buffers: Sequence[tuple[Tensor, ...]]) -> None:
         self._buffers = buffers
 
     def post(self, slot: int) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no message is expected."""
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
         """Fill the slot's buffers and return them."""
@@ -127,8 +132,8 @@ class NoiseSlots(ReceiveSlots):
 class Sender:
     """Sends over one boundary.
 
-    At most as many are in flight as the link has slots, so that a rank that runs ahead does not keep all it has sent.
-    Waiting for the oldest cannot hang: schedules are proved free of deadlock where every send waits for its receive.
+    At most one message per slot of the link is in flight, so that a fast rank does not keep everything it has sent.
+    Waiting for the oldest cannot hang: schedules are proved free of deadlock even if every send waits for its receive.
     """
 
     def __init__(self, boundary: Boundary) -> None:
@@ -164,13 +169,13 @@ class Sender:
         transfer.wait()
 
     def without_peer(self) -> "Sender":
-        """A sender that drops everything."""
+        """Return a sender that drops everything."""
         return _Dropping(Boundary(self._link, self._specs))
 
 
 class _Dropping(Sender):
     def send(self, tensors: tuple[Tensor, ...]) -> None:
-        """Nobody receives them; they are kept for as long as messages are."""
+        """Keep the tensors for as long as messages are kept; no rank receives them."""
         self._in_flight += ((FINISHED, tensor.detach()) for tensor in tensors)
         while len(self._in_flight) > self._link.edge.slots:
             self._finish_oldest()
@@ -195,17 +200,125 @@ class Transfers:
         self.send_gradient = send_gradient
 
     def drain(self) -> None:
-        """End of a section: nothing of this rank is in flight any more."""
+        """Wait, at the end of a section, until all messages of this rank have been sent, and release the received
+        ones."""
         for sender in (*self.send_activation.values(), *self.send_gradient.values()):
             sender.drain()
         for slots in (*self.receive_activation.values(), *self.receive_gradient.values()):
             slots.release()
 
     def without_peers(self) -> "Transfers":
-        """The same boundaries, over which nothing is sent and noise is received."""
+        """Return the same boundaries, which send nothing and receive noise."""
         return Transfers(
             {stage: slots.without_peer() for stage, slots in self.receive_activation.items()},
             {stage: slots.without_peer() for stage, slots in self.receive_gradient.items()},
             {stage: sender.without_peer() for stage, sender in self.send_activation.items()},
             {stage: sender.without_peer() for stage, sender in self.send_gradient.items()},
         )
+
+
+Specs = tuple[TensorSpec, ...]
+
+
+class LinkPool:
+    """A rank's links, made once. Engines of one pipeline take turns on them: each has drained them when its step ends.
+
+    kind, timeout: as in `make_links`.
+    """
+
+    def __init__(self, mesh: Mesh, kind: LinkKind, timeout: float) -> None:
+        self._mesh = mesh
+        self._kind: LinkKind = kind
+        self._timeout = timeout
+        self._edges: dict[Connection, Edge] = {}
+        self._links: dict[Connection, LinkEnd] = {}
+        self._made: list[LinkEnd] = []
+
+    def links(self, edges: Sequence[Edge]) -> Mapping[Connection, LinkEnd]:
+        """Return at least this rank's ends of `edges`, by source and destination. A collective call of the pipeline
+        group.
+
+        A link of an earlier engine is reused if it is large enough.
+        """
+        new = [edge for edge in edges if edge.pair not in self._edges or not self._edges[edge.pair].serves(edge)]
+        self._edges |= {edge.pair: edge for edge in new}
+        made = make_links(self._mesh, new, self._kind, timeout=self._timeout)
+        self._made += made.values()
+        self._links |= {edge.pair: link for edge, link in made.items()}
+        return dict(self._links)
+
+    def close(self) -> None:
+        """Release the memory of the links. Peers may still receive what was sent; one that waits for more gets an
+        error."""
+        for link in self._made:
+            link.close()
+        self._made, self._links, self._edges = [], {}, {}
+
+
+def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: LinkPool) -> Transfers:
+    """Connect this rank to its neighbors: links and receive slots. A collective call of the pipeline group.
+
+    Raises EngineError if the outputs of a stage are not the inputs of the next stage.
+    """
+    pipeline = mesh.group("pipeline")
+    shapes: dict[int, tuple[Specs, Specs]] = {}
+    for part in pipeline.all_gather_object({s: (stage.inputs, stage.outputs) for s, stage in stages.items()}):
+        shapes.update(part)
+    crossings = _crossings(schedule, shapes)
+    links = pool.links(link_edges(schedule.header, crossings))
+    header, device = schedule.header, mesh.device
+    training = header.mode == "train"
+    transfers = Transfers({}, {}, {}, {})
+    for (stage, following), specs in crossings.items():
+        source, destination = header.stages[stage].rank, header.stages[following].rank
+        grads = tuple(spec for spec in specs if spec.requires_grad)
+        if stage in stages:
+            transfers.send_activation[stage] = Sender(Boundary(links[source, destination], specs))
+            if training:
+                boundary = Boundary(links[destination, source], grads)
+                transfers.receive_gradient[stage] = receive_slots(boundary, header.gradient_slots[stage], device)
+        if following in stages:
+            boundary = Boundary(links[source, destination], specs)
+            slots = header.activation_slots[following]
+            transfers.receive_activation[following] = receive_slots(boundary, slots, device)
+            if training:
+                transfers.send_gradient[following] = Sender(Boundary(links[destination, source], grads))
+    return transfers
+
+
+def link_edges(header: Header, crossings: Mapping[tuple[int, int], Specs]) -> list[Edge]:
+    """Return the edges of a schedule's links, in the order in which they are connected.
+
+    crossings: the tensors that cross between adjacent stages on different ranks.
+    """
+    size, loans = dict.fromkeys(header.connections, 0), dict.fromkeys(header.connections, 0)
+    for (stage, following), specs in crossings.items():
+        source, destination = header.stages[stage].rank, header.stages[following].rank
+        for pair, slots in (
+            ((source, destination), header.activation_slots[following]),
+            ((destination, source), header.gradient_slots[stage]),
+        ):
+            if pair in size:
+                size[pair] = max([size[pair], *map(_bytes, specs)])
+                loans[pair] += slots * len(specs)
+    return [Edge(*pair, size[pair], loans=loans[pair]) for pair in header.connections]
+
+
+def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) -> dict[tuple[int, int], Specs]:
+    """Return the tensors that cross each boundary between ranks, by the stages on both sides."""
+    crossings: dict[tuple[int, int], Specs] = {}
+    for route in schedule.header.routes:
+        for stage, following in itertools.pairwise(route):
+            outputs, inputs = shapes[stage][1], shapes[following][0]
+            if outputs != inputs:
+                raise EngineError(
+                    f"stage {stage} returns {described(outputs)} but stage {following} expects {described(inputs)}; "
+                    "both ends of a boundary must declare the same tensors"
+                )
+            if schedule.rank_of(stage) != schedule.rank_of(following):
+                crossings[stage, following] = outputs
+    return crossings
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize

@@ -1,15 +1,161 @@
-"""Adopting foreign modules: torch's own layers inside any module are given a backward that splits."""
+"""Adopting foreign modules: torch's own layers inside any module are given a backward that splits.
 
-from collections.abc import Iterator
+Without a tape the forward of an adopted layer is torch's, untouched. With one, it runs on leaves that share the
+parameters' memory, so that autograd computes the input's gradient exactly as it always does and stops there; the
+weight halves then repeat the arithmetic of torch's backward, which gives the same bits.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from megapipe.layers.adopted import Adopted, SplitEmbedding, SplitLayerNorm, SplitLinear, SplitRMSNorm
-from megapipe.layers.split import SplitModule
+from megapipe.layers.split import SplitModule, SplitTape
+
+WeightGradients = Iterable[tuple[nn.Parameter, Tensor]]
+
+
+class Adopted(SplitModule):
+    """Base of the adopted layers.
+
+    tape: where the forward in progress records its uses; None runs torch's own. Others may use the parameters as well,
+    as `nn.MultiheadAttention` does with its output layer's; those uses are left to autograd.
+    """
+
+    exclusive: ClassVar[bool] = False
+    tape: SplitTape | None = None
+
+    def splits(self) -> bool:
+        """Whether this forward is recorded; not where another dtype than the parameters' or a compiler takes over."""
+        return (
+            not torch.compiler.is_compiling()
+            and self.tape is not None
+            and torch.is_grad_enabled()
+            and not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+            and all(own.requires_grad for own in self.parameters(recurse=False))
+        )
+
+    def record(self, output: Tensor, *saved: Tensor) -> Tensor:
+        """Leave what the weight half needs on the tape; returns `output`."""
+        assert self.tape is not None
+        self.tape.record_output(self, output, tuple(tensor.detach() for tensor in saved))
+        return output
+
+
+def _leaf(parameter: nn.Parameter) -> Tensor:
+    """Return a leaf that represents a parameter in the graph: torch takes the same paths as with the parameter."""
+    return parameter.detach().requires_grad_()
+
+
+def _leaf_or_none(parameter: nn.Parameter | None) -> Tensor | None:
+    return None if parameter is None else _leaf(parameter)
+
+
+class SplitLinear(Adopted, nn.Linear):
+    """`nn.Linear` with a split backward."""
+
+    weight: nn.Parameter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        if not self.splits():
+            return super().forward(input)
+        output = functional.linear(input, _leaf(self.weight), _leaf_or_none(self.bias))
+        return self.record(output, input)
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+        rows = gradient.reshape(-1, self.out_features)
+        yield self.weight, rows.t() @ saved[0].reshape(-1, self.in_features)
+        if self.bias is not None:
+            yield self.bias, rows.sum(0)
+
+
+class SplitEmbedding(Adopted, nn.Embedding):
+    """`nn.Embedding` with a split backward; neither renormalised nor sparse."""
+
+    weight: nn.Parameter
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Indices [...] to [..., embedding_dim]."""
+        if not self.splits():
+            return super().forward(input)
+        output = functional.embedding(
+            input, _leaf(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+        )
+        return self.record(output, input)
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        yield (
+            self.weight,
+            torch.ops.aten.embedding_dense_backward(
+                gradient, saved[0], self.num_embeddings, padding, self.scale_grad_by_freq
+            ),
+        )
+
+
+class SplitLayerNorm(Adopted, nn.LayerNorm):
+    """`nn.LayerNorm` with a split backward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., *normalized_shape]` to the same."""
+        if not self.splits():
+            return super().forward(input)
+        weight, bias = _leaf(self.weight), _leaf_or_none(self.bias)
+        output, mean, deviation = torch.native_layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return self.record(output, input, mean, deviation)
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+        has_bias = self.bias is not None
+        # The weight's values do not enter its gradient, and may be on other replicas between the halves.
+        unread = torch.empty_like(self.weight)
+        _, weight, bias = torch.ops.aten.native_layer_norm_backward(
+            gradient,
+            saved[0],
+            self.normalized_shape,
+            *saved[1:],
+            unread,
+            unread if has_bias else None,
+            [False, True, has_bias],
+        )
+        yield self.weight, weight
+        if has_bias:
+            yield self.bias, bias
+
+
+class SplitRMSNorm(Adopted, nn.RMSNorm):
+    """`nn.RMSNorm` with a split backward. Its weight half normalises again: torch keeps no statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., *normalized_shape]` to the same."""
+        if not self.splits():
+            return super().forward(x)
+        return self.record(functional.rms_norm(x, self.normalized_shape, _leaf(self.weight), self.eps), x)
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+        with torch.enable_grad():
+            leaf = torch.ones_like(self.weight).requires_grad_()  # as in SplitLayerNorm
+            output = functional.rms_norm(saved[0], self.normalized_shape, leaf, self.eps)
+        yield self.weight, torch.autograd.grad(output, leaf, gradient)[0]
+
+
+@contextmanager
+def recording(modules: Sequence[Adopted], tape: SplitTape | None) -> Iterator[None]:
+    """The adopted `modules` record their uses on `tape` inside of this block."""
+    for module in modules:
+        module.tape = tape
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.tape = None
+
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -19,7 +165,7 @@ SPLIT_TYPES: dict[type[nn.Module], type[Adopted]] = {
     nn.LayerNorm: SplitLayerNorm,
     nn.RMSNorm: SplitRMSNorm,
 }
-"""What can be adopted, and what it becomes."""
+"""Types that can be adopted, and their replacements."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +189,16 @@ def adopt(module: Module) -> Module:
 
     They change their type in place: they are the same objects with the same parameters, names and hooks, so shared
     modules and tied weights stay so, and their numbers stay the same bit for bit, forward and backward. Subclasses
-    come along unless they have a forward of their own. Returns `module`; `report` tells what was done.
+    come along unless they have a forward of their own. Returns `module`; `report` lists what was done.
 
     Modules without parameters, and all other types, are left alone and work under every schedule; where a schedule
     splits the backward, their parameters' gradients are computed together with their input's.
+
+    Example:
+        >>> import torch
+        >>> from megapipe import adopt
+        >>> type(adopt(torch.nn.Linear(2, 2))).__name__
+        'SplitLinear'
     """
     for part in module.modules():
         base = _base(part)
@@ -56,7 +208,7 @@ def adopt(module: Module) -> Module:
 
 
 def report(module: nn.Module) -> AdoptionReport:
-    """What is split and what is not inside `module`, by path."""
+    """Return the modules inside `module` that are split and that are not, by path."""
     split, whole = {}, {}
     for path, part in module.named_modules():
         if not any(True for _ in part.parameters(recurse=False)):

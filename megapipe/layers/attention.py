@@ -1,28 +1,194 @@
-"""Causal self-attention: grouped-query, sliding window, rotary positions, query and key norms."""
+"""Self-attention: causal or bidirectional, grouped-query, sliding window, rotary positions, query and key norms.
 
+Attention within documents on a GPU is torch's flex_attention over the blocks of keys that a block of queries sees.
+Blocks that hold nothing visible cost nothing (Dong et al., "Flex Attention", arXiv 2412.05496, section 3.2), where a
+mask costs the whole square of the sample's length. Which blocks those are follows from where documents begin, without
+a look at a token and without a square in memory.
+"""
+
+import functools
 import math
-from functools import partial
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ModelConfig, RopeScaling
 from megapipe.kernels.opaque import constant_when_compiled
-from megapipe.kernels.reference.attention_probabilities import causal_mask
+from megapipe.kernels.reference.attention import causal_mask
 from megapipe.kernels.registry import Registry
-from megapipe.layers.context import MicrobatchContext, token_numbers
-from megapipe.layers.document_blocks import attend
+from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
 from megapipe.layers.norms import Norm
-from megapipe.layers.remade import Remade, run_again
-from megapipe.layers.rotary import RotaryAngles
-from megapipe.layout.token_order import Share
+from megapipe.layers.split import Remade, SplitTape, run_again
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention_path import faster_path
+from megapipe.spec.token_order import Share, TokenOrder
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Radians per position of each channel pair, float64 [head_dim / 2].
+
+    theta^(-2i/d) (2104.09864, section 3.2.2); `linear` divides all by the factor (Chen et al. 2023, 2306.15595);
+    `llama3` divides wavelengths above original_length / low_frequency_factor, keeps those below original_length /
+    high_frequency_factor and interpolates between (Llama 3.1's published configuration).
+    """
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        turns = scaling.original_length * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * (kept + (1.0 - kept) / scaling.factor)
+    return frequencies
+
+
+class RotaryAngles:
+    """Cosines and sines of one model's rotary positions. Layers of one model may share it."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        scaling = model.rope_scaling
+        self._key = (
+            model.head_dim,
+            model.rope_theta,
+            scaling.kind,
+            scaling.factor,
+            scaling.low_frequency_factor,
+            scaling.high_frequency_factor,
+            scaling.original_length,
+        )
+
+    def tables(self, num_tokens: int, like: Tensor, share: Share | None = None) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [s, head_dim / 2] of s = num_tokens tokens, or of those that a rank holds of so many.
+
+        On the device of `like`, in fp32 (fp64 for fp64).
+        """
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if share is None:
+            return _tables(self._key, num_tokens, dtype, like.device)
+        return _held_tables(self._key, num_tokens, dtype, like.device, share.order, share.rank, share.size)
+
+
+@constant_when_compiled
+def _tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _cached_tables(key, num_tokens, dtype, device)
+
+
+@constant_when_compiled
+def _held_tables(
+    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, order: TokenOrder, rank: int, size: int
+) -> tuple[Tensor, Tensor]:
+    return _cached_held_tables(key, num_tokens, dtype, device, Share(order, rank, size))
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_held_tables(
+    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, share: Share
+) -> tuple[Tensor, Tensor]:
+    numbers = torch.from_numpy(share.numbers(num_tokens)).to(device)
+    with torch.inference_mode(False):
+        cosine, sine = _cached_tables(key, num_tokens, dtype, device)
+        return cosine[numbers], sine[numbers]
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    head_dim, theta, kind, factor, low, high, original_length = key
+    scaling = RopeScaling(
+        kind=kind,
+        factor=factor,
+        low_frequency_factor=low,
+        high_frequency_factor=high,
+        original_length=original_length,
+    )
+    # Tensors born in inference mode could never take part in training.
+    with torch.inference_mode(False):
+        positions = torch.arange(num_tokens, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, inverse_frequencies(head_dim, theta, scaling))
+        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+BLOCK = 128
+"""Queries, and keys, of a block."""
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """Which blocks of keys each block of queries sees: int32 [b, 1, blocks] how many, [b, 1, blocks, blocks] which,
+    those that are seen first. partial: some of their keys by some queries. full: all of their keys by all queries.
+    """
+
+    num_partial: np.ndarray
+    partial: np.ndarray
+    num_full: np.ndarray
+    full: np.ndarray
+
+
+def block_lists(document_starts: np.ndarray, window: int | None, block: int = BLOCK) -> BlockLists:
+    """For document_starts int64 [b, s]; each token sees its own document up to itself, at most `window` in all."""
+    length = document_starts.shape[1]
+    first = document_starts
+    if window is not None:
+        first = np.maximum(first, np.arange(length) - (window - 1))
+    begins = np.arange(0, length, block)
+    last = np.minimum(begins + block, length) - 1
+    # The first visible key never falls from one query to the next.
+    queries, keys = np.arange(len(begins))[:, None], np.arange(len(begins))
+    lowest, whole_from = first[:, begins, None] // block, -(-first[:, last, None] // block)
+    full = (keys >= whole_from) & (keys < queries) & (last == begins + block - 1)[:, None]
+    partial = (keys >= lowest) & (keys <= queries) & ~full
+    return BlockLists(*_listed(partial), *_listed(full))
+
+
+def _listed(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """bool [b, n, n] to how many of each row, and which, ascending, followed by the others."""
+    order = np.argsort(~wanted, axis=-1, kind="stable").astype(np.int32)
+    return wanted.sum(axis=-1, dtype=np.int32)[:, None], order[:, None]
+
+
+def document_blocks(lists: Sequence[Tensor], document_starts: Tensor, window: int | None) -> BlockMask:
+    """Return flex_attention's mask. lists: those of BlockLists in order, and document_starts [b, s], on one device."""
+
+    def visible(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) & (key >= document_starts[sample, query])
+        return seen if window is None else seen & (query - key < window)
+
+    length = document_starts.shape[1]
+    num_partial, partial, num_full, full = lists
+    return BlockMask.from_kv_blocks(
+        num_partial,
+        partial,
+        num_full,
+        full,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> Tensor:
+    """Mixed values [b, heads, s, d] of query [b, heads, s, d] and of keys and values [b, kv heads, s, d]."""
+    compiles = query.device.type == "cuda" and not torch.compiler.is_compiling()
+    function = _compiled() if compiles else flex_attention
+    mixed: Tensor = function(
+        query, key, value, block_mask=blocks, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return mixed
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    """Uncompiled, flex_attention makes the whole square of scores."""
+    return torch.compile(flex_attention)
+
 
 AttentionPath = Literal["sdpa", "unfused"]
 
@@ -53,11 +219,11 @@ def visible_within_documents(document_starts: Tensor, window: int | None) -> Ten
 
 
 class SharedSamples(Protocol):
-    """How the ranks of a group that hold parts of the same samples attend to all of them."""
+    """Attention to whole samples by the ranks of a group that hold parts of them."""
 
     @property
     def share(self) -> Share:
-        """What this rank holds of each."""
+        """The part of each sample that this rank holds."""
         ...
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
@@ -69,9 +235,9 @@ class Attention(nn.Module):
     """One block's attention on one tensor rank, which holds an equal share of the kv groups and their query heads.
 
     shapes: of `qkv.weight` (kv groups, query heads per group + 2, head_dim, hidden) and so on, as stored here.
-    site: number of the dropout site of the attention weights. recompute: make the attention weights again in the
-    backward rather than keep them; the fused paths never do. sharing: how samples are attended to whose tokens lie on
-    several ranks; None where they are whole. causal: no token sees later ones.
+    site: number of the dropout site of the attention weights. recompute: recompute the attention weights in the
+    backward instead of keeping them; the fused paths never keep them. sharing: attention to samples whose tokens are
+    on several ranks; None for whole samples. causal: no token sees later ones.
     """
 
     causal = True
@@ -108,7 +274,14 @@ class Attention(nn.Module):
         query, key, value = qkv.split([heads, 1, 1], dim=3)
         query, key = self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context)
         mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
-        return self.output(mixed.reshape(batch, length, -1), context.tape)
+        return self.project(mixed, context.tape)
+
+    def project(self, mixed: Tensor, tape: SplitTape | None) -> Tensor:
+        """Return the hidden states [b, s, h] of mixed values [b, s, kv groups, heads, d] or [b, s, heads, d].
+
+        Decoding calls it too, so that what comes after the attention itself is written once.
+        """
+        return self.output(mixed.flatten(2), tape)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, kv groups, heads, d] or [b, s, all heads, d] of whole samples: query [b, s, kv groups,
@@ -171,7 +344,7 @@ class Attention(nn.Module):
         return attend(query, key, value, blocks, self.scale).transpose(1, 2)
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
-        """What the queries [b, heads, s, d] see, in a form that broadcasts to [b, heads, s, s]; None: all before."""
+        """Return the visible keys of queries [b, heads, s, d], broadcastable to [b, heads, s, s]; None: all before."""
         if context.document_starts is not None:
             return visible_within_documents(context.document_starts, self.window).unsqueeze(1)
         length = query.shape[2]
@@ -208,3 +381,26 @@ class Attention(nn.Module):
             by_head = weights.view(-1, self.num_heads, length, length)
             weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
         return torch.bmm(weights, value)
+
+
+class BidirectionalAttention(Attention):
+    """One block's attention over samples of the lengths in a BertContext."""
+
+    causal = False
+
+    def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor:
+        return visible_keys(context, query.shape[2])[:, None, None, :]
+
+    def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
+        visible = visible_keys(context, key.shape[1])
+        hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
+        scores = torch.bmm(query, key.transpose(1, 2)).view(len(hidden), -1, key.shape[1])
+        weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=self.scale), dim=-1)
+        return weights.view(query.shape[0], query.shape[1], key.shape[1])
+
+
+def visible_keys(context: MicrobatchContext, num_tokens: int) -> Tensor:
+    """bool [b, s]: the tokens of each sample that are not padding. Raises ValueError without lengths."""
+    if not isinstance(context, BertContext) or context.lengths is None:
+        raise ValueError("attention over padded samples needs their lengths: pass a BertContext with lengths")
+    return torch.arange(num_tokens, device=context.lengths.device) < context.lengths.unsqueeze(1)

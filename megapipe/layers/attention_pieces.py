@@ -5,7 +5,7 @@ backward is that of the whole attention (Dao et al. 2022, 2205.14135, appendix B
 weights are the whole attention's, and the gradients of all pieces add up.
 
 Fused pieces are torch's flash kernels, of the CPU with or without a mask, of a GPU without one. The unfused path does
-the same as plain products, where there is no kernel: masks on a GPU, fp32 on a GPU, dropout.
+the same with plain products if there is no kernel: masks on a GPU, fp32 on a GPU, dropout.
 """
 
 import math
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 LARGEST_HEAD_DIM = 256
-"""What the flash kernels of a GPU take; a multiple of 8 besides."""
+"""Largest head dimension of a GPU's flash kernels, which must also be a multiple of 8."""
 
 Drop = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the queries of a piece see of its keys: everything, or less.
+    """The keys of a piece that its queries see: all or some.
 
     causal: they are the same tokens, and each query sees those up to itself. visible: bool [b or 1, 1, rows, columns].
     """

@@ -29,7 +29,7 @@ class CompiledForward:
         self._blanks: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], SplitTape]] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
-        """The module's outputs. The records of a split backward go behind those on the context's tape."""
+        """The module's outputs. The records of a split backward follow those on the context's tape."""
         if context.tape is None:
             with _gradients_aside(module):
                 return self._compiled(module, tuple(inputs), context)

@@ -1,4 +1,4 @@
-"""What the layers of a stage know about the micro-batch in hand."""
+"""The current micro-batch, as the layers of a stage see it."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from megapipe.kernels.reference.dropout import numbers
 from megapipe.layers.split import SplitTape
 
 
@@ -44,7 +45,7 @@ class BertContext(MicrobatchContext):
 
     lengths: int64 [b], tokens of each whole sample that are not padding, for attention. token_types: int64 [b, s], 0
     up to the first [SEP], then 1, for the embedding. positions: int64 [b, p], places of the hidden tokens among those
-    in hand; `labels` [b, p] are what stood there and `loss_mask` [b, p] is 0 behind the last. sentence_labels: int64
+    in hand; `labels` [b, p] are the hidden tokens and `loss_mask` [b, p] is 0 after the last. sentence_labels: int64
     [b], 1 where the pair is not as it was in the text; sentence_weights: [b], 0 for samples past the end and where the
     first token is not in hand.
     """
@@ -57,7 +58,8 @@ class BertContext(MicrobatchContext):
 
 
 def token_numbers(context: MicrobatchContext, num_tokens: int, device: torch.device) -> Tensor:
-    """int64 [s]: the place in its sample of each of the s = num_tokens tokens in hand."""
+    """int64 or int32 [s]: the place in its sample of each of the s = num_tokens tokens in hand."""
     if context.token_numbers is not None:
         return context.token_numbers.to(device)
-    return torch.arange(num_tokens, device=device)
+    # A view, because a compiler (torch 2.13) cannot save the constant itself for the backward.
+    return numbers(0, num_tokens, device).view(-1)

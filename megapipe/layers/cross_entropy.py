@@ -1,9 +1,13 @@
-"""Output projection and cross entropy in one, over a vocabulary that the ranks of a group share.
+"""Output projection and cross entropy, over a vocabulary that the ranks of a group share.
 
-The op's backends take rows in chunks or write over the logits, so that fp32 logits of a whole micro-batch never exist.
-What is kept for the backward is the gradient of the logits, in the compute dtype; or, where the logits are to be
-recomputed, four bytes a row, and then those of a whole micro-batch exist in no dtype. Ranks exchange three numbers a
-row, once: 12 bytes from which each finds the softmax over all columns.
+`VocabParallelHead` is both in one. The op's backends take rows in chunks or write over the logits, so that fp32 logits
+of a whole micro-batch never exist. What is kept for the backward is the gradient of the logits, in the compute dtype;
+or, where the logits are to be recomputed, four bytes a row, and then those of a whole micro-batch exist in no dtype.
+Ranks exchange three numbers a row, once: 12 bytes from which each finds the softmax over all columns.
+
+`MaskedTokenHead` has a bias, and takes the few tokens of a sample that a masked language model predicts: their logits
+mostly fit in memory, so that projection and loss can be two operations. Where they do not, `recomputed_loss_sum` makes
+them one.
 """
 
 from collections.abc import Iterable
@@ -15,8 +19,7 @@ from torch import Tensor, nn
 
 from megapipe.kernels.reference.cross_entropy import merged
 from megapipe.kernels.registry import Registry
-from megapipe.layers.linear import Linear, Shapes, weight_gradient
-from megapipe.layers.sequence_shard import OnShards
+from megapipe.layers.linear import Linear, OnShards, Shapes, weight_gradient
 from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_from_group
 from megapipe.parallel.groups import Group
@@ -36,11 +39,11 @@ class Targets:
 
 
 class VocabParallelHead(Linear, OnShards):
-    """Projection to the vocabulary, a share of whose rows each rank holds, with the loss behind it.
+    """Projection to the vocabulary, of which each rank holds an equal part, followed by the loss.
 
-    shapes: of `weight` (stored rows, hidden). vocabulary_size: true number of tokens; rows behind it are padding,
-    which neither enters a softmax nor gets a gradient. recompute: compute the logits again in the backward, chunk by
-    chunk, rather than keep their gradient; such a loss cannot be split.
+    shapes: of `weight` (stored rows, hidden). vocabulary_size: true number of tokens; rows after it are padding,
+    which neither enters a softmax nor gets a gradient. recompute: recompute the logits in the backward, chunk by
+    chunk, instead of keeping their gradient; such a loss cannot be split.
     """
 
     def __init__(
@@ -104,11 +107,11 @@ class VocabParallelHead(Linear, OnShards):
         return [(self.weight, loss_weight_gradient(self.rows_of(saved[0]), saved[1], row_weight, gradient))]
 
     def _all_tokens(self, x: Tensor) -> Tensor:
-        """What every rank multiplies with its share of the matrix."""
+        """Return the rows that every rank multiplies with its part of the matrix."""
         return copy_to_group(x, self.group) if self.sequence is None else self.sequence.whole(x)
 
     def _kept(self, x: Tensor, rows: Tensor) -> Tensor:
-        """What a backward makes the rows [n, h] out of: this rank's tokens x [b, s / t, h], or the rows themselves."""
+        """Return what a backward gets the rows [n, h] from: this rank's tokens x [b, s / t, h], or the rows."""
         return rows.detach() if self.sequence is None else x.detach()
 
     def rows_of(self, kept: Tensor) -> Tensor:
@@ -171,7 +174,7 @@ def loss_weight_gradient(rows: Tensor, logit_gradient: Tensor, row_weight: Tenso
 
 
 def _row_scale(row_weight: Tensor | None, dloss: Tensor) -> Tensor:
-    """What the gradient of each row is multiplied by, [n, 1] or [1, 1] in the loss's precision: bf16 would round one
+    """Return the factor of each row's gradient, [n, 1] or [1, 1] in the loss's precision: bf16 would round one
     part in 500 off. (A number without dimensions would be rounded to the rows' precision by torch.)"""
     return dloss.view(1, 1) if row_weight is None else (dloss * row_weight).unsqueeze(1)
 
@@ -260,3 +263,66 @@ class _ProbedCrossEntropy(torch.autograd.Function):
         weight, gradient, row_weight = ctx.saved_tensors
         dx = loss_input_gradient(weight, gradient, row_weight, dloss) if ctx.needs_input_grad[0] else None
         return dx, dloss, None, None, None, None
+
+
+class MaskedTokenHead(VocabParallelHead):
+    """Projection of hidden states to the vocabulary, with a bias.
+
+    shapes: of `weight` (stored rows, hidden) and `bias` (stored rows,); rows after the true vocabulary are padding.
+    """
+
+    def local_logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        """x [..., h] to this rank's logits [..., stored rows]."""
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=True)
+
+    def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        return gather_from_group(self.local_logits(x, tape), self.group, dim=-1)[..., : self.vocabulary_size]
+
+    def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
+        if self.recompute:
+            return self.recomputed_loss_sum(x, labels, loss_mask, tape)
+        return self.loss_of(self.local_logits(x, tape), labels, loss_mask)
+
+    def loss_of(self, local: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """Weighted sum of the cross entropies of `local_logits` [..., stored rows], a scalar in fp32 (fp64 for fp64).
+
+        labels: int64 [...]. weights: [...], None for 1. Raises ValueError as `VocabParallelHead.loss_sum` does.
+        """
+        wide = torch.promote_types(local.dtype, torch.float32)
+        row_weight = local.new_ones(labels.numel(), dtype=wide) if weights is None else weights.flatten().to(wide)
+        targets = self._targets(labels.flatten(), row_weight)
+        return _CrossEntropy.apply(local.flatten(0, -2), self, targets, row_weight)
+
+    def correct(self, local: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Weighted number of rows whose largest logit is the label's: float32, 0-dim, the same on every rank."""
+        columns = local.detach().flatten(0, -2)[:, : self.num_columns].float()
+        if self.num_columns:
+            best, place = columns.max(dim=-1)
+        else:  # a rank may hold padding alone
+            best = columns.new_full((len(columns),), -torch.inf)
+            place = torch.zeros_like(best, dtype=torch.int64)
+        found = torch.stack([best.double(), (place + self.first_column).double()]).unsqueeze(0)
+        by_rank = gather_from_group(found, self.group, dim=0)
+        winner = by_rank[:, 0].argmax(dim=0, keepdim=True)
+        predicted = by_rank[:, 1].gather(0, winner).squeeze(0)
+        return ((predicted == labels.flatten()) * weights.flatten().float()).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, head: MaskedTokenHead, targets: Targets, row_weight: Tensor) -> Tensor:
+        logits = local[:, : head.num_columns].contiguous()
+        own = head.kernels.pick("cross_entropy", logits).statistics(logits, targets.columns, targets.owned)
+        log_sum_exp, loss = merged_loss(own, head.group, targets, row_weight)
+        ctx.save_for_backward(logits, log_sum_exp, row_weight)
+        ctx.head, ctx.targets, ctx.stored = head, targets, local.shape[1]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, log_sum_exp, row_weight = ctx.saved_tensors
+        gradient = logits.clone()
+        op = ctx.head.kernels.pick("cross_entropy", gradient)
+        op.gradient(gradient, ctx.targets.columns, ctx.targets.owned, log_sum_exp, dloss * row_weight)
+        padding = ctx.stored - gradient.shape[1]
+        return torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient, None, None, None

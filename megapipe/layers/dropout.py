@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megapipe.kernels.reference.dropout import numbers, site_word, token_keys
 from megapipe.kernels.registry import Registry
 from megapipe.layers.context import MicrobatchContext
-from megapipe.layers.sequence_shard import OnShards, num_tokens, own_tokens
+from megapipe.layers.linear import OnShards, num_tokens, own_tokens
 
 EMBEDDING_SITE = 0
 

@@ -1,18 +1,16 @@
-"""Word embedding shared out by vocabulary (1909.08053, section 3) and learned positions."""
+"""Word embedding sharded by vocabulary (1909.08053, section 3) and learned positions."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.kernels.opaque import opaque
-from megapipe.layers.linear import Shapes, empty_parameter
-from megapipe.layers.sequence_shard import OnShards, own_tokens
+from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape
-from megapipe.parallel.collectives import reduce_from_group
+from megapipe.parallel.collectives import reduce_from_group, scatter_sum
 from megapipe.parallel.groups import Group
-from megapipe.parallel.sequence_collectives import scatter_sum
 
 
 @opaque(
@@ -29,66 +27,94 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
     return gradient.index_add_(0, rows.flatten(), dy.flatten(0, -2).to(wide)).to(dy.dtype)
 
 
+class _Rows(NamedTuple):
+    """The rows of a table on this rank: `number` of them from `first` on. shards: other ranks have the rest."""
+
+    first: int
+    number: int
+    shards: bool
+
+    def of(self, numbers: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the rows [...] for numbers [...] that count from `starts`, and which of them other ranks have.
+
+        A backward computes this again, so that nothing but the micro-batch's own numbers is kept for it.
+        """
+        rows = numbers if starts is None else numbers - starts
+        if not self.shards:
+            return rows, None
+        rows = rows - self.first
+        absent = (rows < 0) | (rows >= self.number)
+        return rows.masked_fill(absent, 0), absent
+
+    def look_up(self, table: Tensor, numbers: Tensor, starts: Tensor | None) -> Tensor:
+        """Return the rows [..., h] of the table [number, h]; zero for those that other ranks have."""
+        rows, absent = self.of(numbers, starts)
+        found = nn.functional.embedding(rows, table)
+        return found if absent is None else found.masked_fill_(absent.unsqueeze(-1), 0.0)
+
+    def gradient(self, numbers: Tensor, starts: Tensor | None, dy: Tensor) -> Tensor:
+        """Return the table's gradient [number, h] for dy [..., h]."""
+        rows, absent = self.of(numbers, starts)
+        if absent is not None:
+            dy = dy.masked_fill(absent.unsqueeze(-1), 0.0)
+        return row_gradient(rows, dy, self.number)
+
+
 class _FusedEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, absent)
-        ctx.num_rows = weight.shape[0]
-        return _look_up(weight, rows, absent)
+    def forward(ctx: Any, weight: Tensor, rows: _Rows, numbers: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(numbers, starts)
+        ctx.rows = rows
+        return rows.look_up(weight, numbers, starts)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        rows, absent = ctx.saved_tensors
-        return _table_gradient(rows, absent, dy, ctx.num_rows), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.rows.gradient(*ctx.saved_tensors, dy), None, None, None
 
 
 class _ProbedEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, probe: Tensor, weight: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
-        return _look_up(weight, rows, absent)
+    def forward(
+        ctx: Any, probe: Tensor, weight: Tensor, rows: _Rows, numbers: Tensor, starts: Tensor | None
+    ) -> Tensor:
+        return rows.look_up(weight, numbers, starts)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return dy, None, None, None
-
-
-def _look_up(weight: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
-    found = nn.functional.embedding(rows, weight)
-    return found if absent is None else found.masked_fill_(absent.unsqueeze(-1), 0.0)
-
-
-def _table_gradient(rows: Tensor, absent: Tensor | None, dy: Tensor, num_rows: int) -> Tensor:
-    return row_gradient(rows, dy if absent is None else dy.masked_fill(absent.unsqueeze(-1), 0.0), num_rows)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return dy, None, None, None, None
 
 
 class _Table(SplitModule):
-    """A table of rows [num_rows, h], looked up by number."""
+    """A table of rows [num_rows, h], looked up by number. rank, shards: which part of its rows this rank has."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, rank: int = 0, shards: int = 1) -> None:
         super().__init__()
         self.weight = empty_parameter(shapes["weight"])
+        number = self.weight.shape[0]
+        self._rows = _Rows(rank * number, number, shards > 1)
 
-    def look_up(self, rows: Tensor, absent: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """Rows [...] to [..., h]; zero where `absent` (bool [...])."""
+    def look_up(self, numbers: Tensor, starts: Tensor | None, tape: SplitTape | None) -> Tensor:
+        """Numbers int64 [...], which count from `starts` unless it is None, to [..., h]; zero for rows of others."""
         if tape is None:
-            return _FusedEmbedding.apply(self.weight, rows, absent)
-        record = tape.record(self, (*rows.shape, self.weight.shape[-1]), self.weight)
-        record.saved = (rows,) if absent is None else (rows, absent)
-        return _ProbedEmbedding.apply(record.probe, self.weight.detach(), rows, absent)
+            return _FusedEmbedding.apply(self.weight, self._rows, numbers, starts)
+        shape = torch.broadcast_shapes(numbers.shape, () if starts is None else starts.shape)
+        record = tape.record(self, (*shape, self.weight.shape[-1]), self.weight)
+        record.saved = (numbers,) if starts is None else (numbers, starts)
+        return _ProbedEmbedding.apply(record.probe, self.weight.detach(), self._rows, numbers, starts)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        absent = saved[1] if len(saved) == 2 else None
-        yield self.weight, _table_gradient(saved[0], absent, gradient, self.weight.shape[0])
+        starts = saved[1] if len(saved) == 2 else None
+        yield self.weight, self._rows.gradient(saved[0], starts, gradient)
 
 
 class VocabParallelEmbedding(_Table, OnShards):
-    """Word embedding: each rank of the group holds an equal share of the rows, padded ones behind the last.
+    """Word embedding: each rank of the group holds an equal share of the rows, with padding after the last.
 
     vocabulary_size: true number of tokens.
     """
 
     def __init__(self, shapes: Shapes, vocabulary_size: int, group: Group) -> None:
-        super().__init__(shapes)
+        super().__init__(shapes, group.rank, group.size)
         self.vocabulary_size = vocabulary_size
         self.group = group
 
@@ -104,12 +130,9 @@ class VocabParallelEmbedding(_Table, OnShards):
                     f"tokens {lowest.item()} to {highest.item()} do not fit a vocabulary of {self.vocabulary_size}; "
                     "raise model.vocabulary_size to the tokenizer's"
                 )
+        found = self.look_up(tokens, None, tape)
         if self.group.size == 1:
-            return self.look_up(tokens, None, tape)
-        share = self.weight.shape[0]
-        rows = tokens - self.group.rank * share
-        absent = (rows < 0) | (rows >= share)
-        found = self.look_up(rows.masked_fill(absent, 0), absent, tape)
+            return found
         return reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
 
 
@@ -123,8 +146,8 @@ class LearnedPositions(_Table, OnShards):
 
         Of these the rank's own tokens, where they are sharded.
         """
-        positions = positions if document_starts is None else positions - document_starts
-        return self.look_up(own_tokens(positions, self.sequence), None, tape)
+        starts = None if document_starts is None else own_tokens(document_starts, self.sequence)
+        return self.look_up(own_tokens(positions, self.sequence), starts, tape)
 
 
 class TokenTypes(_Table, OnShards):

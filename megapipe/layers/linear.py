@@ -1,10 +1,20 @@
 """Linear layers whose matrix is shared by the ranks of a tensor group (Shoeybi et al. 2019, 1909.08053, section 3).
 
-Parameters keep their canonical shape, all axes but the last being output axes, and are seen as matrices inside.
+Parameters keep their canonical shape, in which all axes but the last are output axes, and are used as matrices.
+
+Products in fp8 (Micikevicius et al. 2022, 2209.05433) scale operands and round them to 8 bits right before each
+product, whose sum is in fp32. Scales are current, from the operand itself: its largest magnitude becomes the format's
+largest number. tensorwise has one for an operand, with E4M3 forward and E5M2, which has the wider range, for
+gradients. rowwise has one for each row or column that the product does not sum over, and E4M3 throughout.
+
+`ColumnLinear` and `RowLinear` are for a user's own modules: `nn.Linear` until a pipeline gives them a tensor group, so
+that a model made of them trains in one process as it is. Between the two, a rank has its own part of the features:
+code there must take their number from the tensor, not from the model's sizes.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +22,79 @@ from torch.nn import functional
 
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.registry import Registry
-from megapipe.layers.remade import Remade, save_input, saved_input
-from megapipe.layers.sequence_shard import OnShards
-from megapipe.layers.split import SplitModule, SplitTape
-from megapipe.parallel.collectives import copy_to_group, reduce_from_group
+from megapipe.layers.split import Remade, SplitModule, SplitTape, save_input, saved_input
+from megapipe.parallel.collectives import copy_to_group, gather_tokens, largest_in_group, reduce_from_group
 from megapipe.parallel.groups import Group
+
+if TYPE_CHECKING:
+    from megapipe.layers.sequence_parallel import SequenceProducts
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceShards:
+    """The ranks that share the tokens of every sample.
+
+    chunks: pieces in which a matrix product's tokens are gathered or scattered, one during the product of another.
+    """
+
+    group: Group
+    chunks: int = 1
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All ranks' tokens [b, s, h] of x [b, s / t, h]; each rank's gradient is a part of the sum."""
+        return gather_tokens(x, self.group)
+
+
+class OnShards:
+    """Mixed into modules that act differently where tokens are sharded.
+
+    sequence: how they are; None for whole samples. partial: own parameters that every rank holds whole and whose
+    gradient there is of its own tokens (or heads) alone, so that it has to be summed over the ranks before an update.
+    """
+
+    sequence: "SequenceProducts | None" = None
+    partial: ClassVar[tuple[str, ...]] = ()
+
+
+def own_tokens(per_token: Tensor, shards: SequenceShards | None) -> Tensor:
+    """This rank's tokens [..., s / t] of what is known of every token [..., s], a view; all without shards."""
+    if shards is None:
+        return per_token
+    share = per_token.shape[-1] // shards.group.size
+    return per_token.narrow(-1, shards.group.rank * share, share)
+
+
+def num_tokens(x: Tensor, shards: SequenceShards | None) -> int:
+    """Tokens of the samples that hidden states [b, s / t, h] belong to."""
+    return x.shape[1] * (1 if shards is None else shards.group.size)
+
+
+def shard_sequence(layer: nn.Module, products: "SequenceProducts") -> list[str]:
+    """Let a layer take and give hidden states [b, s / t, h]; returns the paths of its `partial` parameters.
+
+    A layer may name parts in `whole_sequence` that it runs on gathered tokens, alike on every rank.
+    """
+    for _, part in _parts_on_shards(layer):
+        part.sequence = products
+    return partial_parameters(layer)
+
+
+def partial_parameters(layer: nn.Module) -> list[str]:
+    """Return the paths of a layer's parameters that its parts name in `partial`."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, part in _parts_on_shards(layer)
+        for name in part.partial
+        if getattr(part, name) is not None
+    ]
+
+
+def _parts_on_shards(layer: nn.Module) -> Iterator[tuple[str, OnShards]]:
+    whole: tuple[str, ...] = getattr(layer, "whole_sequence", ())
+    for path, part in layer.named_modules():
+        if isinstance(part, OnShards) and path.partition(".")[0] not in whole:
+            yield path, part
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Attribute path within a module -> shape of the parameter as this rank stores it."""
@@ -99,8 +177,21 @@ class AccumulatingProducts(Products):
         total = None if accumulator is None else accumulator.grad
         if total is None:
             return super().gradient(x, dy, weight, None)
-        self._kernels.pick("weight_gradient", x).accumulate(x, dy, as_matrix(total))
+        self._kernels.pick("weight_gradient", x).apply(x, dy, as_matrix(total))
         return None
+
+
+def use_products(layer: nn.Module, products: Products) -> None:
+    """Let every linear layer within `layer` multiply its matrices by `products`."""
+    for module in layer.modules():
+        if isinstance(getattr(module, "products", None), Products):
+            module.products = products  # type: ignore[assignment]
+
+
+def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+    """Return x W^T + b [..., out] of x [..., in], multiplied by `products` forward and backward."""
+    output: Tensor = _FusedLinear.apply(x, weight, bias, bias is not None, None, products)
+    return output
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -174,10 +265,7 @@ class Linear(SplitModule):
             return _FusedLinear.apply(x, self.weight, self.bias, add_bias, again, self.products)
         width = self.weight.numel() // self.weight.shape[-1]
         record = tape.record(self, (*x.shape[:-1], width), x)
-        if again is None:
-            record.saved = (x.detach(),)
-        else:
-            record.saved, record.again = again.sources, again
+        record.keep_input(x, again)
         bias = self.bias.detach() if self.bias is not None and add_bias else None
         return _ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
@@ -194,7 +282,7 @@ class Linear(SplitModule):
 
 
 class ColumnParallelLinear(Linear, OnShards):
-    """A linear layer whose outputs are shared out: every rank has the whole x and computes its own part of y.
+    """A linear layer with sharded outputs: every rank has the whole x and computes its own part of y.
 
     Under sequence parallelism a rank has its own tokens of x, which are gathered first.
     """
@@ -204,7 +292,7 @@ class ColumnParallelLinear(Linear, OnShards):
         return self._shared_product(x, tape, add_bias=True, again=again)
 
     def without_bias(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """What `forward` gives before the bias, which the caller adds, detached: its gradient is computed here."""
+        """Return `forward` without the bias, which the caller adds, detached: the bias's gradient is computed here."""
         return self._shared_product(x, tape, add_bias=False, again=again)
 
     def _shared_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None) -> Tensor:
@@ -219,7 +307,7 @@ class ColumnParallelLinear(Linear, OnShards):
 
 
 class RowParallelLinear(Linear, OnShards):
-    """A linear layer whose inputs are shared out: the ranks' products are summed, then the bias is added once.
+    """A linear layer with sharded inputs: the ranks' products are summed, then the bias is added once.
 
     Under sequence parallelism a rank gets its own tokens of the sum.
     """
@@ -248,3 +336,145 @@ class ReplicatedLinear(Linear):
     def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """[..., in] to [..., out]."""
         return self.local_product(x, tape, add_bias=True)
+
+
+Recipe = Literal["tensorwise", "rowwise"]
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+ALIGNMENT = 16
+"""Every extent of a product on a GPU is a multiple of this."""
+
+
+@opaque(
+    "fp8_product(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType dtype) -> Tensor",
+    lambda a, b, scale_a, scale_b, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
+)
+def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [m, k] times the transpose of b [n, k], both fp8, each times its scales: [m, n] in `dtype`.
+
+    scale_a, scale_b: fp32, a single one or [m, 1] and [n, 1]. Without fp8 units (CPU) the same product in fp32.
+    """
+    if a.is_cuda:
+        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype)
+    return (a.float() @ b.float().t()).mul_(scale_a).mul_(scale_b.t()).to(dtype)
+
+
+def quantised(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x / scale in fp8, scale), the scale being that which brings `largest` to the format's largest number.
+
+    largest: magnitudes that broadcast to x. Where one is not finite, neither is what comes of it. A normal number is
+    off by at most 1/16 of itself in E4M3 and 1/8 in E5M2, a smaller one by scale * 2^-10 and scale * 2^-17.
+    """
+    limit = torch.finfo(dtype).max
+    scale = (largest.float() / limit).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x.float() / scale).clamp(-limit, limit).to(dtype).contiguous(), scale
+
+
+class Fp8Products(Products):
+    """The products of a linear layer in fp8; one instance for all layers of a rank.
+
+    group: tensor ranks; they agree on tensorwise scales, as if each had the whole operand. Rowwise scales are of what
+    a rank has: where the ranks share the axis that is summed over, these are finer than one process's.
+    """
+
+    def __init__(self, recipe: Recipe, group: Group) -> None:
+        self.recipe = recipe
+        self.group = group
+        self.gradients = E5M2 if recipe == "tensorwise" else E4M3
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        matrix = as_matrix(weight)
+        y = self._product(x.flatten(0, -2), matrix, E4M3).view(*x.shape[:-1], matrix.shape[0])
+        return y if bias is None else y + bias.view(-1)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        matrix = as_matrix(weight)
+        return self._product(dy.flatten(0, -2), matrix.t(), self.gradients).view(*dy.shape[:-1], matrix.shape[1])
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        return self._product(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), self.gradients)
+
+    def _product(self, a: Tensor, b: Tensor, format_a: torch.dtype) -> Tensor:
+        """a [m, k] times the transpose of b [n, k]; b is in E4M3."""
+        largest_a, largest_b = self._largest(a, b)
+        short_a, scale_a = quantised(a, largest_a, format_a)
+        short_b, scale_b = quantised(b, largest_b, E4M3)
+        return fp8_product(short_a, short_b, scale_a, scale_b, a.dtype)
+
+    def _largest(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Magnitudes of what shares a scale."""
+        if self.recipe == "rowwise":
+            return a.abs().amax(1, keepdim=True), b.abs().amax(1, keepdim=True)
+        both = largest_in_group(torch.stack([a.abs().amax(), b.abs().amax()]).float(), self.group)
+        return both[0].view(1, 1), both[1].view(1, 1)
+
+
+class SplitFeatures(nn.Linear):
+    """Base of the linear layers that tensor ranks split.
+
+    partition_axes: parameter -> the axis along which tensor ranks split it. group: the tensor ranks; None for one
+    rank, which has it whole. products: how matrices are multiplied.
+    """
+
+    partition_axes: ClassVar[Mapping[str, int]] = {}
+    group: Group | None = None
+    products: Products = PLAIN
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.products is PLAIN:
+            return functional.linear(x, self.weight, bias)
+        return fused_product(x, self.weight, bias, self.products)
+
+
+class ColumnLinear(SplitFeatures):
+    """`nn.Linear` whose outputs tensor ranks split; `RowLinear` follows it.
+
+    Example:
+        >>> import torch
+        >>> from megapipe import ColumnLinear, RowLinear
+        >>> mlp = torch.nn.Sequential(ColumnLinear(8, 32), torch.nn.GELU(), RowLinear(32, 8))
+        >>> mlp(torch.zeros(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    partition_axes: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., out_features of this rank] for [..., in_features]."""
+        return self._product(input if self.group is None else copy_to_group(input, self.group), self.bias)
+
+
+class RowLinear(SplitFeatures):
+    """`nn.Linear` whose inputs tensor ranks split: the outputs of a `ColumnLinear`.
+
+    Example:
+        >>> import torch
+        >>> from megapipe import ColumnLinear, RowLinear
+        >>> mlp = torch.nn.Sequential(ColumnLinear(8, 32, bias=False), torch.nn.GELU(), RowLinear(32, 8))
+        >>> [name for name, _ in mlp.named_parameters()]
+        ['0.weight', '2.weight', '2.bias']
+    """
+
+    partition_axes: ClassVar[Mapping[str, int]] = {"weight": 1}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., out_features], the sum over ranks, for [..., in_features of this rank]."""
+        if self.group is None:
+            return self._product(input, self.bias)
+        output = reduce_from_group(self._product(input, None), self.group)
+        return output if self.bias is None else output + self.bias
+
+
+def partition_axis(module: nn.Module, path: str) -> int | None:
+    """Return the axis along which tensor ranks split a parameter of `module`, None if each has it whole."""
+    owner, _, name = path.rpartition(".")
+    part = module.get_submodule(owner)
+    return part.partition_axes.get(name) if isinstance(part, SplitFeatures) else None
+
+
+def set_tensor_group(module: nn.Module, group: Group) -> None:
+    """Let the ranks of a group split the linear layers within `module`, whose parameters are each rank's part."""
+    for part in module.modules():
+        if isinstance(part, SplitFeatures) and group.size > 1:
+            part.group = group

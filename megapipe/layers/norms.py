@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.kernels.registry import Registry
-from megapipe.layers.linear import Shapes, empty_parameter
-from megapipe.layers.remade import Remade
-from megapipe.layers.sequence_shard import OnShards
-from megapipe.layers.split import SplitModule, SplitTape
+from megapipe.layers.linear import OnShards, Shapes, empty_parameter
+from megapipe.layers.split import Remade, SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
 
@@ -70,7 +68,7 @@ class Norm(SplitModule, OnShards):
     (mean square). kernels: runs the op.
     gradient_group: ranks that normalise different rows with one weight, so that its gradient is a sum over them. Where
     tokens are sharded that holds for every norm, and the sum is left to the step.
-    recompute: whoever computes with the norm is to make it again, see `again`.
+    recompute: the layers after the norm recompute its result, see `again`.
     """
 
     partial = ("weight", "bias")
@@ -114,9 +112,11 @@ class Norm(SplitModule, OnShards):
         if not self.recompute:
             return None
         parameters = [parameter.detach() for parameter in self._parameters_in_order()]
-        if tape is not None:  # the weight half may come when sharded weights are released: these few numbers stay
-            parameters = [parameter.clone() for parameter in parameters]
-        return Remade(lambda x: self.run(x, None, *parameters)[0], (x.detach(),))
+        if tape is None:
+            return Remade(lambda x: self.run(x, None, *parameters)[0], (x.detach(),))
+        # The weight half may come when sharded weights are released: these few numbers stay.
+        copies = [parameter.clone() for parameter in parameters]
+        return Remade(lambda x, *copies: self.run(x, None, *copies)[0], (x.detach(), *copies))
 
     def run(
         self, x: Tensor, residual: Tensor | None, *parameters: Tensor

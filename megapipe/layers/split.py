@@ -4,25 +4,57 @@ In split mode every module with parameters passes its output through a *probe*, 
 gradient is the gradient of that output, and leaves what its weight half needs on a tape. The input half is then
 `torch.autograd.grad` with respect to the inputs and the probes, and the weight half is a plain computation outside of
 autograd. Probes are inputs and saved tensors are outputs of the forward, so a compiled forward stays a pure function.
+
+`accumulate` and `gradients_of` call autograd's engine directly. `torch.autograd.backward` and `grad` look into every
+argument before they call the engine. Between two waits for another rank, when caches are cold, that is a quarter of a
+small backward's processor time (measured). A pipeline knows what it passes: a gradient for each place in the graph, of
+its shape; the engine itself refuses others.
+
+A backward may recompute tensors instead of saving them (Korthikanti et al. 2022, 2205.05198, section 5): `Remade`.
 """
 
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch._C import _FunctionBase
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from megapipe.layers.graph import Place, gradient_edge, gradients_of
+Place = Tensor | GradientEdge
+"""Where a gradient enters or leaves the graph."""
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """As torch's `get_gradient_edge`: holds the graph of a tensor that requires grad, not the tensor's memory."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, _FunctionBase):
+        # A leaf, or a node in Python, which lives only as long as something in C++ refers to it.
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+def accumulate(outputs: Sequence[Place], gradients: Sequence[Tensor]) -> None:
+    """As `torch.autograd.backward`: add to the `.grad` of every leaf of the graph of `outputs`. Frees the graph."""
+    _engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def gradients_of(
+    inputs: Sequence[Place], outputs: Sequence[Place], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """As `torch.autograd.grad`: gradients of `inputs`, None for one that `outputs` do not use. Frees the graph."""
+    return _engine_run_backward(tuple(outputs), tuple(gradients), False, False, tuple(inputs), True, False)
 
 
 class SplitModule(nn.Module):
     """A module that owns parameters directly and can compute their gradients apart from its input's gradient.
 
-    exclusive: nobody but the module's own forward computes with its parameters.
+    exclusive: only the module's own forward computes with its parameters.
     """
 
     exclusive: ClassVar[bool] = True
@@ -42,10 +74,10 @@ class SplitError(RuntimeError):
 
 @dataclass
 class Record:
-    """One use of a module: the probe behind its output, and the detached tensors that its weight half needs.
+    """One use of a module: the probe of its output, and the detached tensors that its weight half needs.
 
-    probe: a leaf, or the output's own place in the autograd graph. again: makes the one tensor that the weight half
-    needs out of `saved`. beside: small tensors of integers that it is given behind these.
+    probe: a leaf, or the output's own place in the autograd graph. again: recomputes, from `saved`, the one tensor
+    that the weight half needs. beside: small tensors of integers that it gets after these.
     """
 
     module: SplitModule
@@ -53,6 +85,10 @@ class Record:
     saved: tuple[Tensor, ...] = ()
     again: Callable[[], Tensor] | None = None
     beside: tuple[Tensor, ...] = ()
+
+    def keep_input(self, x: Tensor, again: "Remade | None") -> None:
+        """Save the input x for the weight half, or the sources from which `again` recomputes it."""
+        self.saved, self.again = ((x.detach(),), None) if again is None else (again.sources, again)
 
 
 def unsplit_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -68,7 +104,7 @@ def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class SplitTape:
-    """What one forward of one micro-batch leaves for the two halves of its backward.
+    """Records of one forward of one micro-batch for the two halves of its backward.
 
     Made for one forward. Probes are made on the way unless `provide` gave them.
 
@@ -100,7 +136,7 @@ class SplitTape:
         """Record a use of `module` by the autograd graph that has just made its `output`, without a probe.
 
         The gradient that reaches that place is the output's, even if the output is changed in place later: a view
-        stands for its base, since the graph of a changed view leads around the view's own place.
+        represents its base, since the graph of a changed view leads around the view's own place.
         """
         whole = output._base if output._is_view() and output._base is not None else output
         self._records.append(Record(module, gradient_edge(whole), saved))
@@ -122,12 +158,12 @@ class SplitTape:
 
     @property
     def records(self) -> Sequence[Record]:
-        """What was recorded so far, in order."""
+        """The records so far, in order."""
         return self._records
 
     @property
     def kept(self) -> list[Tensor]:
-        """What the weight half needs: the inputs that the forward saved and, after the input half, the gradients."""
+        """Tensors for the weight half: the inputs that the forward saved and, after the input half, the gradients."""
         saved = [tensor for record in self._records for tensor in record.saved]
         return saved + [gradient for gradient in self._gradients or () if gradient is not None]
 
@@ -201,7 +237,7 @@ def _add_gradients(record: Record, gradient: Tensor, uses_left: Counter[int], su
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """What autograd does at a leaf."""
+    """Accumulate a gradient, as autograd does at a leaf."""
     if not parameter.requires_grad:
         return
     gradient = gradient.view(parameter.shape)
@@ -209,3 +245,58 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad = gradient.to(parameter.grad_dtype or parameter.dtype)
     else:
         parameter.grad.add_(gradient)
+
+
+@dataclass(frozen=True)
+class Remade:
+    """How to make a tensor again, with the same bits.
+
+    make: pure. sources: what it takes, cut out of the graph; others keep them for their own backward.
+    """
+
+    make: Callable[..., Tensor]
+    sources: tuple[Tensor, ...]
+
+    def __call__(self) -> Tensor:
+        """The tensor."""
+        with torch.no_grad():
+            return self.make(*self.sources)
+
+
+def save_input(ctx: Any, x: Tensor, again: Remade | None, *others: Tensor) -> None:
+    """Save for `saved_input` what an operation's backward needs: `others`, and x or what makes it again.
+
+    Autograd frees saved tensors as soon as the operation's backward is over; what else a node refers to lives for as
+    long as the graph.
+    """
+    ctx.make = None if again is None else again.make
+    ctx.save_for_backward(*others, *((x,) if again is None else again.sources))
+
+
+def saved_input(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
+    """The input x, from what `save_input` saved after `others`."""
+    return saved[0] if ctx.make is None else Remade(ctx.make, tuple(saved))()
+
+
+class _RunAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.function = function
+        return function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            output = ctx.function(*leaves)
+        return None, *torch.autograd.grad(output, leaves, gradient)
+
+
+def run_again(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`function` of tensors that all require grad, keeping them alone: the backward runs it again.
+
+    function: without parameters, with the same bits every time.
+    """
+    output: Tensor = _RunAgain.apply(function, *tensors)
+    return output

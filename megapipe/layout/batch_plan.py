@@ -7,7 +7,7 @@ al., 2020, arXiv 2005.14165, section 2.3 and appendix B).
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megapipe.config.run import BatchConfig
+from megapipe.config.run import BatchConfig, PretrainConfig
 
 
 @dataclass(frozen=True)
@@ -25,37 +25,37 @@ class BatchPlan:
 
     @classmethod
     def of(cls, batch: BatchConfig) -> "BatchPlan":
-        """The plan that a valid configuration describes."""
+        """Return the plan that a valid configuration describes."""
         if batch.ramp_start is None:
             return cls(batch.global_size, batch.global_size, 0)
         return cls(batch.global_size, batch.ramp_start, batch.ramp_samples)
 
     def size(self, consumed: int) -> int:
-        """Samples of the step that starts after `consumed` samples."""
+        """Return the samples of the step that starts after `consumed` samples."""
         if consumed >= self.samples:
             return self.full
         linear = self.start + (self.full - self.start) * consumed // self.samples
         return linear // self.start * self.start
 
     def sizes(self) -> tuple[int, ...]:
-        """Every size that a run may take, ascending."""
+        """Return every size that a step may have, ascending."""
         return (*range(self.start, self.full, self.start), self.full)
 
     def cursors(self, consumed: int) -> Iterator[int]:
-        """Samples consumed before each step, endless, from a step that starts after `consumed` on."""
+        """Yield the samples consumed before each step, without end, from the step after `consumed` samples on."""
         while True:
             yield consumed
             consumed += self.size(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """Samples consumed once `steps` more steps have run after `consumed` samples."""
+        """Return the samples consumed once `steps` more steps have run after `consumed` samples."""
         while steps > 0 and consumed < self.samples:
             consumed, steps = consumed + self.size(consumed), steps - 1
         return consumed + steps * self.full
 
 
 def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
-    """Every rule of a batch and its ramp that is broken, one message each.
+    """Return one message for each rule that a batch or its ramp breaks.
 
     share: samples of one micro-batch on every replica, batch.micro_size x data-parallel size.
     """
@@ -71,3 +71,16 @@ def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
                 f"{share // batch.micro_size}; use {near}, for example"
             )
     return found
+
+
+def data_parallel_size(config: PretrainConfig, world_size: int) -> int:
+    """Return the number of replicas: parallel.data, or the ranks that pipeline, context and tensor leave."""
+    parallel = config.parallel
+    if parallel.data is not None:
+        return parallel.data
+    return max(1, world_size // (parallel.pipeline * parallel.context * parallel.tensor))
+
+
+def num_microbatches(config: PretrainConfig, world_size: int) -> int:
+    """Return the micro-batches of one replica in one step."""
+    return config.batch.global_size // (config.batch.micro_size * data_parallel_size(config, world_size))

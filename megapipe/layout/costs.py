@@ -1,7 +1,7 @@
 """Sizes and traffic of a layer on one rank of a layout: sums over its ops for the shape that a configuration gives.
 
 Tensor, sequence and context parallelism, recomputation, isolated documents and the precision change what a layer keeps
-of a micro-batch; ZeRO and the optimizer what is kept of its parameters.
+of a micro-batch; ZeRO and the optimizer change what is kept of its parameters.
 """
 
 from copy import copy
@@ -10,35 +10,44 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.units import UnitCosts
 from megapipe.spec.attention_path import why_a_mask
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.layers import layer_ops
+from megapipe.spec.linear import OUTPUT_GRADIENT
+from megapipe.spec.moments import peaks_within
 from megapipe.spec.ops import (
+    BackwardPhase,
     Exchange,
     MicrobatchShape,
     Op,
     exchanges,
-    partial_elements,
+    partial_weights,
     saved_bytes,
     weight_half_bytes,
 )
-from megapipe.spec.parameters import LayerSpec, tied_names
-from megapipe.spec.temporaries import Phase, Temporaries
+from megapipe.spec.parameters import LayerKind, LayerSpec, tied_names
 
 _ops = lru_cache(maxsize=4096)(layer_ops)
 
 
+@lru_cache(maxsize=4096)
+def _peaks(kind: LayerKind, shape: MicrobatchShape) -> dict[BackwardPhase, int]:
+    return peaks_within(_ops(kind, shape), shape)
+
+
 @dataclass(frozen=True)
 class LayoutCosts:
-    """Sizes of one rank's layers. Ranks of one pipeline coordinate are alike, but for what the data decides and
-    Muon's shards.
+    """Sizes of one rank's layers. They are the same for all ranks of one pipeline coordinate, except what the data
+    decides and Muon's shards.
 
     config: of the run; its parallel.data may be open. layers: the model's, in order. data: data-parallel replicas.
-    attention: the path that attention takes. alignment: rows of a padded vocabulary shard come in its multiples.
-    shard: as in `UnitCosts`. device: type of the ranks' devices. On a GPU the backward of a dropout computes its mask
-    again, and attention within documents takes lists of blocks in place of a mask.
+    attention: the path that attention takes. alignment: rows of a padded vocabulary shard are multiples of it.
+    shard: as in `UnitCosts`. device: type of the ranks' devices. On a GPU the backward of a dropout recomputes its
+    mask, and attention within documents takes lists of blocks in place of a mask. tensor_rank, context_rank: this
+    rank's coordinates, on which only kernel calls depend.
     """
 
     config: PretrainConfig
@@ -48,6 +57,8 @@ class LayoutCosts:
     alignment: int = 1
     shard: int = 0
     device: str = "cpu"
+    tensor_rank: int = 0
+    context_rank: int = 0
 
     @property
     def tensor(self) -> int:
@@ -56,7 +67,7 @@ class LayoutCosts:
 
     @property
     def context(self) -> int:
-        """Ranks that share every sample."""
+        """Ranks that shard every sample."""
         return self.config.parallel.context
 
     @property
@@ -66,17 +77,17 @@ class LayoutCosts:
 
     @cached_property
     def of_units(self) -> UnitCosts:
-        """What is kept and sent for the parameters of units."""
+        """Bytes and exchanges of the parameters of units."""
         return UnitCosts(self.config, self.replicas, self.alignment, self.shard)
 
     @property
     def precision(self) -> Precision:
-        """In which layers compute."""
+        """Precision in which layers compute."""
         return cast(Precision, self.config.training.precision)
 
     @property
     def tokens(self) -> int:
-        """Of a sample, those that the tensor ranks of one context rank have together."""
+        """Tokens of a sample on the tensor ranks of one context rank."""
         return self.config.data.sequence_length // self.context
 
     @property
@@ -103,25 +114,24 @@ class LayoutCosts:
     def shape(self, layer: LayerSpec, predictions: int | None = None) -> MicrobatchShape:
         """Return what the ops of a layer depend on.
 
-        predictions: hidden tokens of a sample that this rank holds at most, where context ranks share a BERT's; which
-        these are the data decides.
+        predictions: hidden tokens of a sample that this rank holds at most if context ranks shard a BERT's; the data
+        decides which these are.
         """
-        base, tensorwise = self._shape, self.config.training.fp8 == "tensorwise"
-        in_fp8 = layer.kind == "block" and layer.index in self._fp8_blocks
+        base, config = self._shape, self.config
         held = base.predictions if predictions is None else predictions
-        if not in_fp8 and held == base.predictions:
+        in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
+        recompute = base.recompute
+        if config.parallel.layers and layer.kind == "block":
+            selective = recompute_method(config, layer.name) == "selective"
+            recompute = frozenset(config.recompute.parts if selective else ())
+        if not in_fp8 and held == base.predictions and recompute == base.recompute:
             return base
-        return replace(base, fp8=in_fp8, tensorwise_fp8=in_fp8 and tensorwise, predictions=held)
+        tensorwise = in_fp8 and config.training.fp8 == "tensorwise"
+        return replace(base, fp8=in_fp8, tensorwise_fp8=tensorwise, predictions=held, recompute=recompute)
 
     def ops(self, layer: LayerSpec, predictions: int | None = None) -> tuple[Op, ...]:
         """Return the ops of a layer on this rank."""
         return _ops(layer.kind, self.shape(layer, predictions))
-
-    @cached_property
-    def _fp8_blocks(self) -> range:
-        training = self.config.training
-        chosen = range(training.fp8_first_kept, self.config.model.num_layers - training.fp8_last_kept)
-        return range(0) if training.fp8 == "none" else chosen
 
     @cached_property
     def _shape(self) -> MicrobatchShape:
@@ -152,12 +162,15 @@ class LayoutCosts:
             document_blocks=blocks,
             stored_masks=self.device == "cpu",
             repeats_keys=self.device != "cpu" and grouped and not blocks and (masked or self.precision == "fp32"),
+            tensor_rank=self.tensor_rank,
+            context_rank=self.context_rank,
         )
 
-    def kept(self, layer: LayerSpec, predictions: int | None = None) -> int:
-        """Return the bytes of one micro-batch's activations from a layer's forward to its backward."""
+    def kept(self, layer: LayerSpec, predictions: int | None = None, *, split: bool = False) -> int:
+        """Return the bytes of one micro-batch's activations from a layer's forward to its backward, which may be split
+        in two halves."""
         shape = self.shape(layer, predictions)
-        return saved_bytes(_ops(layer.kind, shape), shape.recompute)
+        return saved_bytes(_ops(layer.kind, shape), shape.recompute, split=split)
 
     def pending(self, layer: LayerSpec, predictions: int | None = None) -> int:
         """Return what is left of `kept` between the halves of a split backward, with the gradients that the input half
@@ -165,9 +178,14 @@ class LayoutCosts:
         shape = self.shape(layer, predictions)
         return weight_half_bytes(_ops(layer.kind, shape), shape.recompute)
 
-    def temporaries(self, layer: LayerSpec, phase: Phase, predictions: int | None = None) -> int:
-        """Return the bytes that a layer's backward, or half of it, needs for a moment beyond what there was before."""
-        return Temporaries(self.shape(layer, predictions), layer).of(phase)
+    def reads_output_gradient(self, layer: LayerSpec) -> bool:
+        """Return whether a layer's weight half reads the gradient of its output itself, in whose storage that is."""
+        return OUTPUT_GRADIENT in {value.name for op in self.ops(layer) for value in op.weight_needs}
+
+    def temporaries(self, layer: LayerSpec, phase: BackwardPhase, predictions: int | None = None) -> int:
+        """Return the peak bytes within a layer's backward, or one half of it, beyond those held before it."""
+        shape = self.shape(layer, predictions)
+        return _peaks(layer.kind, shape)[phase]
 
     def within_layer(
         self, layer: LayerSpec, *, forwards: int, halves: bool, predictions: int | None = None
@@ -181,5 +199,6 @@ class LayoutCosts:
 
     def partial_reduction(self, layer: LayerSpec) -> dict[str, list[Exchange]]:
         """Return what tensor ranks that share the tokens sum before every reduction of a layer's gradient."""
-        elements = partial_elements(self.ops(layer)) if self.config.parallel.sequence else 0
+        weights = partial_weights(self.ops(layer)) if self.config.parallel.sequence else []
+        elements = sum(spec.num_elements for spec in weights)
         return {"tensor": [Exchange("all_reduce", elements, FULL_BYTES)]} if elements else {}

@@ -1,6 +1,6 @@
-"""Which blocks of a stage keep their activations, which move them to host memory and which run again.
+"""The choice of blocks that keep their activations, move them to host memory, or recompute them.
 
-KARMA's rule (Wahib et al. 2020, 2008.11421, section III): move while the copy hides behind compute, recompute the
+KARMA's rule (Wahib et al. 2020, 2008.11421, section III): move while the copy overlaps with compute, recompute the
 rest, and keep what is needed soonest.
 """
 
@@ -15,8 +15,8 @@ Treatment = Literal["keep", "move", "recompute"]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block and micro-batch: seconds of its forward and of its backward, or the input half of a split one; bytes
-    that it keeps in between, and bytes of its input, which is all that is kept of a block that runs again."""
+    """One block and micro-batch. forward, backward: seconds of its forward, and of its backward or its input half.
+    kept: bytes that it keeps in between. input: bytes of its input, all that a recomputed block keeps."""
 
     forward: float
     backward: float
@@ -26,10 +26,10 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class Treatments:
-    """One for each block, in order, and what they amount to.
+    """One treatment for each block, in order, and their costs.
 
-    bytes: of activations on the device, at most. recomputed, moved: of each micro-batch, seconds of forwards that run
-    again, and bytes that leave.
+    bytes: peak bytes of activations on the device. recomputed, moved: seconds of recomputed forwards and bytes moved,
+    per micro-batch.
     """
 
     of_blocks: tuple[Treatment, ...]
@@ -39,7 +39,7 @@ class Treatments:
 
 
 class DoesNotFit(ValueError):
-    """There is less memory than any treatment needs. least: bytes that the smallest one needs."""
+    """The memory is smaller than any treatment needs. least: bytes that the smallest one needs."""
 
     def __init__(self, least: int, memory: float) -> None:
         super().__init__(
@@ -51,7 +51,7 @@ class DoesNotFit(ValueError):
 
 class _Partial(NamedTuple):
     """Treatments of the first blocks. kept: bytes of every micro-batch. recomputed, moved: as in `Treatments`; moves:
-    how many blocks move. The last block's treatment, behind those of the others."""
+    number of blocks that move. last: treatment of the last block; before: the treatments before it."""
 
     kept: int
     recomputed: float
@@ -61,7 +61,7 @@ class _Partial(NamedTuple):
     last: Treatment = "keep"
 
     def of_blocks(self) -> tuple[Treatment, ...]:
-        """All of them, in order."""
+        """Return all treatments, in order."""
         found: list[Treatment] = []
         partial = self
         while partial.before is not None:
@@ -73,21 +73,21 @@ class _Partial(NamedTuple):
 def treat(
     blocks: Sequence[BlockCost], *, microbatches: float, memory: float, bandwidth: float, prefetch: int = 1
 ) -> Treatments:
-    """The treatments that recompute least of those that fit into memory and whose copies hide; of several the ones
-    that move the fewest bytes.
+    """Return the treatments that recompute least among those that fit into memory and whose copies overlap with
+    compute; among equals those that move the fewest bytes.
 
-    On the device are the kept activations and the inputs of what runs again, of every micro-batch; beside them one
-    block that runs again, and of moved ones one that leaves, `prefetch` that wait and one that is in use.
+    The device holds the kept activations and the inputs of recomputed blocks of every micro-batch, one block while it
+    is recomputed, and of moved blocks one that leaves, `prefetch` that wait and one in use.
 
     Args:
         blocks: of one stage.
-        microbatches: whose activations the stage holds at once, were all of them kept.
+        microbatches: number whose activations the stage would hold at once if all were kept.
         memory: bytes for activations.
         bandwidth: bytes per second between device and host, one way.
         prefetch: compute actions between a reload and its backward.
 
     Raises:
-        DoesNotFit: even the least needs more memory.
+        DoesNotFit: every choice needs more memory.
     """
     copies = _Copies(blocks, bandwidth, prefetch)
     most = max(block.kept for block in blocks)
@@ -107,11 +107,11 @@ def treat(
 
 
 def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[tuple[bool, _Partial]]:
-    """(whether any runs again, treatments of all blocks) whose copies hide; those are left out than which others keep
-    and cost no more.
+    """Yield treatments of all blocks whose copies overlap with compute, and whether they recompute any; without those
+    that others dominate in memory and cost.
 
-    By dynamic programming over the blocks: what comes depends of what went before on the last block that moves alone,
-    and how much memory is worth on whether anything runs again and how many move.
+    This is dynamic programming over the blocks. The next choices depend only on the last block that moved; the value
+    of memory depends on whether any block is recomputed and on how many move.
     """
     fronts: dict[tuple[int, bool, int], list[_Partial]] = {(-1, False, 0): [_Partial(0, 0.0, 0, 0)]}
     for index, block in enumerate(blocks):
@@ -138,7 +138,7 @@ def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[tuple[
 
 
 def _undominated(partials: list[_Partial]) -> list[_Partial]:
-    """Without those that keep and cost no less than another one."""
+    """Return the partial treatments that no other one dominates in memory and cost."""
     front: list[_Partial] = []
     for partial in sorted(partials, key=lambda each: each[:3]):
         if not front or partial[1:3] < front[-1][1:3]:
@@ -147,11 +147,11 @@ def _undominated(partials: list[_Partial]) -> list[_Partial]:
 
 
 class _Copies:
-    """Whether the copies of moved blocks fit behind compute.
+    """Whether the copies of moved blocks overlap with compute.
 
-    A block's way out has the forwards from its own to the next moved one's, whose copy waits for it, and no more than
-    what stands between its forward and its reload. Its way in has the backwards from the next moved one's to its own,
-    `prefetch` of them at most: the stream is free when that one's backward starts.
+    A copy to the host may take as long as the forwards from its own block to the next moved one, whose copy waits for
+    it, and at most the time between its forward and its reload. A copy back may take as long as the backwards from the
+    next moved block to its own, at most `prefetch` of them: the stream is free when that block's backward starts.
     """
 
     def __init__(self, blocks: Sequence[BlockCost], bandwidth: float, prefetch: int) -> None:
@@ -162,19 +162,19 @@ class _Copies:
         self.most_at_once = prefetch + 2
 
     def hide_until(self, moved: int, following: int) -> bool:
-        """Whether both copies of a moved block hide where `following` is the next one that moves."""
+        """Return whether both copies of a moved block overlap with compute if `following` is the next moved one."""
         out = self._forward[following + 1] - self._forward[moved + 1]
         return self._seconds[moved] <= min(out, self._until_reload(moved), self._way_in(moved, following))
 
     def hide_at_end(self, moved: int) -> bool:
-        """Whether both copies of the stage's last moved block hide. Another forward may come before its backward, and
-        its way out then ends at the first block there."""
+        """Return whether both copies of the stage's last moved block overlap with compute. Another forward may run
+        before its backward; the copy to the host then ends at the first block there."""
         end = len(self._seconds)
         out = min(self._until_reload(moved), self._forward[end] - self._forward[moved + 1] + self._forward[1])
         return self._seconds[moved] <= min(out, self._way_in(moved, end - 1))
 
     def _until_reload(self, moved: int) -> float:
-        """From the block's forward through the others behind it and back, `prefetch` actions ahead of its backward."""
+        """Return the seconds from the block's forward to `prefetch` actions before its backward."""
         end = len(self._seconds)
         behind = end - 1 - moved
         actions = max(0, 2 * behind - self._prefetch)

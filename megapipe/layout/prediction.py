@@ -1,17 +1,312 @@
-"""The prediction of a run's memory and traffic, from its configuration and schedule."""
+"""The memory and traffic of one rank of a run in a step: a walk through the actions of its schedule.
 
-from collections.abc import Sequence
+Sizes come from `layout.costs.LayoutCosts`. The actions say how often and when: gathers, reductions, recomputations,
+halves of backwards, moves to host memory. The covering array of tests/distributed compares all of it with counts.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+import numpy as np
+
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
-from megapipe.layout.rank import RankPrediction
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, layers_of
-from megapipe.schedules import Schedule
+from megapipe.layout.table import LayoutTable
+from megapipe.layout.traffic import merged, repeated, scalar_exchanges
+from megapipe.layout.units import StateBytes, Unit, UnitCosts, layer_units
+from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Held, Sizes, Tensor, Walk
+from megapipe.schedules import Kind, Schedule
+from megapipe.schedules.schedule import Header
 from megapipe.spec.attention_path import attention_path
-from megapipe.spec.dtypes import Precision
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.ops import BackwardPhase, Exchange
 from megapipe.spec.parameters import LayerSpec
+
+Traffic = dict[tuple[str, str], tuple[int, int, int]]
+"""By group and operation: calls, elements and bytes (see `Exchange`)."""
+PHASES: dict[Kind, BackwardPhase] = {
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input half",
+    Kind.BACKWARD_WEIGHT: "weight half",
+}
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """One rank of a run. Only its pipeline coordinate matters, and under Muon its shard of the state.
+
+    costs: sizes. schedule: lowered, of the run. stages: layers of every stage. recomputed: per stage, spans of units
+    that are recomputed together. pipeline_rank: the rank's coordinate. predictions: by micro-batch, the hidden tokens
+    of a sample on this rank that a BERT's head predicts. By default it is the maximum, which is too many under context
+    parallelism: the data decides how many are on which rank. over_gloo: gradients are summed over gloo, not over NCCL.
+    """
+
+    costs: LayoutCosts
+    schedule: Schedule
+    stages: tuple[range, ...]
+    recomputed: Sequence[Sequence[range]]
+    pipeline_rank: int
+    predictions: Sequence[int] | None = None
+    over_gloo: bool = True
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """Stages of this rank."""
+        return self.schedule.header.stages_on(self.pipeline_rank)
+
+    @cached_property
+    def layers(self) -> dict[tuple[int, int], LayerSpec]:
+        """Layers of this rank by (stage, unit)."""
+        return {
+            (stage, unit): self.costs.layers[index]
+            for stage in self.own_stages
+            for unit, index in enumerate(self.stages[stage])
+        }
+
+    @cached_property
+    def units(self) -> dict[tuple[int, int], Unit]:
+        """Parameters by (stage, state unit): layers without tied weights, then tied weights, as in `Header`."""
+        header, tied = self.schedule.header, self.costs.tied
+        found = {
+            (stage, state): unit
+            for (stage, index), layer in self.layers.items()
+            for state, unit in zip(
+                header.states_of(stage, index), layer_units(layer, tied, self.costs.config.zero), strict=True
+            )
+        }
+        uses = Counter(spec.name for layer in self.layers.values() for spec in layer.parameters.values())
+        specs = {spec.name: spec for layer in self.layers.values() for spec in layer.parameters.values()}
+        for group, name in enumerate(tied):
+            for stage in header.tied_owners(group):
+                if stage in self.own_stages:
+                    unit = Unit((specs[name],), tied=True, uses=uses[name])
+                    found[stage, header.tied_unit(stage, group)] = unit
+        return found
+
+    def state_of(self, place: tuple[int, int]) -> StateBytes:
+        """Return the state of a unit between steps."""
+        header = self.schedule.header
+        versions = max(header.versions_per_stage[stage] for stage in self.own_stages)
+        return self.costs.of_units.state(
+            self.units[place], num_versions=versions, gradient_buffers=header.gradient_buffers
+        )
+
+    def state(self) -> StateBytes:
+        """Return the state of all units between steps, in device and host memory."""
+        found = [self.state_of(place) for place in self.units]
+        return StateBytes(
+            *(sum(getattr(each, name) for each in found) for name in ("weights", "master", "gradients", "moments"))
+        )
+
+    def in_host(self) -> int:
+        """Return the bytes of `state` that are in host memory."""
+        return sum(self.in_host_of(place) for place in self.units)
+
+    def in_host_of(self, place: tuple[int, int]) -> int:
+        """Return the bytes that an update of a unit copies from host memory and back; not those of tied weights."""
+        offload, state = self.costs.config.offload, self.state_of(place)
+        if not offload.optimizer:
+            return 0
+        return state.master + state.moments + (state.weights if self.weights_in_host(place) else 0)
+
+    def weights_in_host(self, place: tuple[int, int]) -> bool:
+        """Return whether a unit's weights are in host memory between their uses."""
+        return self.costs.config.offload.weights and not self.units[place].tied
+
+    def peak(self) -> Held[int]:
+        """Return the peak bytes after any action of each part of a step's memory, without `state`."""
+        return Held(*[round(float(part.max(initial=0.0))) for part in self.timeline])
+
+    @property
+    def messages(self) -> int:
+        """Bytes of the slots that receive messages of other ranks, which stay there until their backward. They are
+        allocated with the engine, for all steps."""
+        header, ranks, slots = self.schedule.header, self.schedule.header.stage_ranks, 0
+        for stage in self.own_stages:
+            if stage > 0 and ranks[stage - 1] != ranks[stage]:
+                slots += header.activation_slots[stage]
+            if stage < len(ranks) - 1 and ranks[stage + 1] != ranks[stage]:
+                slots += header.gradient_slots[stage]
+        return slots * self.costs.stream
+
+    @cached_property
+    def timeline(self) -> Held[Bytes]:
+        """Bytes that the rank holds after each action of a step, in order."""
+        return self._walk.held(self._sizes)
+
+    @cached_property
+    def _walk(self) -> Walk:
+        sections = ("body",) if self.schedule.flushes else ("prologue", "epilogue")
+        rows = np.concatenate([self.schedule.sections[name][self.pipeline_rank] for name in sections])  # type: ignore[index]
+        header, units = self.schedule.header, self.costs.of_units
+        known = sorted(set(self.predictions or ()))
+        variants = [0] if self.predictions is None else [known.index(each) for each in self.predictions]
+        return Walk(header, [rows], self.recomputed, variants, gradient_buffers(header, units, self.units))
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        """Bytes of the tensors that the walk counts. A message from another rank stays in its slot, and does not count
+        as an activation."""
+        walk, costs, units = self._walk, self.costs, self.costs.of_units
+        sizes = Sizes(walk.num_places, walk.num_variants, costs.stream, 0 if self.over_gloo else costs.stream)
+        for variant, predictions in enumerate(sorted(set(self.predictions)) if self.predictions else [None]):
+            for (stage, unit), layer in self.layers.items():
+                place, stream = walk.place(stage, unit), costs.stream
+                split = walk.calls[Kind.BACKWARD_INPUT, stage, unit] > 0
+                kept = costs.kept(layer, predictions, split=split)
+                held = kept, costs.pending(layer, predictions), stream
+                arrives = unit == 0 and stage - 1 not in (-1, *self.own_stages)
+                sizes.of[: Tensor.BACKWARD, place, variant] = [
+                    each - min(stream, each) if arrives else each for each in held
+                ]
+                last = unit == len(self.stages[stage]) - 1
+                returns = last and stage + 1 not in (len(self.stages), *self.own_stages)
+                if returns and costs.reads_output_gradient(layer):
+                    sizes.of[Tensor.PENDING, place, variant] -= stream
+                for kind, phase in PHASES.items():
+                    sizes.of[NEEDED[kind], place, variant] = costs.temporaries(layer, phase, predictions)
+        for (stage, unit), own in self.units.items():
+            elements = units.elements(own)
+            sizes.of[Tensor.WEIGHTS :, walk.place(stage, unit), 0] = (
+                elements * ELEMENT_BYTES[costs.precision],
+                elements * FULL_BYTES,
+                units.summand_bytes(own, self.over_gloo),
+                self.in_host_of((stage, unit)),
+            )
+        return sizes
+
+    @property
+    def _peak(self) -> int:
+        return round(float(np.sum(self.timeline, axis=0).max()))
+
+    def temporaries(self) -> int:
+        """Return the difference between a step's peak bytes and the peak bytes after any action."""
+        return self._peak - round(float(np.sum(self.timeline[:-1], axis=0).max()))
+
+    def device_bytes(self) -> int:
+        """Return the peak bytes on the device during a step: persistent state, message slots, other tensors."""
+        return self.state().total - self.in_host() + self.messages + self._peak
+
+    def traffic(self) -> Traffic:
+        """Return the exchanges of this rank in one step."""
+        found: defaultdict[str, list[Exchange]] = defaultdict(list)
+
+        others = {"tied": self._tied(), "link": self._links(), **self._scalars()}
+        for by_group in (*self._within_layers(), *self._of_states(), others):
+            for group, exchanges in by_group.items():
+                found[group] += exchanges
+        return {
+            (group, operation): counts
+            for group, exchanges in found.items()
+            for operation, counts in merged(each for each in exchanges if each.calls).items()
+        }
+
+    def kernel_calls(self) -> Counter[tuple[str, str]]:
+        """Return how often the layers of this rank call each op of the kernel registry in one step, by the name of the
+        op and the phase: forward (recomputed ones included), backward, input half, weight half."""
+        calls, found, count = self._walk.calls, Counter[tuple[str, str]](), self.schedule.header.num_microbatches
+        for place, layer in self.layers.items():
+            forwards = calls[Kind.FORWARD, *place] + calls[Kind.RECOMPUTE, *place]
+            backwards = {phase: calls[kind, *place] for kind, phase in PHASES.items()}
+            repeated_parts = self.costs.shape(layer).recompute
+            for predictions, times in self._microbatches.items():
+                for use in (use for op in self.costs.ops(layer, predictions) for use in op.uses):
+                    again = use.part in repeated_parts
+                    all_forwards = forwards + again * (backwards["backward"] + backwards["input half"])
+                    found[use.op, "forward"] += use.calls * all_forwards * times // count
+                    for phase, each in backwards.items():
+                        found[use.op, phase] += use.backward_calls * each * times // count
+        return +found
+
+    @property
+    def _microbatches(self) -> Counter[int | None]:
+        """Number of micro-batches of a step by their `predictions`."""
+        count = self.schedule.header.num_microbatches
+        return Counter([None] * count if self.predictions is None else self.predictions)
+
+    def _within_layers(self) -> Iterator[Mapping[str, list[Exchange]]]:
+        calls = self._walk.calls
+        for (stage, unit), layer in self.layers.items():
+            again = calls[Kind.RECOMPUTE, stage, unit] > 0
+            halves = calls[Kind.BACKWARD_WEIGHT, stage, unit] > 0
+            for predictions, times in self._microbatches.items():
+                once = self.costs.within_layer(
+                    layer, forwards=2 if again else 1, halves=halves, predictions=predictions
+                )
+                yield _times(once, times)
+
+    def _of_states(self) -> Iterator[Mapping[str, list[Exchange]]]:
+        """Yield reductions of gradients, gathers of weights and updates, for tied weights all but reductions."""
+        costs, calls = self.costs.of_units, self._walk.calls
+        for place, unit in self.units.items():
+            if not costs.elements(unit):
+                continue
+            reductions, updates = calls[Kind.REDUCE_GRADIENTS, *place], calls[Kind.UPDATE, *place]
+            if not unit.tied:
+                yield _times(costs.reduction(unit), reductions)
+                yield _times(costs.copies_reduction(unit), 1 if costs.sharded(unit, 2) else reductions)
+                if unit.state_unit == "layer":  # tensor ranks hold different experts, whose gradients are whole
+                    layer = self.layers[place[0], self.schedule.header.stage_states[place[0]][place[1]].layer]
+                    yield _times(self.costs.partial_reduction(layer), reductions)
+            if costs.sharded(unit, 1):
+                gathers = calls[Kind.GATHER_WEIGHTS, *place] if costs.sharded(unit, 3) else updates
+                yield _times(costs.gather(unit), gathers)
+            yield _times(costs.update(unit), updates)
+
+    def _tied(self) -> list[Exchange]:
+        """Return the sums of tied gradients, once per update, over all replicas of the ranks that use the weight."""
+        header, found = self.schedule.header, []
+        for (stage, index), unit in self.units.items():
+            if not unit.tied:
+                continue
+            group = header.tied_group(stage, index)
+            ranks = {header.stages[user].rank for user in header.tied_groups[group]}
+            if len(ranks) * self.costs.replicas > 1:
+                found.append(Exchange("all_reduce", self.costs.of_units.elements(unit), FULL_BYTES))
+        return repeated(found, header.updates_per_step)
+
+    def _links(self) -> list[Exchange]:
+        header, costs, mine = self.schedule.header, self.costs, self.own_stages
+        last = len(header.stages) - 1
+        sends = sum(stage < last and stage + 1 not in mine for stage in mine)
+        sends += sum(stage > 0 and stage - 1 not in mine for stage in mine)
+        width = ELEMENT_BYTES[costs.precision]
+        message = Exchange("send", costs.stream // width, width, sends)
+        return repeated([message], header.num_microbatches)
+
+    def _scalars(self) -> dict[str, list[Exchange]]:
+        """Return the exchanges of numbers. Schedules that never flush reduce norms in a separate group."""
+        if self.costs.replicas * self.costs.tensor * self.schedule.header.num_ranks == 1:
+            return {}
+        names = {spec.name for layer in self.costs.layers for spec in layer.parameters.values()}
+        counts, norms = scalar_exchanges(len(names), self.costs.loss_terms, self.schedule.header.updates_per_step)
+        if self.schedule.flushes:
+            return {"world": [counts, norms]}
+        return {"world": [counts], "second world": [norms]}
+
+
+def _times(by_group: Mapping[str, list[Exchange]], times: int) -> dict[str, list[Exchange]]:
+    return {group: repeated(exchanges, times) for group, exchanges in by_group.items()}
+
+
+def gradient_buffers(
+    header: Header, costs: UnitCosts, units: Mapping[tuple[int, int], Unit]
+) -> GradientBuffers | None:
+    """Return how gradients of these units (by stage and unit) are summed; None if no sum holds memory."""
+    shards = {costs.shards_of(unit) for unit in units.values()}
+    if shards <= {1}:
+        return None
+    width = header.most_states + len(header.tied_groups)
+    sharded, filled = np.zeros((2, len(header.stages) * width), dtype=np.bool_)
+    for (stage, unit), each in units.items():
+        sharded[stage * width + unit] = costs.sharded(each, 2)
+        filled[stage * width + unit] = costs.elements(each) > 0
+    return GradientBuffers(sharded, filled, not shards <= {1, costs.replicas})
 
 
 def layout_costs(
@@ -43,17 +338,19 @@ def predict_rank(
     amx: bool = False,
     predictions: Sequence[int] | None = None,
 ) -> RankPrediction:
-    """What a rank of a run will hold and send.
+    """Return the prediction of a rank of a run.
 
     config: with parallel.data filled in. schedule: lowered, of this run. rank: global number. device: type of the
     ranks' devices, on which attention's path and sums of gradients depend. amx: as in `faster_path`. predictions: as
-    in `RankPrediction`. Blocks are recomputed as the configuration says.
+    in `RankPrediction`.
     """
-    shape = MeshShape({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
+    shape = MeshShape.of(config.parallel)
     layout = StageLayout.of(config)
     replicas = shape.group_of(rank, "data", "context")
     shard = replicas.index(rank) % config.zero.num_shards(len(replicas))
     costs = layout_costs(config, device=device, amx=amx, shard=shard)
-    place = shape.coordinates(rank)["pipeline"]
-    again = layout.recomputed(config.recompute)
-    return RankPrediction(costs, schedule, layout.ranges, again, place, predictions, over_gloo=device == "cpu")
+    place = shape.coordinates(rank)
+    stage_rank = place["pipeline"]
+    costs = replace(costs, tensor_rank=place["tensor"], context_rank=place["context"])
+    again = LayoutTable.of(config, layout).recomputed
+    return RankPrediction(costs, schedule, layout.ranges, again, stage_rank, predictions, over_gloo=device == "cpu")

@@ -1,38 +1,29 @@
 """The schedule that a configuration asks for: whether it can run, and how it is built."""
 
-from collections.abc import Sequence
-from itertools import islice
+from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import BatchPlan
-from megapipe.schedules import Schedule, ScheduleError, build, check_microbatches, rank_costs, simulate
+from megapipe.schedules import Schedule, ScheduleError, check_microbatches, rank_costs, simulate
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import check_assignment
-from megapipe.schedules.generators.registry import Options, find_generator
-from megapipe.schedules.load_file import fit_for_training, read_file
-from megapipe.schedules.lowering import Spans
-from megapipe.schedules.offload import NOTHING, Offload
-from megapipe.schedules.schedule import Mode
+from megapipe.schedules.build import read_file
+from megapipe.schedules.registry import Options, find_generator
 
 STEPS_COMPARED = 8
 """Steps over which the cost of an eager update is predicted, after as many that fill the pipeline."""
 
+_CONFIGURED = ("chunks", "group_size", "two_bp", "max_pending", "update")
+"""Options of schedules that the configuration has."""
+
 
 def schedule_options(config: PretrainConfig) -> Options:
-    """What the configuration asks of its schedule beside the name; what it leaves open is the schedule's to choose."""
-    schedule, options = config.schedule, Options()
-    if schedule.chunks is not None:
-        options["chunks"] = schedule.chunks
-    if schedule.group_size is not None:
-        options["group_size"] = schedule.group_size
-    if schedule.two_bp:
-        options["two_bp"] = True
-    if schedule.max_pending is not None:
-        options["max_pending"] = schedule.max_pending
-    if schedule.update is not None:
-        options["update"] = schedule.update
-    return options
+    """Return the options of the schedule that the configuration sets; the schedule chooses the others."""
+    given = {name: getattr(config.schedule, name) for name in _CONFIGURED}
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
+    return cast(Options, options)
 
 
 def schedule_name(config: PretrainConfig) -> str:
@@ -43,96 +34,43 @@ def schedule_name(config: PretrainConfig) -> str:
 
 
 def num_stages(config: PretrainConfig) -> int:
-    """Stages of the model, over all pipeline ranks. Raises ScheduleError."""
+    """Return the number of stages over all pipeline ranks. Raises ScheduleError."""
     if config.schedule.file:
         return len(read_file(Path(config.schedule.file)).header.stages)
     generator = find_generator(config.schedule.name)
     return config.parallel.pipeline * generator.number_of_chunks(schedule_options(config))
 
 
-def build_schedule(
-    config: PretrainConfig,
-    num_microbatches: int,
-    *,
-    units_per_stage: Sequence[int],
-    tied_groups: Sequence[Sequence[int]],
-    data_parallel: bool,
-    recompute: Spans = (),
-    offload: Offload = NOTHING,
-    mode: Mode = "train",
-) -> Schedule:
-    """The lowered schedule that the configuration names, for micro-batches of one replica in one step.
-
-    units_per_stage, tied_groups: how the model falls into stages. recompute: what of them runs again. offload: what
-    of them goes to host memory. Raises ScheduleError.
-    """
-    pipeline, ahead = config.parallel.pipeline, config.schedule.receive_ahead
-    zero = config.zero
-    sharded = {
-        "weight_buffers": zero.weight_buffers if data_parallel and zero.stage >= 3 else 0,
-        "whole_gradients": zero.gradient_buffers if data_parallel and zero.stage >= 2 else 0,
-    }
-    zero_stages = unit_stages(config, units_per_stage) if any(sharded.values()) else ()
+def stage_ranks(config: PretrainConfig) -> tuple[int, ...]:
+    """Return the pipeline rank of every stage. Raises ScheduleError."""
     if config.schedule.file:
-        return fit_for_training(
-            read_file(Path(config.schedule.file)),
-            pipeline,
-            num_microbatches,
-            mode=mode,
-            units_per_stage=units_per_stage,
-            tied_groups=tied_groups,
-            data_parallel=data_parallel,
-            receive_ahead=ahead,
-            recompute=recompute,
-            **sharded,
-            zero_stages=zero_stages,
-            offload=offload,
-        )
-    return build(
-        config.schedule.name,
-        pipeline,
-        num_microbatches,
-        mode=mode,
-        units_per_stage=units_per_stage,
-        tied_groups=tied_groups,
-        data_parallel=data_parallel,
-        receive_ahead=ahead,
-        recompute=recompute,
-        **sharded,
-        zero_stages=zero_stages,
-        offload=offload,
-        **schedule_options(config),
-    )
+        return tuple(place.rank for place in read_file(Path(config.schedule.file)).header.stages)
+    chunks = find_generator(config.schedule.name).number_of_chunks(schedule_options(config))
+    return _placed(config.schedule.name, config.parallel.pipeline, chunks)
 
 
-def unit_stages(config: PretrainConfig, units_per_stage: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return by pipeline stage the ZeRO stage of each layer; nothing if all have zero.stage."""
-    if not config.zero.layer_stages:
-        return ()
-    names = ["embedding", *(f"blocks.{index}" for index in range(config.model.num_layers)), "head"]
-    stages = iter([config.zero.stage_of(name) for name in names])
-    return tuple(tuple(islice(stages, count)) for count in units_per_stage)
+@lru_cache(maxsize=1024)
+def _placed(name: str, pipeline: int, chunks: int) -> tuple[int, ...]:
+    return tuple(place.rank for place in find_generator(name).placement(pipeline, chunks).stages)
 
 
 def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[str]:
-    """What keeps the schedule from running, one message each; the sizes of batch and world fit already."""
+    """Return one message for each reason why the schedule cannot run; the sizes of batch and world already fit."""
     share = config.batch.micro_size * data_parallel_size
     try:
-        if config.schedule.file:
-            problems = _file_problems(config, share) or _stage_problems(config, config.schedule.file)
-        else:
-            problems = _named_problems(config, share) or _stage_problems(config, config.schedule.name)
+        problems = _file_problems(config, share) if config.schedule.file else _named_problems(config, share)
+        problems = problems or _stage_problems(config, config.schedule.file or config.schedule.name)
         return problems + _recomputation_problems(config) + _host_weight_problems(config, share)
     except ScheduleError as error:
         return [f"schedule: {error}"]
 
 
 def _file_problems(config: PretrainConfig, share: int) -> list[str]:
-    """A file is for one number of micro-batches; the rest is held against the run when it is built for the model."""
+    """Return why a file does not fit the run: it is for one number of micro-batches. Further checks need the model."""
     if config.batch.ramp_start is not None:
         return [
-            "schedule.file is for a fixed number of micro-batches per step, which batch.ramp_start changes; leave one "
-            "of the two out"
+            "the schedule is a file, which is for a fixed number of micro-batches per step, but batch.ramp_start "
+            "changes it; leave batch.ramp_start out, or name a schedule"
         ]
     header = read_file(Path(config.schedule.file)).header
     per_step = config.batch.global_size // share
@@ -142,16 +80,16 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
         ("micro-batches a step", header.num_microbatches, per_step),
     ):
         if said != here:
-            problems.append(f"schedule.file {config.schedule.file} is for {said} {what}, but this run has {here}")
+            problems.append(f"the schedule file {config.schedule.file} is for {said} {what}, but this run has {here}")
     if header.lowered and config.recompute.method != "none":
         problems.append(
-            f"recompute.method is {config.recompute.method}, but schedule.file {config.schedule.file} is lowered and "
-            "defines recomputation itself; set recompute.method none, or use a file with only compute actions"
+            f"recompute.method is {config.recompute.method}, but the schedule file {config.schedule.file} is lowered "
+            "and defines recomputation itself; set recompute.method none, or use a file with only compute actions"
         )
     if header.lowered and (config.offload.activations != "none" or config.offload.optimizer or config.offload.weights):
         problems.append(
-            f"offload is set, but schedule.file {config.schedule.file} is lowered and defines copies to host memory "
-            "itself; leave offload out, or use a file with only compute actions"
+            f"offload is set, but the schedule file {config.schedule.file} is lowered and defines copies to host "
+            "memory itself; leave offload out, or use a file with only compute actions"
         )
     return problems or _asynchronous_problems(config, header.updates_per_step)
 
@@ -176,7 +114,7 @@ def _named_problems(config: PretrainConfig, share: int) -> list[str]:
 
 
 def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> list[str]:
-    """What a schedule cannot do that updates before a step's gradients are complete."""
+    """Return why a schedule that updates before a step's gradients are complete cannot run this configuration."""
     if updates_per_step == 1:
         return []
     problems = []
@@ -200,7 +138,7 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
 
 
 def splits_backwards(config: PretrainConfig) -> bool:
-    """Whether the schedule runs the input half and the weight half of backwards apart. Raises ScheduleError."""
+    """Return whether the schedule splits backwards into input and weight halves. Raises ScheduleError."""
     if config.schedule.file:
         body = read_file(Path(config.schedule.file)).sections.body
         return any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in body)
@@ -218,7 +156,7 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
 
 
 def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:
-    """What does not go with weights that leave the device behind their use."""
+    """Return why the schedule cannot run with weights that leave the device after each use."""
     if not config.offload.weights or _flushes(config, config.batch.global_size // share):
         return []
     return [
@@ -228,7 +166,7 @@ def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:
 
 
 def _flushes(config: PretrainConfig, num_microbatches: int) -> bool:
-    """Whether the schedule ends every step with an empty pipeline."""
+    """Return whether the schedule ends every step with an empty pipeline."""
     if config.schedule.file:
         return read_file(Path(config.schedule.file)).flushes
     generator, options = find_generator(config.schedule.name), schedule_options(config)
@@ -253,8 +191,8 @@ def _stage_problems(config: PretrainConfig, name: str) -> list[str]:
 
 
 def eager_cost(schedule: Schedule) -> float:
-    """How much longer than their work alone steps take, in the long run: what eager updates cost a schedule that
-    never flushes, as each waits for the norm over all ranks. Backwards are taken to be twice as long as forwards."""
+    """Return the cost of eager updates in a schedule that never flushes, where each update waits for the norm over all
+    ranks: the time of steps, in the long run, over their work, minus 1. Backwards take twice as long as forwards."""
     costs = rank_costs(schedule.header)
     longer, shorter = simulate(schedule, costs, 2 * STEPS_COMPARED), simulate(schedule, costs, STEPS_COMPARED)
     return (longer.makespan - shorter.makespan) / (longer.ideal - shorter.ideal) - 1.0

@@ -1,4 +1,4 @@
-"""How the layers of a model fall into the stages of a pipeline."""
+"""The layers of each stage of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,9 +6,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import num_stages
 from megapipe.schedules.balance import balance_layers, check_assignment
@@ -16,12 +14,12 @@ from megapipe.spec.layers import layer_flops, model_layers
 from megapipe.spec.parameters import LayerSpec, tied_stages
 
 VOCABULARY_ALIGNMENT = 64
-"""Rows of a padded vocabulary shard come in this multiple, so that its matrix product meets no odd size."""
+"""Rows of a padded vocabulary shard are multiples of this, so that its matrix product has no odd size."""
 
 
 @dataclass(frozen=True)
 class Keyed:
-    """An unhashable value beside what it is known by, for caches."""
+    """An unhashable value with a hashable key, for caches."""
 
     key: object
     value: Any = field(compare=False)
@@ -29,9 +27,9 @@ class Keyed:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How a model's layers fall into stages.
+    """The layers of each stage of a model.
 
-    ranges[s]: layers of stage s. tied[g]: stages that use the g-th tied weight, one entry a stage.
+    ranges[s]: layers of stage s. tied[g]: stages that use the g-th tied weight, one entry per stage.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -40,7 +38,7 @@ class StageLayout:
 
     @classmethod
     def of(cls, config: PretrainConfig) -> "StageLayout":
-        """The layout that a configuration asks for. Raises ScheduleError."""
+        """Return the layout that a configuration describes. Raises ScheduleError."""
         return lay_out(
             layers_of(config),
             config.model,
@@ -56,30 +54,13 @@ class StageLayout:
         """Layers in each stage; a unit is a layer."""
         return tuple(len(each) for each in self.ranges)
 
-    def recomputed(self, config: RecomputeConfig) -> list[list[range]]:
-        """Per stage, the runs of units that are computed again: blocks alone, `every` at a time. Embeddings keep
-        nothing of note, and the backward of a head follows its forward.
-
-        Raises ConfigError for the method auto, from which `planner.recompute_auto.resolved` makes another first.
-        """
-        if config.method == "auto":
-            raise ConfigError(
-                "recompute.method auto must be resolved before layers are placed: call "
-                "planner.recompute_auto.resolved, or set none, selective or full"
-            )
-        if config.method != "full":
-            return []
-        found = []
-        for members in self.ranges:
-            blocks = [unit for unit, layer in enumerate(members) if self.layers[layer].kind == "block"]
-            blocks = blocks[: config.num_blocks]
-            chunks = (blocks[at : at + config.every] for at in range(0, len(blocks), config.every))
-            found.append([range(chunk[0], chunk[-1] + 1) for chunk in chunks])
-        return found
+    def blocks(self, stage: int) -> tuple[int, ...]:
+        """Return the units of a stage that are transformer blocks."""
+        return tuple(unit for unit, layer in enumerate(self.ranges[stage]) if self.layers[layer].kind == "block")
 
 
 def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
-    """The layers of a GPT, or of a BERT for the configuration of a BERT run."""
+    """Return the layers of a GPT, or of a BERT for the configuration of a BERT run."""
     return _layers_of(Keyed(repr(config.model), config.model))
 
 
@@ -89,8 +70,14 @@ def _layers_of(keyed: Keyed) -> tuple[LayerSpec, ...]:
     return model_layers(model)
 
 
+def num_parameters(config: PretrainConfig) -> int:
+    """Return the parameters of a run's model; a tied weight counts once."""
+    specs = {spec.name: spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values()}
+    return sum(specs.values())
+
+
 def predictions_of(config: PretrainConfig) -> int | None:
-    """Tokens of a sample that the head predicts, None for all."""
+    """Return the tokens of a sample that the head predicts, None for all."""
     return config.data.max_predictions if isinstance(config, BertPretrainConfig) else None
 
 
@@ -103,11 +90,11 @@ def lay_out(
     predictions: int | None = None,
     recompute_logits: bool = False,
 ) -> StageLayout:
-    """Split layers into contiguous stages, by hand or balanced by their FLOPs.
+    """Split layers into contiguous stages, by given numbers or balanced by their FLOPs.
 
     predictions: tokens of a sample that the head predicts, by default all. recompute_logits: as in `layer_flops`.
 
-    Raises ScheduleError with more stages than layers, or numbers by hand that do not fit.
+    Raises ScheduleError for more stages than layers, or given numbers that do not fit.
     """
     if layers_per_stage is None:
         by_kind = {layer.kind: layer for layer in layers}

@@ -7,12 +7,12 @@ from megapipe.spec.ops import Exchange, Operation
 DOUBLE_BYTES = 8
 """Bytes of a float64: counts, norms and losses of a step."""
 MESSAGES_IN_FLIGHT = 4
-"""Messages of one stage boundary and direction that a rank may have sent while no receive has ended: over NCCL their
+"""Messages of one stage boundary and direction that a rank may have sent before a receive has ended: over NCCL their
 tensors are kept until then."""
 
 
 def scalar_exchanges(num_parameters: int, loss_terms: int = 1, updates: int = 1) -> list[Exchange]:
-    """Return what all ranks exchange in one step besides tensors, in float64.
+    """Return the exchanges of all ranks in one step that are not of tensors: numbers in float64.
 
     First a count of tokens for each term of the loss and update, with flags for stop, save and a failed save; then
     every parameter's squared norm (0 where it is not the rank's) and the terms of the loss.

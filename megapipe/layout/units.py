@@ -1,24 +1,29 @@
-"""What one rank keeps and sends for the parameters of a unit: state that replicas keep whole or share out (ZeRO).
+"""The state units of a run: what of each unit is sharded (ZeRO), and what one rank keeps and sends for it.
 
-Rajbhandari et al. (2020, arXiv 1910.02054), sections 5 and 7.
+Sharding is that of Rajbhandari et al. (2020, arXiv 1910.02054), sections 5 and 7. A rank's pools of whole weights and
+gradients are numbers of layers by default: each unit has size 1. If the configuration limits a pool in GiB, sizes and
+pools are elements of flat buffers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import cast
 
-from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import ZeroConfig, zero_stage_of
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.layout.whole_matrices import MatrixPlacement, place
+from megapipe.schedules.states import StateTable, StateUnit, WeightHome
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.ops import Exchange
-from megapipe.spec.parameters import SEGMENT_ALIGNMENT, ParameterSpec
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT, LayerSpec, ParameterSpec, tied_names
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of parameters and what belongs to them on one rank.
+    """Bytes of parameters, gradients and optimizer state on one rank.
 
     weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
     is the master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps.
@@ -31,20 +36,8 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all four."""
         return self.weights + self.master + self.gradients + self.moments
-
-
-def num_moments(optimizer: OptimizerConfig, matrix: bool = False) -> int:
-    """Return how many numbers the optimizer keeps between steps for every element of a parameter.
-
-    matrix: one of those that Muon treats as matrices (`ParameterSpec.matrix`).
-    """
-    if optimizer.name == "muon" and matrix:
-        return 1
-    if optimizer.name in ("adamw", "muon"):
-        return 2
-    return 1 if optimizer.momentum else 0
 
 
 def flat_elements(
@@ -70,11 +63,24 @@ def flat_elements(
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that lie in one flat buffer: a layer's own, or one tied weight, with the number of its uses here."""
+    """Parameters in one flat buffer: a layer's own, or one tied weight, with the number of its uses here.
+
+    state_unit: which one of its layer, as in `ParameterSpec`.
+    """
 
     specs: tuple[ParameterSpec, ...]
     tied: bool = False
     uses: int = 1
+    state_unit: str = "layer"
+
+
+def layer_units(layer: LayerSpec, tied: Collection[str], zero: ZeroConfig) -> tuple[Unit, ...]:
+    """Return the state units of a layer, without the weights that it shares with others: one, or its experts apart."""
+    own = tuple(spec for spec in layer.parameters.values() if spec.name not in tied)
+    experts = tuple(spec for spec in own if spec.state_unit == "experts")
+    if zero.expert_shard_size is None or not experts:
+        return (Unit(own),)
+    return Unit(tuple(spec for spec in own if spec not in experts)), Unit(experts, state_unit="experts")
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,8 @@ class UnitCosts:
     """Sizes of one rank's units.
 
     config: of the run. replicas: ranks that hold the same weights, over data and context. alignment: rows of a padded
-    vocabulary shard come in its multiples. shard: which one of the state's the rank has; only under Muon do they
-    differ.
+    vocabulary shard are multiples of it. shard: the rank's shard of the state; sizes differ between shards only under
+    Muon.
     """
 
     config: PretrainConfig
@@ -93,51 +99,54 @@ class UnitCosts:
 
     @property
     def shards(self) -> int:
-        """Of the replicas those that share one copy of the state; 1 where each has its own."""
+        """Number of replicas that share one copy of the state of most units; 1 if each has its own."""
         return self.config.zero.num_shards(self.replicas)
 
-    @property
-    def shard_group(self) -> str:
-        """The group that shares one copy of the state: all replicas, unless zero.shard_size is smaller."""
-        return "data+context" if self.shards == self.replicas else "shards"
+    def shards_of(self, unit: Unit) -> int:
+        """Return the number of replicas that share one copy of a unit's state."""
+        return self.config.zero.num_shards(self.replicas, unit.state_unit)
+
+    def shard_group(self, unit: Unit) -> str:
+        """Return the group that shares one copy of a unit's state: all replicas, or some."""
+        return "data+context" if self.shards_of(unit) == self.replicas else "shards"
 
     @property
     def _weight_bytes(self) -> int:
-        """Of an element in the compute dtype."""
+        """Bytes of an element in the compute dtype."""
         return ELEMENT_BYTES[cast(Precision, self.config.training.precision)]
 
     def elements(self, unit: Unit) -> int:
-        """Of a flat buffer of the unit, whole."""
+        """Return the elements of a whole flat buffer of the unit."""
         return flat_elements(
             unit.specs,
             tensor_size=self.config.parallel.tensor,
             alignment=self.alignment,
-            num_shards=self.shards,
+            num_shards=self.shards_of(unit),
             whole_matrices=self._whole_matrices,
         )
 
     @property
     def _whole_matrices(self) -> bool:
-        """Whether shards are Muon's, which cut as few matrices as they can."""
+        """Whether shards are those of Muon, which cut as few matrices as possible."""
         return self.config.optimizer.name == "muon" and self.shards > 1
 
     def _placement(self, unit: Unit) -> MatrixPlacement:
-        """Where Muon's shards have a unit's parameters."""
+        """Return the places of a unit's parameters in Muon's shards."""
         return place(unit.specs, self.shards, tensor_size=self.config.parallel.tensor, alignment=self.alignment)
 
     def sharded(self, unit: Unit, stage: int) -> bool:
-        """Whether what ZeRO shards from `stage` on is sharded of this unit: of tied weights stage 1 alone."""
-        if self.shards == 1 or not unit.specs:
+        """Return whether the state that ZeRO shards from `stage` on is sharded; for tied weights only stage 1 is."""
+        if self.shards_of(unit) == 1 or not unit.specs:
             return False
-        return (1 if unit.tied else self.config.zero.stage_of(unit.specs[0].name)) >= stage
+        return (1 if unit.tied else zero_stage_of(self.config, unit.specs[0].name)) >= stage
 
     def own_elements(self, unit: Unit, stage: int) -> int:
-        """Of a buffer that ZeRO shards from `stage` on, the elements that a rank keeps between its uses."""
-        return self.elements(unit) // (self.shards if self.sharded(unit, stage) else 1)
+        """Return the elements that a rank keeps, between uses, of a buffer that ZeRO shards from `stage` on."""
+        return self.elements(unit) // (self.shards_of(unit) if self.sharded(unit, stage) else 1)
 
     def state(self, unit: Unit, *, num_versions: int = 1, gradient_buffers: int = 1) -> StateBytes:
-        """What a rank keeps of a unit between steps, wherever: weights and gradients that are whole for a while not
-        counted. num_versions, gradient_buffers: as in `schedules.Header`."""
+        """Return the state of a unit on one rank between steps, in device and host memory, without weights and
+        gradients that are whole for a while. num_versions, gradient_buffers: as in `schedules.Header`."""
         training, optimizer = self.config.training, self.config.optimizer
         part = self.own_elements(unit, 1)
         master = self._weight_bytes != FULL_BYTES and training.master_weights
@@ -149,10 +158,10 @@ class UnitCosts:
         )
 
     def _moments(self, unit: Unit, part: int) -> int:
-        """Numbers that the optimizer keeps of a unit, of which this rank has `part` elements."""
+        """Return the elements of the moments of a unit, of which this rank has `part` elements."""
         optimizer = self.config.optimizer
         if optimizer.name != "muon":
-            return part * num_moments(optimizer)
+            return part * optimizer.num_moments()
         if self._whole_matrices:
             matrices = part - self._placement(unit).elementwise_in(self.shard)
         else:
@@ -162,44 +171,44 @@ class UnitCosts:
                 alignment=self.alignment,
             )
         others = part - matrices
-        return matrices * num_moments(optimizer, matrix=True) + others * num_moments(optimizer)
+        return matrices * optimizer.num_moments(matrix=True) + others * optimizer.num_moments()
 
     def reduction(self, unit: Unit) -> dict[str, list[Exchange]]:
-        """One sum of a unit's gradient over its replicas, by group; further copies of shards are summed behind the
-        last one alone (`copies_reduction`)."""
+        """Return one sum of a unit's gradient over its replicas, by group; copies of shards are summed once, after the
+        last of these sums (`copies_reduction`)."""
         elements = self.elements(unit)
         if self.replicas == 1 or elements == 0:
             return {}
-        if self.shards == 1:
+        if self.shards_of(unit) == 1:
             return {"data+context": [Exchange("all_reduce", elements, FULL_BYTES)]}
         size = 2 if self.config.zero.reduce_dtype == "bf16" else FULL_BYTES
-        return {self.shard_group: [Exchange("reduce_scatter", elements, size)]}
+        return {self.shard_group(unit): [Exchange("reduce_scatter", elements, size)]}
 
     def summand_bytes(self, unit: Unit, over_gloo: bool) -> int:
-        """What one such sum holds until it is over: where gradients travel in bf16 the copy that does, and over gloo,
-        which takes them into memory of its own, the parts of the others."""
-        if self.shards == 1:
+        """Return the bytes that one such sum holds until it ends: a copy of the gradients in bf16 if they are sent in
+        bf16, and over gloo, which receives into its own memory, the parts of other ranks."""
+        if self.shards_of(unit) == 1:
             return 0
         elements, narrow = self.elements(unit), self.config.zero.reduce_dtype == "bf16"
-        received = elements // self.shards * (self.shards - 1) if over_gloo else 0
+        received = elements // self.shards_of(unit) * (self.shards_of(unit) - 1) if over_gloo else 0
         return received * (2 if narrow else FULL_BYTES) + (2 * elements if narrow else 0)
 
     def copies_reduction(self, unit: Unit) -> dict[str, list[Exchange]]:
-        """The sum of a shard over the copies of the state, where there are several (hybrid sharding)."""
-        if self.shards in (1, self.replicas) or self.elements(unit) == 0:
+        """Return the sum of a shard over the copies of the state, if there are several (hybrid sharding)."""
+        if self.shards_of(unit) in (1, self.replicas) or self.elements(unit) == 0:
             return {}
         return {"shard copies": [Exchange("all_reduce", self.own_elements(unit, 1), FULL_BYTES)]}
 
     def gather(self, unit: Unit) -> dict[str, list[Exchange]]:
-        """One gather of a unit's weights from those that share them out."""
+        """Return one gather of a unit's sharded weights."""
         elements = self.elements(unit)
-        if self.shards == 1 or elements == 0:
+        if self.shards_of(unit) == 1 or elements == 0:
             return {}
-        return {self.shard_group: [Exchange("all_gather", elements, self._weight_bytes)]}
+        return {self.shard_group(unit): [Exchange("all_gather", elements, self._weight_bytes)]}
 
     def update(self, unit: Unit) -> dict[str, list[Exchange]]:
-        """What one update exchanges: Muon brings together the momentum of each matrix that this rank has some of, over
-        the tensor ranks, and before that all of the unit's over the shards where these cut a matrix."""
+        """Return the exchanges of one update. Muon gathers the momentum of each matrix of which this rank has elements
+        over the tensor ranks. If the shards cut a matrix, it gathers that of the whole unit over the shards first."""
         config, found = self.config, dict[str, list[Exchange]]()
         if config.optimizer.name != "muon":
             return found
@@ -208,8 +217,105 @@ class UnitCosts:
             placement = self._placement(unit)
             matrices = [spec for spec in matrices if placement.has_some(spec.name, self.shard)]
             if placement.cut:
-                found[self.shard_group] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
+                found[self.shard_group(unit)] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
         if config.parallel.tensor > 1:
             shared = [spec for spec in matrices if spec.partition_axis is not None]
             found["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]
         return found
+
+
+GIB = 1 << 30
+
+
+def has_memory_limits(config: PretrainConfig) -> bool:
+    """Return whether a pool of whole weights or gradients is limited in GiB."""
+    zero, offload = config.zero, config.offload
+    return any(limit is not None for limit in (zero.weight_memory, zero.gradient_memory, offload.weight_memory))
+
+
+@dataclass(frozen=True)
+class StateUnits:
+    """The state units of a run. replicas: ranks that hold the same weights, over data and context."""
+
+    config: PretrainConfig
+    layout: StageLayout
+    replicas: int
+
+    def table(self) -> StateTable:
+        """Return the units of every stage, and the pools."""
+        zero, shards = self.config.zero, self.config.zero.num_shards(self.replicas)
+        apart = zero.expert_shard_size or 0
+        in_host = self.config.offload.weights
+        units = []
+        for stage in self.layout.ranges:
+            own = []
+            for layer, index in enumerate(stage):
+                stage_of_layer = zero_stage_of(self.config, self.layout.layers[index].name)
+                for unit, size in zip(self._units[index], self._sizes(index), strict=True):
+                    sharded = stage_of_layer if zero.num_shards(self.replicas, unit.state_unit) > 1 else 0
+                    home: WeightHome = "host" if in_host else "sharded" if sharded >= 3 else "whole"
+                    own.append(StateUnit(layer, home, sharded >= 2, size, apart * (unit.state_unit == "experts")))
+            units.append(tuple(own))
+        shares = max(shards, apart) > 1
+        weights = self.host_pool if in_host else self.weight_pool if shares and zero.stage >= 3 else 0
+        return StateTable(tuple(units), weights, self.gradient_pool if shares and zero.stage >= 2 else 0)
+
+    @property
+    def weight_pool(self) -> int:
+        """Maximum total size of the units whose sharded weights a rank gathers at once."""
+        zero = self.config.zero
+        return self._pool(zero.weight_memory, zero.weight_buffers, self._weight_width)
+
+    @property
+    def gradient_pool(self) -> int:
+        """Maximum total size of the units whose sharded gradients a rank holds whole at once."""
+        return self._pool(self.config.zero.gradient_memory, self.config.zero.gradient_buffers, FULL_BYTES)
+
+    @property
+    def host_pool(self) -> int:
+        """Maximum total size of the units whose weights a rank copies from host memory at once."""
+        offload = self.config.offload
+        return self._pool(offload.weight_memory, offload.weight_buffers, self._weight_width)
+
+    def problems(self) -> list[str]:
+        """Return one message for each limit in GiB that is smaller than a layer."""
+        config, width, found = self.config, self._weight_width, list[str]()
+        for name, limit, pool, size in (
+            ("zero.weight_memory", config.zero.weight_memory, self.weight_pool, width),
+            ("zero.gradient_memory", config.zero.gradient_memory, self.gradient_pool, FULL_BYTES),
+            ("offload.weight_memory", config.offload.weight_memory, self.host_pool, width),
+        ):
+            if limit is not None and pool < self._largest:
+                needed = f"{self._largest * size / GIB:.4g}"
+                found.append(f"{name} is {limit:g} GiB, but the largest layer needs {needed}; set it to at least that")
+        return found
+
+    @property
+    def _weight_width(self) -> int:
+        """Bytes of a weight; those of fp32 while the precision is not decided."""
+        return ELEMENT_BYTES.get(cast(Precision, self.config.training.precision), FULL_BYTES)
+
+    def _pool(self, memory: float | None, buffers: int, width: int) -> int:
+        """Return the size of a pool. A number of layers means all units of that number of the largest layers."""
+        if memory is not None:
+            return int(memory * GIB / width)
+        return buffers * (self._largest if has_memory_limits(self.config) else max(map(len, self._units)))
+
+    def _sizes(self, index: int) -> tuple[int, ...]:
+        return self._elements[index] if has_memory_limits(self.config) else (1,) * len(self._units[index])
+
+    @property
+    def _largest(self) -> int:
+        return max(map(sum, self._elements))
+
+    @cached_property
+    def _elements(self) -> tuple[tuple[int, ...], ...]:
+        """Elements of the flat buffers of each layer's units."""
+        costs = UnitCosts(self.config, self.replicas, VOCABULARY_ALIGNMENT)
+        return tuple(tuple(map(costs.elements, units)) for units in self._units)
+
+    @cached_property
+    def _units(self) -> tuple[tuple[Unit, ...], ...]:
+        """Units of each layer."""
+        tied = tied_names(self.layout.layers)
+        return tuple(layer_units(layer, tied, self.config.zero) for layer in self.layout.layers)

@@ -1,40 +1,37 @@
-"""Whether a configuration can run on a number of ranks, as far as that can be told without a tensor.
+"""Rules that a configuration must keep to run on a number of ranks, as far as they need no tensor.
 
-config/ checks each field; here the layout's, the batch's and the schedule's own rules are asked. training/ adds what
-kernels and optimizers demand.
+config/ checks each field; this module checks the rules of layout, batch and schedule. training/ adds those of kernels
+and optimizers.
 """
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.batch_plan import ramp_problems
-from megapipe.layout.scheduling import build_schedule, schedule_problems
+from megapipe.layout.batch_plan import data_parallel_size, num_microbatches, ramp_problems
+from megapipe.layout.lowered import build_schedule
+from megapipe.layout.scheduling import schedule_problems
 from megapipe.layout.stages import StageLayout
-from megapipe.layout.token_order import TokenOrder, chunks_per_rank, order_of
+from megapipe.layout.units import StateUnits, has_memory_limits
 from megapipe.schedules import ScheduleError
 from megapipe.spec.layers import tensor_problems
-
-
-def data_parallel_size(config: PretrainConfig, world_size: int) -> int:
-    """Replicas: as asked, or what the world size leaves over pipeline, context and tensor."""
-    parallel = config.parallel
-    if parallel.data is not None:
-        return parallel.data
-    return max(1, world_size // (parallel.pipeline * parallel.context * parallel.tensor))
-
-
-def num_microbatches(config: PretrainConfig, world_size: int) -> int:
-    """Micro-batches of one replica in one step."""
-    return config.batch.global_size // (config.batch.micro_size * data_parallel_size(config, world_size))
+from megapipe.spec.token_order import TokenOrder, chunks_per_rank, order_of
 
 
 def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """What keeps a configuration whose fields are valid from running on `world_size` ranks, one message each."""
+    """Return one message for each reason why a configuration with valid fields cannot run on `world_size` ranks."""
     replicas = data_parallel_size(config, world_size)
     problems = _layout_problems(config, world_size)
     problems = problems or ramp_problems(config.batch, config.batch.micro_size * replicas)
     problems += tensor_problems(config.model, config.parallel.tensor) or context_problems(config)
     problems += config.zero.replica_problems(replicas * config.parallel.context)
-    return problems or schedule_problems(config, replicas) or _file_problems(config, world_size)
+    problems = problems or schedule_problems(config, replicas)
+    return problems or _pool_problems(config, replicas) or _file_problems(config, world_size)
+
+
+def _pool_problems(config: PretrainConfig, replicas: int) -> list[str]:
+    """Return a message for each limit of whole weights or gradients that is smaller than a layer."""
+    if not has_memory_limits(config):
+        return []
+    return StateUnits(config, StageLayout.of(config), replicas * config.parallel.context).problems()
 
 
 def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
@@ -47,22 +44,21 @@ def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
         build_schedule(
             config,
             num_microbatches(config, world_size),
-            units_per_stage=layout.units_per_stage,
-            tied_groups=layout.tied,
-            data_parallel=replicas > 1 or config.parallel.sequence,
+            layout,
+            replicas=replicas,
         )
     except ScheduleError as error:
-        return [f"schedule.file {config.schedule.file}: {str(error).splitlines()[0]}"]
+        return [f"schedule {config.schedule.file}: {str(error).splitlines()[0]}"]
     return []
 
 
 def token_order(config: PretrainConfig) -> TokenOrder:
-    """How a sample's tokens lie on the context ranks. A BERT sees both ways."""
+    """Return how context ranks shard the tokens of a sample. A BERT's attention is not causal."""
     return order_of(config.parallel.context_attention, causal=not isinstance(config, BertPretrainConfig))
 
 
 def context_problems(config: PretrainConfig) -> list[str]:
-    """Why samples cannot be shared out over parallel.context ranks, one message per rule; the sizes are valid."""
+    """Return one message for each rule that keeps context ranks from sharding samples; the sizes are valid."""
     size, kind = config.parallel.context, config.parallel.context_attention
     if size == 1:
         return []

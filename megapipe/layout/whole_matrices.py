@@ -1,9 +1,10 @@
-"""Where parameters lie in a flat buffer that is cut into equal shards, matrices not cut where that can be.
+"""Places of parameters in a flat buffer that is cut into equal shards, which cut as few matrices as possible.
 
-An optimizer that steps whole matrices (Muon) then finds most of them whole on one rank. What it does not treat as
-matrices lies first and is cut anywhere. Matrices longer than an equal share of the buffer lie last and are cut: whole,
-each would make every shard as long as itself. The others are placed between the two by the longest-first rule of
-scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies"), in the shortest shards that take them.
+An optimizer that steps whole matrices (Muon) then has most of them whole on one rank. Parameters that it does not
+treat as matrices are first and may be cut anywhere. Matrices longer than an equal share of the buffer are last and are
+cut: if they were whole, every shard would have the length of the longest one. The others are between the two, placed
+by the longest-first rule of scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies") in the shortest
+shards that take them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +19,9 @@ from megapipe.spec.parameters import SEGMENT_ALIGNMENT, ParameterSpec
 class MatrixPlacement:
     """Elements of a unit's flat buffer, `num_shards` equal shards of `shard_size`.
 
-    starts, stops: parameter -> its first element, a multiple of 64, and the one behind its last. decayed, elementwise:
-    where the parameters end that are no matrices and are decayed, and all that are no matrices; matrices lie from
-    there on. cut: names of the matrices that no shard holds whole.
+    starts, stops: parameter -> its half-open range of elements; starts are multiples of 64. decayed: end of the
+    decayed parameters that are not matrices. elementwise: end of all that are not matrices; matrices follow.
+    cut: names of the matrices that no shard holds whole.
     """
 
     shard_size: int
@@ -46,11 +47,11 @@ class MatrixPlacement:
         return self.num_elements if self.cut else 0
 
     def elementwise_in(self, shard: int) -> int:
-        """Elements of a shard that are no matrix's."""
+        """Return the elements of a shard that do not belong to a matrix."""
         return min(max(self.elementwise - shard * self.shard_size, 0), self.shard_size)
 
     def has_some(self, name: str, shard: int) -> bool:
-        """Whether a shard has elements of a parameter."""
+        """Return whether a shard has elements of a parameter."""
         start, stop = shard * self.shard_size, (shard + 1) * self.shard_size
         return self.starts[name] < stop and start < self.stops[name]
 
@@ -58,7 +59,7 @@ class MatrixPlacement:
 def place(
     specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int = 1, alignment: int = 1
 ) -> MatrixPlacement:
-    """Where the parameters of a unit lie. tensor_size, alignment: as in `ParameterSpec.local_shape`."""
+    """Return the places of the parameters of a unit. tensor_size, alignment: as in `ParameterSpec.local_shape`."""
     ordered = sorted(specs, key=lambda spec: (spec.matrix, not spec.decay))
     lengths = {spec.name: prod(spec.local_shape(tensor_size, alignment)) for spec in ordered}
     sizes = {name: _aligned(length) for name, length in lengths.items()}

@@ -1,6 +1,6 @@
 """BERT as a list of layers: embedding, blocks, heads (Devlin et al. 2018, arXiv 1810.04805).
 
-With norms behind the residual sums it is transformers' BertForPreTraining, with norms before attention and MLP
+With norms after the residual sums it is transformers' BertForPreTraining, with norms before attention and MLP
 Megatron-LM's BERT (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
 """
 
@@ -13,13 +13,12 @@ from torch.nn import functional
 from megapipe.config.bert import BertModelConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
-from megapipe.layers.bidirectional_attention import BidirectionalAttention
+from megapipe.layers.attention import BidirectionalAttention
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
+from megapipe.layers.cross_entropy import MaskedTokenHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
-from megapipe.layers.linear import ReplicatedLinear, Shapes, within
-from megapipe.layers.masked_head import MaskedTokenHead
-from megapipe.layers.sequence_shard import OnShards
+from megapipe.layers.linear import OnShards, ReplicatedLinear, Shapes, within
 from megapipe.models.gpt import Block, check_declared, make_norm
 from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
@@ -53,7 +52,7 @@ class BertEmbedding(nn.Module):
 
 
 class BertBlock(Block):
-    """One transformer block in which tokens see both ways; its norms stand where the model has them."""
+    """One transformer block with bidirectional attention; the model decides where its norms are."""
 
     attention_kind = BidirectionalAttention
 
@@ -76,7 +75,7 @@ class BertBlock(Block):
 class BertHead(nn.Module, OnShards):
     """Both heads with their losses: the hidden tokens, and whether the two parts of a sample follow each other.
 
-    Where tokens are sharded they are gathered behind the norm, and what follows is the same on every tensor rank.
+    Sharded tokens are gathered after the norm; the rest is the same on every tensor rank.
     """
 
     whole_sequence = ("transform", "transform_norm", "output", "pooler", "sentence")
@@ -156,7 +155,7 @@ def build_layer(
         module = BertBlock(model, shapes, tensor_group, kernels, spec.index)
     else:
         module = BertHead(model, shapes, tensor_group, kernels, recompute_logits)
-    check_declared(module, spec, shapes)
+    check_declared(module, spec, model, shapes)
     return module
 
 

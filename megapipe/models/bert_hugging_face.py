@@ -1,7 +1,7 @@
 """Weights of Hugging Face transformers' BERTs as canonical tensors, and back.
 
-With norms behind the residual sums these are BertForPreTraining's, before them MegatronBertForPreTraining's; without a
-sentence head ...ForMaskedLM's.
+With norms after the residual sums these are the weights of BertForPreTraining, with norms before attention and MLP
+those of MegatronBertForPreTraining; without a sentence head, those of ...ForMaskedLM.
 """
 
 from collections.abc import Mapping

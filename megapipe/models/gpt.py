@@ -4,20 +4,23 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
+from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputedPart
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention
 from megapipe.layers.context import MicrobatchContext, token_numbers
+from megapipe.layers.context_parallel import share_samples
 from megapipe.layers.cross_entropy import VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
-from megapipe.layers.experts import Experts
-from megapipe.layers.linear import Shapes, within
-from megapipe.layers.mlp import MLP
+from megapipe.layers.feed_forward import MLP, Experts
+from megapipe.layers.linear import Shapes, partial_parameters, within
 from megapipe.layers.norms import Norm
 from megapipe.parallel.groups import Group
+from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.layers import layer_ops
+from megapipe.spec.ops import MicrobatchShape, partial_weights
 from megapipe.spec.parameters import LayerSpec
 
 
@@ -57,8 +60,12 @@ class Block(nn.Module):
         self.mlp = feed_forward(model, within(shapes, "mlp"), group, kernels)
         self.mlp_dropout = Dropout(model.hidden_dropout, mlp_output_site, kernels)
 
+    def share_samples(self, group: Group, kind: ContextAttention) -> None:
+        """Attend to the tokens of all ranks of a group, each of which holds a part of every sample."""
+        share_samples(self.attention, group, kind)
+
     def recompute(self, parts: Collection[RecomputedPart]) -> None:
-        """Have the backward make these again rather than find them kept; same bits."""
+        """Recompute these parts in the backward instead of saving them; the bits are the same."""
         self.attention.recompute = "attention" in parts
         self.mlp.recompute = "mlp" in parts
         self.attention_norm.recompute = self.mlp_norm.recompute = "norms" in parts
@@ -123,12 +130,13 @@ def build_layer(
         module = Block(model, shapes, tensor_group, kernels, spec.index)
     else:
         module = Head(model, shapes, tensor_group, kernels, recompute_logits)
-    check_declared(module, spec, shapes)
+    check_declared(module, spec, model, shapes)
     return module
 
 
-def check_declared(module: nn.Module, spec: LayerSpec, shapes: Shapes) -> None:
-    """Raise ValueError unless a layer's module has exactly the parameters that its spec declares."""
+def check_declared(module: nn.Module, spec: LayerSpec, model: ModelConfig, shapes: Shapes) -> None:
+    """Raise ValueError unless a module has exactly the parameters that the ops of its layer declare, and applies the
+    same ones to its own tokens alone under sequence parallelism."""
     built = {path: tuple(parameter.shape) for path, parameter in module.named_parameters()}
     if built != shapes:
         wrong = sorted({path for path, _ in built.items() ^ shapes.items()})
@@ -136,6 +144,14 @@ def check_declared(module: nn.Module, spec: LayerSpec, shapes: Shapes) -> None:
             f"layer {spec.name}: module and declaration differ in {', '.join(wrong)}: "
             f"built {built}, declared {shapes}. "
             "The specs in megapipe.spec must name every parameter of the module and no other"
+        )
+    declared = {each.name for each in partial_weights(layer_ops(spec.kind, MicrobatchShape(model)))}
+    partial = set(partial_parameters(module))
+    if partial != declared:
+        raise ValueError(
+            f"layer {spec.name}: module and ops differ in what they apply to their own tokens alone: the module names "
+            f"{sorted(partial - declared)} in `partial`, the ops {sorted(declared - partial)}. Set Op.gathered or "
+            "OnShards.partial"
         )
 
 

@@ -1,14 +1,14 @@
 """A GPT's layers for generation: a few new tokens at a time, attending to keys and values kept from before.
 
-Wrappers around the modules that training uses, over the same parameters. Rows of a micro-batch may stand at different
-positions, so prompts of any lengths go through together.
+Wrappers around the modules that training uses, over the same parameters. Rows of a micro-batch may be at different
+positions, so prompts of different lengths are processed together.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from megapipe.layers.attention import Attention
@@ -57,7 +57,7 @@ class DecodingEmbedding:
         """() to (hidden [b, s, h],)."""
         hidden = self._embedding.word(context.tokens, None)
         if self._embedding.position is not None:
-            # What pads a chunk of a prompt may lie behind the last position; nothing ever attends to it.
+            # Padding of a prompt's chunk may be after the last position; no query attends to it.
             known = context.positions.clamp(max=self._embedding.position.weight.shape[0] - 1)
             hidden = hidden + self._embedding.position.look_up(known, None, None)
         return (hidden,)
@@ -94,7 +94,7 @@ class DecodingBlock:
         keys.transpose(1, 2)[place] = key.squeeze(3)
         values.transpose(1, 2)[place] = value.squeeze(3)
         length = context.visible.shape[-1]
-        # The query heads of a kv group stand beside each other as rows, so that they share its keys without copies.
+        # The query heads of a kv group are adjacent rows, so that they share its keys without copies.
         mixed = functional.scaled_dot_product_attention(
             query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads * new, width),
             keys[:, :, :length],
@@ -103,7 +103,7 @@ class DecodingBlock:
             scale=attention.scale,
         )
         mixed = mixed.view(batch, groups, heads, new, width).permute(0, 3, 1, 2, 4)
-        return attention.output(mixed.reshape(batch, new, -1), None)
+        return attention.project(mixed, None)
 
 
 class DecodingHead:
@@ -119,7 +119,7 @@ class DecodingHead:
         return (self._head.output.logits(self._head.norm(wanted, None), None).squeeze(1),)
 
 
-def decoding_layer(layer: nn.Module, *, rows: int, capacity: int) -> DecodingLayer:
+def decoding_layer(layer: object, *, rows: int, capacity: int) -> DecodingLayer:
     """The decoding form of a layer of `build_layer`, over its parameters.
 
     rows, capacity: texts, and tokens of each, that a block's cache has room for.

@@ -4,6 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -11,12 +12,36 @@ from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.kernels.ops import OPS
+from megapipe.kernels.reference.optimizer import Elements
 from megapipe.kernels.registry import Registry
-from megapipe.optim.adamw import AdamW, adamw_step
-from megapipe.optim.rounding import round_weights
-from megapipe.optim.sgd import SGD, sgd_step
+from megapipe.optim.steps import SGD, AdamW, adamw_step, sgd_step
+from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
+from megapipe.random.bits import rounding_key
 from megapipe.spec.parameters import ParameterSpec
+
+
+def elements_of(segment: Segment, skipped: int = 0) -> Elements:
+    """Which elements of the whole parameter a tensor rank's shard holds, from that number on."""
+    shape, starts, own = segment.spec.shape, segment.box.starts, segment.box.shape
+    axis = segment.spec.partition_axis or 0
+    inner = prod(shape[axis + 1 :])
+    return Elements(starts[axis] * inner, own[axis] * inner, shape[axis] * inner, skipped)
+
+
+def round_weights(state: UnitState, wide: Tensor, seed: int, update: int, kernels: Registry = OPS) -> None:
+    """Overwrite the newest weights by `wide`, their fp32 values, the same bits however the weights are cut.
+
+    update: number of the unit's update. kernels: which backend rounds. Padding stays as it is.
+    """
+    op = kernels.pick("stochastic_rounding", wide)
+    for segment in state.table:
+        held = state.held(segment)
+        if held:
+            target, source = state.in_shard(state.master, segment), state.in_shard(wide, segment)
+            key = rounding_key(seed, segment.spec.name, update)
+            op.apply(target, source, key, elements_of(segment, held.start))
+
 
 FIRST, SECOND = "first_moment", "second_moment"
 MOMENTUM = "momentum"
@@ -133,7 +158,7 @@ class FlatOptimizer(ABC):
         return ParameterGroup(
             step,
             [master[part] for master, (_, part) in given if part.stop > part.start],
-            # A version's number is that of the update behind it plus the versions, a multiple of the gradient buffers.
+            # A version's number is its update's plus the number of versions, a multiple of the buffers.
             [state.reduced_gradient(state.newest)[part] for state, part in filled],
             {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,
@@ -145,7 +170,7 @@ class FlatOptimizer(ABC):
         return found if self.writes_copies and found is not None and found.dtype == torch.bfloat16 else None
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
-        """Of this rank's part of a unit's buffers the decayed elements, or the others."""
+        """Return the decayed elements, or the others, of this rank's part of a unit's buffers."""
         stop, end = state.table.undecayed.start, state.table.undecayed.stop
         return state.within_shard(slice(0, stop) if decayed else slice(stop, end))
 
@@ -196,3 +221,7 @@ class FlatSGD(FlatOptimizer):
     def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
         update = SGD(learning_rate, self._config.momentum, part.decay)
         sgd_step(part.parameters, part.gradients, part.moments.get(MOMENTUM, []), update, gradient_scale=coefficient)
+
+
+ELEMENTWISE: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}
+"""Optimizers by `optimizer.name` that treat every element by itself; `optim.muon` chooses."""

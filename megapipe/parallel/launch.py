@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
-from megapipe.parallel.errors import LaunchError
-from megapipe.parallel.groups import DistributedGroup, Group
-from megapipe.parallel.links.exchange import SharedMemoryExchange
+from megapipe.parallel.groups import DistributedGroup, Group, LaunchError
 from megapipe.parallel.mesh import WORLD, Mesh
 from megapipe.parallel.rendezvous import Start, connect
+from megapipe.parallel.shared_memory import SharedMemoryExchange
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -24,7 +23,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _LARGEST_CACHED_MB = 16
-"""Of pinned host memory. Larger tensors live long or are kept for the next use by their owner."""
+"""Megabytes of pinned host memory. Larger tensors live long, or their owner keeps them for the next use."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _variables_set: dict[str, str] = {}
 """The environment variables that this process has set for its GPU."""
@@ -168,24 +167,29 @@ def initialize(
     start: Start | None = None,
     zero_stage: int = 0,
 ) -> Mesh:
-    """Join the world that torchrun started, or run alone, and lay the mesh over it.
+    """Join the world that torchrun started, or run as one process, and make its mesh.
 
     On GPUs this sets environment variables of CUDA and NCCL that are not set yet (docs/nccl.md), which only works
     before the process uses CUDA; rank 0 says which on standard error.
 
-    A world of one process needs no torch.distributed and creates none. Larger ones speak gloo on the CPU and NCCL on
+    A world of one process needs no torch.distributed and creates none. Larger ones use gloo on the CPU and NCCL on
     GPUs, one process per GPU.
 
     Args:
         sizes: ranks along each dimension of `mesh.DIMENSIONS`; one that is left out has size 1.
-        device: "auto" takes GPUs where there are any.
+        device: "auto" uses GPUs if there are any.
         timeout: seconds that a collective waits for its peers.
         start: the ranks of this start, if they have already met.
-        zero_stage: of the training to come; decides how many hardware queues a GPU gets.
+        zero_stage: ZeRO stage of the run; decides the number of hardware queues of a GPU.
 
     Raises:
         LaunchError: the environment is incomplete or wrong, the layout does not fit the world, there is no such
             device, or another rank did not start in time.
+
+    Example:
+        >>> from megapipe import initialize
+        >>> initialize({}, device="cpu").world_size
+        1
     """
     environment = LaunchEnvironment.read(os.environ)
     shape = MeshShape(sizes)
@@ -216,7 +220,12 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Leave the world: destroy every group. Nothing to do for one process."""
+    """Leave the world: destroy every group. Nothing to do for one process.
+
+    Example:
+        >>> from megapipe import shutdown
+        >>> shutdown()
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
-"""The process mesh: where this rank stands in each parallel dimension, and the groups it speaks in.
+"""The process mesh: this rank's coordinate in each parallel dimension, and its groups.
 
-`config.mesh_shape` numbers the ranks. A `Mesh` is passed to whoever needs it; there is no global one.
+`config.mesh_shape` numbers the ranks. A `Mesh` is passed as an argument, never global.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
-from megapipe.parallel.groups import Group, SoloGroup
+from megapipe.parallel.groups import Group, SilentGroup, SoloGroup
 
 COMBINATIONS = (("data", "context"), ("pipeline", "tensor"))
 """Pairs of dimensions that have a group of their own: replicas of one weight, and holders of one model replica."""
@@ -30,6 +30,12 @@ class Mesh:
         rank: this process's global rank.
         device: where this rank's tensors live.
         world: the group of all ranks.
+
+    Example:
+        >>> from megapipe import initialize
+        >>> mesh = initialize({"pipeline": 1}, device="cpu")
+        >>> mesh.size("pipeline"), mesh.coordinate("data")
+        (1, 0)
     """
 
     def __init__(self, shape: MeshShape, rank: int, device: torch.device, create_group: GroupFactory) -> None:
@@ -93,7 +99,7 @@ class Mesh:
         return self._stage_groups[stages]
 
     def second_world(self) -> Group:
-        """All ranks once more, for collectives whose order against those of `world` is not the same on all ranks.
+        """Return a second group of all ranks, for collectives whose order among those of `world` differs by rank.
 
         A collective call. Asking twice gives the same group.
         """
@@ -150,3 +156,13 @@ class Mesh:
         if len(partition[0]) == 1:
             return SoloGroup(name, self.rank) if any(self.rank in ranks for ranks in partition) else None
         return self._create_group(name, partition)
+
+
+def silent_mesh(shape: MeshShape, rank: int, device: torch.device) -> Mesh:
+    """Return the mesh of one rank whose peers are absent, see `SilentGroup`."""
+
+    def group(name: str, partition: Partition) -> Group | None:
+        own = next((ranks for ranks in partition if rank in ranks), None)
+        return None if own is None else SilentGroup(name, own, own.index(rank))
+
+    return Mesh(shape, rank, device, group)

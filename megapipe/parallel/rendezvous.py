@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.groups import LaunchError
 
 GRACE_SECONDS = 5.0
 """Time that rank 0 waits for further problems after the first one, and for the other ranks to read why the start

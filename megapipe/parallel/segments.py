@@ -1,8 +1,10 @@
-"""The segment table: where each parameter of a unit lies in the unit's flat buffers."""
+"""The segment table: where each parameter of a unit is in the unit's flat buffers, and which part a replica keeps."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+
+from torch import Tensor
 
 from megapipe.layout.whole_matrices import place
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Box, ParameterSpec
@@ -46,10 +48,10 @@ class SegmentTable:
         num_shards: int = 1,
         whole_matrices: bool = False,
     ) -> None:
-        """Lay `specs` out. `alignment` rounds the shards of padded specs (see ParameterSpec.local_shape).
+        """Lay out `specs`. `alignment` rounds the shards of padded specs (see ParameterSpec.local_shape).
 
         num_shards: equal, aligned ranges that the whole is to be cut into; padding at its end makes it divide.
-        whole_matrices: not through matrices, where they are no longer than a range; padding is then between them.
+        whole_matrices: do not cut matrices that fit into a range; padding is then between matrices.
         """
         self.tensor_rank = tensor_rank
         self._segments: dict[str, Segment] = {}
@@ -101,3 +103,75 @@ class SegmentTable:
         for segment in self:
             if segment.spec.partition_axis is not None or self.tensor_rank == 0:
                 yield segment
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A place among the replicas that share one copy of a unit's state (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+    stage: 0 nothing is sharded, 1 master weights and moments, 2 gradients too, 3 weights too. index, count: this
+    replica's place among those that share a copy, and their number. whole_matrices: do not cut matrices that
+    fit into a shard.
+    """
+
+    stage: int = 0
+    index: int = 0
+    count: int = 1
+    whole_matrices: bool = False
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are kept in shards."""
+        return self.stage >= 2
+
+    @property
+    def weights(self) -> bool:
+        """Whether weights in the compute dtype are kept in shards."""
+        return self.stage >= 3
+
+    def part_of(self, num_elements: int) -> slice:
+        """This replica's equal part of so many elements, which the count divides."""
+        size = num_elements // self.count
+        return slice(self.index * size, (self.index + 1) * size)
+
+
+WHOLE = Sharding()
+"""Nothing is sharded."""
+
+
+class TableShard:
+    """The elements `shard` of `table`, and the places of parameters in buffers of the shard or of the whole table."""
+
+    table: SegmentTable
+    shard: slice
+
+    def held(self, segment: Segment) -> range:
+        """Return the range of a parameter's owned elements, counted from its first, that are in this rank's shard."""
+        start = min(max(self.shard.start - segment.start, 0), segment.owned)
+        return range(start, max(start, min(self.shard.stop - segment.start, segment.owned)))
+
+    def place(self, segment: Segment) -> slice:
+        """Return the place of the elements of `held` in a buffer of this rank's shard."""
+        first = segment.start - self.shard.start
+        held = self.held(segment)
+        return slice(first + held.start, first + held.stop) if held else slice(0, 0)
+
+    def in_shard(self, shard: Tensor, segment: Segment) -> Tensor:
+        """A parameter's owned elements in a buffer of this rank's shard: those of `held`, flat."""
+        return shard[self.place(segment)]
+
+    def within_shard(self, part: slice) -> slice:
+        """Return the place, in a buffer of this rank's shard, of the elements of `part` that the shard has."""
+        return slice(
+            *(min(max(end, self.shard.start), self.shard.stop) - self.shard.start for end in (part.start, part.stop))
+        )
+
+    @staticmethod
+    def view(flat: Tensor, segment: Segment) -> Tensor:
+        """One parameter's stored shard as a tensor of its local shape."""
+        return flat[segment.start : segment.stop].view(segment.local_shape)
+
+    @staticmethod
+    def owned_view(flat: Tensor, segment: Segment) -> Tensor:
+        """One parameter's owned elements, shaped as its box: no padding."""
+        return flat[segment.start : segment.start + segment.owned].view(segment.box.shape)

@@ -6,17 +6,90 @@ versions, the optimizer and the checkpoint are operations on this object (docs/d
 
 from collections.abc import Iterable, Mapping
 from copy import copy as shallow_copy
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.parallel.gradient_accumulators import GradientAccumulators
 from megapipe.parallel.groups import Group, Work
-from megapipe.parallel.segments import SegmentTable
-from megapipe.parallel.sharding import WHOLE, Sharding, allocate, allocated, free, transient
-from megapipe.parallel.weight_source import WeightSource
+from megapipe.parallel.memory import allocate, allocated, free, is_allocated, transient
+from megapipe.parallel.segments import WHOLE, SegmentTable, Sharding, TableShard
 from megapipe.random.weights import fill_box
 from megapipe.spec.parameters import ParameterSpec
+
+
+class WeightSource(Protocol):
+    """Source of a whole copy of weights: a group whose ranks each have a part of it, or host memory."""
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        """Start to fill `whole`, flat. part: what this rank keeps of it meanwhile, all of it in host memory."""
+
+
+class GradientAccumulators(TableShard):
+    """The gradient buffers of a unit's state; see `UnitState`, which says what else is in them."""
+
+    sharding: Sharding
+    accumulate_dtype: torch.dtype
+
+    def _make_accumulators(self, size: int, device: torch.device | str, num_uses: int, gradient_buffers: int) -> None:
+        """Buffers of so many elements. They are cleared, except where their memory comes and goes."""
+        self.num_uses = num_uses
+        buffer = transient if self.sharding.gradients else torch.zeros
+        self.gradients = [
+            buffer(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
+        ]
+        self.gradient_shards: list[Tensor] = []
+        if self.sharding.gradients:
+            shard_size = self.shard.stop - self.shard.start
+            self.gradient_shards = [gradient.new_zeros(shard_size) for gradient in self.gradients]
+        self._has_reduced = [False] * gradient_buffers
+
+    def gradients_of(self, update: int) -> list[Tensor]:
+        """The accumulators of an update, by use. update: absolute number, that of the version it is computed with."""
+        buffer = update * self.num_uses % len(self.gradients)
+        return self.gradients[buffer : buffer + self.num_uses]
+
+    def sum_uses(self, update: int = 0) -> None:
+        """Add every use's gradient into the first accumulator of an update, in order of use."""
+        total, *others = self.gradients_of(update)
+        for other in others:
+            total.add_(other)
+
+    def zero_gradients(self, update: int = 0) -> None:
+        """Clear the accumulators of an update for the next one that takes their buffer."""
+        self._has_reduced[update % len(self._has_reduced)] = False
+        if self.sharding.gradients:
+            return
+        for gradient in self.gradients_of(update):
+            gradient.zero_()
+
+    def reduced_gradient(self, update: int = 0) -> Tensor:
+        """This rank's part of the gradient of an update, once it is reduced."""
+        if self.sharding.gradients:
+            return self.gradient_shards[update % len(self.gradient_shards)]
+        return self.gradients_of(update)[0][self.shard]
+
+    def has_open_gradients(self, update: int = 0) -> bool:
+        """Whether there is memory for the backwards of an update to add to."""
+        return is_allocated(self.gradients_of(update)[0])
+
+    def open_gradients(self, update: int = 0) -> None:
+        """Give the accumulator of an update's sharded gradients memory, cleared."""
+        (gradient,) = self.gradients_of(update)
+        allocate(gradient)
+        gradient.zero_()
+
+    def close_gradients(self, update: int = 0) -> None:
+        """Add what a reduction left in this rank's part of the accumulator to the shard, and free the accumulator."""
+        (gradient,) = self.gradients_of(update)
+        buffer = update % len(self.gradient_shards)
+        shard, part = self.gradient_shards[buffer], gradient[self.shard]
+        if self._has_reduced[buffer]:
+            shard.add_(part)
+        else:
+            shard.copy_(part)
+        self._has_reduced[buffer] = True
+        free(gradient)
 
 
 class UnitState(GradientAccumulators):
@@ -28,16 +101,16 @@ class UnitState(GradientAccumulators):
     is no separate master: the newest version is it.
     gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
     in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
-    moments: name -> flat buffer, filled in by the optimizer. One that not all parameters have begins at
+    moments: name -> flat buffer, filled in by the optimizer. One that not all parameters have starts at
     `moment_starts[name]` of the other buffers.
     partial: names of parameters whose gradient is of this tensor rank's tokens alone, to be summed over the ranks.
-    in_host: what only updates work on, moments and a separate master, lies in host memory.
+    in_host: the buffers that only updates use, moments and a separate master, are in host memory.
 
-    Where replicas share the state out, `shard` says which elements of the table this rank keeps. The master, the
-    moments, `gradient_shards[i]` and `weight_shards[i]` have these alone. Of sharded gradients a whole accumulator has
-    memory from `open_gradients` to `close_gradients`, of sharded weights the whole copy from `gather_weights` to
-    `release_weights`: the same tensor throughout, whose memory is what comes and goes, so that parameters, `.grad` and
-    what autograd saved stay what they are.
+    If replicas shard the state, `shard` is the range of the table's elements that this rank keeps. The master, the
+    moments, `gradient_shards[i]` and `weight_shards[i]` have only these. A whole accumulator of sharded gradients has
+    memory from `open_gradients` to `close_gradients`, a whole copy of sharded weights from `gather_weights` to
+    `release_weights`. It is the same tensor throughout, only its memory is released and allocated, so that parameters,
+    `.grad` and the tensors that autograd saved stay valid.
     """
 
     def __init__(
@@ -120,7 +193,7 @@ class UnitState(GradientAccumulators):
         return None if self._master is None else self.weight_shards[self.newest % len(self.weights)]
 
     def add_moment(self, name: str, part: slice, dtype: torch.dtype | None = None) -> None:
-        """Make a zeroed moment for the parameters that lie in `part`, by default in the accumulation dtype."""
+        """Make a zeroed moment for the parameters in `part`, by default in the accumulation dtype."""
         self.moments[name] = self._update_zeros(part.stop - part.start, dtype)
         self.moment_starts[name] = part.start
 
@@ -130,7 +203,7 @@ class UnitState(GradientAccumulators):
         return self.moments[name][part.start - start : part.stop - start]
 
     def update_buffers(self) -> dict[str, Tensor]:
-        """What only updates work on: the moments, and the master where it is no weight version."""
+        """The buffers that only updates use: the moments, and the master if it is not a weight version."""
         return self.moments | ({} if self._master is None else {"master": self._master})
 
     def place_update_buffers(self, buffers: dict[str, Tensor], *, in_host: bool) -> None:
@@ -140,7 +213,7 @@ class UnitState(GradientAccumulators):
         self._master = buffers.get("master")
 
     def _update_zeros(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A buffer for updates, where this state's lie; by default in the accumulation dtype."""
+        """Return a buffer for updates, in host memory if this state is there; by default in the accumulation dtype."""
         device = self.weights[0].device
         pinned = self.in_host and device.type == "cuda"
         where = torch.device("cpu") if self.in_host else device
@@ -160,9 +233,9 @@ class UnitState(GradientAccumulators):
         self.restore(self.newest)
 
     def restore(self, newest: int) -> None:
-        """Give every version the weights that stand in the master, and number the youngest one `newest`.
+        """Copy the master's weights to every version, and number the youngest one `newest`.
 
-        Where replicas share the state out, each does so for its shard; `gather_versions` brings the shards together.
+        If replicas shard the state, each does so for its shard; `gather_versions` gathers the shards.
         """
         for copy in self.weight_shards:
             copy.copy_(self.master)
@@ -212,7 +285,7 @@ class UnitState(GradientAccumulators):
             self.working_copy.copy_(self.master)
 
     def mark_published(self) -> None:
-        """Say that the optimizer has written the working copy of this update along with the master."""
+        """Note that the optimizer has written the working copy of this update along with the master."""
         self._published = True
 
     def twin(self) -> "UnitState":
@@ -264,3 +337,43 @@ class UnitState(GradientAccumulators):
                 parameter.grad = self.view(gradients, segment)
                 owner, _, leaf = path.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, parameter)
+
+
+class HostWeights(UnitState):
+    """State of one unit that keeps nothing but gradients on its device.
+
+    `weight_shards[0]` is the weights' home in host memory, which initialization, checkpoints and updates see;
+    `weights[0]`, the copy that modules compute with, has memory from `gather_weights` to `release_weights` alone. An
+    update works on the home's copy on the device, brought there and back with the moments.
+    """
+
+    def __init__(self, name: str, specs: Iterable[ParameterSpec], **options: Any) -> None:
+        """Take the arguments of `UnitState` but numbers of versions and uses, and shards: there is one of each."""
+        super().__init__(name, specs, **options, in_host=True)
+        self.weight_shards = [self._update_zeros(self.table.num_elements, self.weights[0].dtype)]
+
+    @property
+    def weights_come_and_go(self) -> bool:
+        return True
+
+    def update_buffers(self) -> dict[str, Tensor]:
+        return super().update_buffers() | {"weights": self.weight_shards[0]}
+
+    def place_update_buffers(self, buffers: dict[str, Tensor], *, in_host: bool) -> None:
+        others = {name: buffer for name, buffer in buffers.items() if name != "weights"}
+        super().place_update_buffers(others, in_host=in_host)
+        self.weight_shards = [buffers["weights"]]
+
+
+def sum_partial_gradients(state: UnitState, gradient: Tensor, group: Group) -> None:
+    """Replace the partial parameters' gradients by their sums over the ranks of `group`: one exchange for all of them.
+
+    gradient: a flat accumulator of `state`. Ranks hold the same bits afterwards.
+    """
+    parts = [gradient[segment.start : segment.stop] for segment in state.table if segment.spec.name in state.partial]
+    if not parts:
+        return
+    total = torch.cat(parts)
+    group.all_reduce(total)
+    for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+        part.copy_(summed)

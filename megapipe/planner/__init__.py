@@ -1,1 +1,1 @@
-"""What a run will take, before it runs: memory and traffic of every rank. Without torch or triton."""
+"""The planner: it predicts memory, traffic and time of every rank before a run, and finds fast layouts."""

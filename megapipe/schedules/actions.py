@@ -9,25 +9,30 @@ A schedule is a table of int32 rows, one row an action, -1 where a column does n
 * ``slice``: index of a sequence slice of the micro-batch.
 * ``version``: weight version that a compute action reads, or that ``UPDATE`` produces, counted from the body's step.
 * ``slot``: the stage's receive buffer that a receive fills or a compute action reads.
+* ``group``: neighbouring compute rows with the same value of at least 0 are one action, such as a forward and a
+  backward of two micro-batches that overlap. It starts when all of its rows can start, and runs them in their order.
 """
 
+import re
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.schedules.errors import ScheduleError
+
 Rows = npt.NDArray[np.int32]
 """Actions of one rank, shape [actions, len(COLUMNS)]."""
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-COLUMNS: Final = ("kind", "stage", "unit", "microbatch", "slice", "version", "slot")
-KIND, STAGE, UNIT, MICROBATCH, SLICE, VERSION, SLOT = range(len(COLUMNS))
+COLUMNS: Final = ("kind", "stage", "unit", "microbatch", "slice", "version", "slot", "group")
+KIND, STAGE, UNIT, MICROBATCH, SLICE, VERSION, SLOT, GROUP = range(len(COLUMNS))
 
 
 class Kind(IntEnum):
-    """What an action does. Communication kinds mark the start; whichever action needs the result awaits it."""
+    """The kind of an action. Communication kinds mark the start; the action that needs the result waits for it."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -50,10 +55,10 @@ class Kind(IntEnum):
 
 
 COMPUTE_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""What a generator may write; lowering adds the rest."""
+"""The kinds that a generator may write; lowering adds the rest."""
 
 COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
-"""What computes with a model's layers."""
+"""The kinds that compute with a model's layers."""
 
 
 class Action(NamedTuple):
@@ -66,6 +71,7 @@ class Action(NamedTuple):
     slice: int = -1
     version: int = -1
     slot: int = -1
+    group: int = -1
 
 
 def rows_of(
@@ -78,7 +84,7 @@ def rows_of(
     slot: int | Ints | Rows = -1,
 ) -> Rows:
     """Rows from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
-    columns = (kind, stage, unit, microbatch, -1, version, slot)
+    columns = (kind, stage, unit, microbatch, -1, version, slot, -1)
     rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
     for number, column in enumerate(columns):
         rows[..., number] = column
@@ -95,3 +101,58 @@ def kind_mask(kinds: Rows, *wanted: Kind) -> Mask:
     table = np.zeros(len(Kind), dtype=np.bool_)
     table[list(wanted)] = True
     return table[kinds]
+
+
+LETTERS: Final[dict[Kind, str]] = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "BI",
+    Kind.BACKWARD_WEIGHT: "BW",
+    Kind.RECOMPUTE: "R",
+    Kind.SEND_ACTIVATION: "SA",
+    Kind.RECV_ACTIVATION: "RA",
+    Kind.SEND_GRADIENT: "SG",
+    Kind.RECV_GRADIENT: "RG",
+    Kind.GATHER_WEIGHTS: "GW",
+    Kind.RELEASE_WEIGHTS: "LW",
+    Kind.REDUCE_GRADIENTS: "DG",
+    Kind.REDUCE_TIED: "DT",
+    Kind.REDUCE_COUNTS: "DC",
+    Kind.REDUCE_SCALARS: "DS",
+    Kind.OFFLOAD: "OF",
+    Kind.RELOAD: "RE",
+    Kind.UPDATE: "U",
+}
+_KINDS: Final = {letters: kind for kind, letters in LETTERS.items()}
+_MARKS: Final = ("", "/", ".", ":", "@", "^")
+_WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@(\d+))?(?:\^(\d+))?")
+_LARGEST: Final = 2**31 - 1
+
+
+def write_action(action: Action) -> str:
+    """The action's word."""
+    fields = zip(_MARKS, action[1:-1], strict=True)
+    return LETTERS[Kind(action.kind)] + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
+
+
+def read_action(word: str) -> Action:
+    """The action of a word; raises ScheduleError that says what is wrong with the word."""
+    match = _WORD.fullmatch(word)
+    if match is None:
+        raise ScheduleError(
+            f"{word!r} is not an action: write KIND stage /unit .micro-batch :slice @version ^slot, as F2.7"
+        )
+    letters, *fields = match.groups()
+    if letters not in _KINDS:
+        raise ScheduleError(f"{letters!r} in {word!r} is not a kind of action; the kinds are {', '.join(_KINDS)}")
+    values = [-1 if field is None else int(field) for field in fields]
+    if max(values) > _LARGEST:
+        raise ScheduleError(f"{max(values)} in {word!r} is too large: columns hold 32-bit integers")
+    return Action(_KINDS[letters], *values)
+
+
+def describe(action: Action) -> str:
+    """The action in words, for errors."""
+    names = ("stage", "unit", "micro-batch", "slice", "version", "slot", "group")
+    fields = (f"{name} {value}" for name, value in zip(names, action[1:], strict=True) if value >= 0)
+    return " ".join([Kind(action.kind).name, ", ".join(fields)]).strip()

@@ -20,11 +20,11 @@ def balance_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, 
         num_stages: stages to fill, each with at least one layer.
 
     Returns:
-        Per stage the first layer and the one behind its last. Of equally good cuts, the one whose stages' squared
-        costs add up to least.
+        The half-open range of layers of each stage. If several cuts are equally good, the sum of squared costs of the
+        stages decides.
 
     Raises:
-        ScheduleError: more stages than layers, or a negative or endless cost.
+        ScheduleError: more stages than layers, or a cost that is negative or infinite.
     """
     layers = np.asarray(costs, dtype=np.float64)
     if not 1 <= num_stages <= len(layers):
@@ -53,7 +53,7 @@ def _prefix(layers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[
 def _costs_of_runs(
     layers: np.ndarray[tuple[int], np.dtype[np.float64]],
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Of layers start to end - 1 at [end, start]; endless where there are none."""
+    """Return the cost of layers start to end - 1 at [end, start]; infinite if there are none."""
     total = _prefix(layers)
     runs = total[:, None] - total[None]
     runs[np.triu_indices(len(total))] = np.inf
@@ -71,7 +71,7 @@ def _smallest_bottleneck(layers: np.ndarray[tuple[int], np.dtype[np.float64]], n
 
 
 def _evenest_cuts(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int, limit: float) -> Ints:
-    """Of the cuts whose stages cost at most ``limit``, the one with the least sum of squares; shape [stages + 1]."""
+    """Return the cut with the least sum of squares whose stages cost at most ``limit``, shape [stages + 1]."""
     runs = _costs_of_runs(layers)
     squares = np.where(runs <= limit, runs, np.inf) ** 2
     best = np.full(len(runs), np.inf)

@@ -1,19 +1,24 @@
-"""Building a named schedule: generate, place, lower."""
+"""A schedule for a run: built by its name, or read from a file and fitted to the run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
-from megapipe.schedules.actions import KIND, Kind
+from megapipe.config.untrusted import read_bytes
+from megapipe.schedules.actions import GROUP, KIND, SLOT, UNIT, VERSION, Kind
+from megapipe.schedules.building_blocks import Times, split_backwards
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators.registry import Options, find_generator
-from megapipe.schedules.generators.weight_halves import Times, split_backwards
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.offload import NOTHING, Offload
-from megapipe.schedules.schedule import Header, Mode, Schedule, Sections
+from megapipe.schedules.registry import Options, find_generator
+from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
+from megapipe.schedules.states import WHOLE_STATES, StateTable
+from megapipe.schedules.text import loads
+from megapipe.schedules.validation import validate
 
 MOST_FORWARDS = 4_000_000
-"""Of all stages in a step: a schedule of more takes minutes and gigabytes to lower and to simulate."""
+"""Forwards of all stages in a step. A larger schedule takes minutes and gigabytes to lower and to simulate."""
 
 
 def build(
@@ -25,15 +30,13 @@ def build(
     units_per_stage: Sequence[int] | None = None,
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
-    weight_buffers: int = 0,
-    whole_gradients: int = 0,
-    zero_stages: Sequence[Sequence[int]] = (),
+    states: StateTable = WHOLE_STATES,
     receive_ahead: int = 1,
     recompute: Spans = (),
     offload: Offload = NOTHING,
     **options: Unpack[Options],
 ) -> Schedule:
-    """The lowered schedule of that name.
+    """Return the lowered schedule of a name.
 
     Args:
         name: a key of ``GENERATORS``.
@@ -43,24 +46,36 @@ def build(
         units_per_stage: units of each stage, ascending by stage; one each by default.
         tied_groups: per tied weight, the stages that hold a use of it.
         data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that share tokens.
-        weight_buffers: units whose gathered weights a rank may hold at once (ZeRO-3); 0 keeps weights whole.
-        whole_gradients: units whose gradients a rank may hold whole at once (ZeRO-2); 0 keeps all of them whole.
-        zero_stages: per stage, the ZeRO stage of each unit where units differ; of all units the same by default.
+        states: the state units of each stage, and what of them is sharded (ZeRO); by default each layer is one unit
+            that is kept whole.
         receive_ahead: compute actions between a receive's posting and its use, at most.
-        recompute: per stage, runs of units whose forwards keep their input alone and run again before the backward;
-            nothing by default.
+        recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
+            backward; nothing by default.
         offload: what goes to host memory between its uses; nothing by default.
         options: what the named schedule takes besides, see :class:`Options`.
 
     Raises:
         ScheduleError: an unknown name or option, or sizes that the schedule cannot run.
+
+    Example:
+        >>> from megapipe import build
+        >>> build("interleaved_1f1b", 2, 4, chunks=2).header.stage_ranks.tolist()
+        [0, 1, 0, 1]
     """
     compute = order(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
-        data_parallel=data_parallel, weight_buffers=weight_buffers, whole_gradients=whole_gradients,
-        zero_stages=zero_stages, **options,
+        data_parallel=data_parallel, states=states, **options,
     )  # fmt: skip
-    return lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
+    lowered = lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
+    generator = find_generator(name)
+    if not generator.built_in:  # tests validate the built-in ones, and this takes time
+        in_order = validate(lowered).canonical_order
+        if generator.numerical_class != "C" and not in_order:
+            raise ScheduleError(
+                f"schedule {name} adds gradients out of micro-batch order, but its class is "
+                f"{generator.numerical_class}; register it with class C ({generator.source})"
+            )
+    return lowered
 
 
 def order(
@@ -72,26 +87,21 @@ def order(
     units_per_stage: Sequence[int] | None = None,
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
-    weight_buffers: int = 0,
-    whole_gradients: int = 0,
-    zero_stages: Sequence[Sequence[int]] = (),
+    states: StateTable = WHOLE_STATES,
     **options: Unpack[Options],
 ) -> Schedule:
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
     check_microbatches(name, num_ranks, num_microbatches, **options)
-    if weight_buffers < 0:
-        raise ScheduleError(f"weight_buffers is {weight_buffers}; it must be at least 0, where 0 keeps weights whole")
-    if whole_gradients < 0:
-        raise ScheduleError(
-            f"whole_gradients is {whole_gradients}; it must be at least 0, where 0 keeps gradients whole"
-        )
     generator = find_generator(name)
     placement = generator.placement(num_ranks, generator.number_of_chunks(options))
     arguments = generator.arguments(generator.order_options, options)
     sections = generator.order(num_ranks, num_microbatches, **arguments)
+    if not generator.splits and any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in sections.body):
+        raise ScheduleError(f"schedule {name} splits backwards; register it with splits=True ({generator.source})")
     if options.get("two_bp", False):
         sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
     policy = generator.policy_of(num_ranks, num_microbatches, options)
+    units = _checked_units(units_per_stage, len(placement.stages))
     header = Header(
         name=name,
         mode=mode,
@@ -99,16 +109,14 @@ def order(
         num_microbatches=num_microbatches,
         stages=placement.stages,
         routes=placement.routes,
-        units_per_stage=_checked_units(units_per_stage, len(placement.stages)),
+        units_per_stage=units,
         numerical_class=generator.numerical_class,
         versions_per_stage=tuple(policy.versions_by_rank[place.rank] for place in placement.stages),
         tied_groups=_checked_tied(tied_groups, len(placement.stages)),
         data_parallel=data_parallel,
         updates_per_step=policy.updates_per_step,
         gradient_buffers=policy.gradient_buffers,
-        weight_buffers=weight_buffers,
-        whole_gradients=whole_gradients,
-        zero_stages=tuple(tuple(stages) for stages in zero_stages),
+        states=states.checked(name, units),
     )
     schedule = Schedule(header, sections)
     return forward_only(schedule) if mode == "forward" else schedule
@@ -136,6 +144,8 @@ def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **optio
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of one step in their order, for evaluation on the newest weights."""
     body = tuple(rows[rows[:, KIND] == Kind.FORWARD] for rows in schedule.expand(1))
+    for rows in body:
+        rows[:, GROUP] = -1
     header = replace(
         schedule.header,
         mode="forward",
@@ -159,3 +169,141 @@ def _checked_tied(tied_groups: Sequence[Sequence[int]], num_stages: int) -> tupl
         if not group or any(not 0 <= stage < num_stages for stage in group):
             raise ScheduleError(f"tied group {list(group)} must name at least one stage from 0 to {num_stages - 1}")
     return groups
+
+
+def read_file(path: Path) -> Schedule:
+    """Return the schedule in a text file as written: compute actions alone, or lowered.
+
+    Raises ScheduleError for a file that cannot be read, with line and column for text that is not a schedule.
+    """
+    try:
+        text = read_bytes(path, ScheduleError).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"cannot read {path}: {why}; choose a text file with a schedule") from None
+    return loads(text, str(path))
+
+
+def load_file(path: Path) -> Schedule:
+    """The lowered schedule in a text file. Raises ScheduleError; what is lowered already is not validated."""
+    schedule = read_file(path)
+    return schedule if schedule.header.lowered else lower(schedule)
+
+
+def fit_for_training(
+    schedule: Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    mode: Mode = "train",
+    units_per_stage: Sequence[int],
+    tied_groups: Sequence[Sequence[int]] = (),
+    data_parallel: bool = False,
+    states: StateTable = WHOLE_STATES,
+    receive_ahead: int = 1,
+    recompute: Spans = (),
+    offload: Offload = NOTHING,
+) -> Schedule:
+    """Return the valid, lowered schedule of a run from that of a file, as :func:`build` does for a name.
+
+    A schedule with only compute actions need not name units, tied weights and replicas: those of the run are filled in
+    before it is lowered, so that one file can be used for models of any depth. A lowered schedule must name exactly
+    the run's.
+
+    Args:
+        schedule: as :func:`read_file` gives it.
+        num_ranks: pipeline ranks.
+        num_microbatches: micro-batches of one optimizer step on this pipeline.
+        mode: "train", or "forward" for its forwards alone, on the newest weights.
+        units_per_stage: units (layers) of each stage, ascending by stage.
+        tied_groups: per tied weight, the stages that hold a use of it.
+        data_parallel: whether gradients are to be reduced over replicas, or over tensor ranks that share tokens.
+        states: the state units of each stage, and what of them is sharded.
+        receive_ahead: compute actions between a receive's posting and its use, at most; a lowered file has its own.
+        recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
+        offload: the same.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or was made for something else than the run.
+    """
+    header = schedule.header
+    if header.mode != "train":
+        raise _mismatch(header, f"it is of mode {header.mode!r}", "training needs mode 'train'")
+    _check_route(header)
+    _check_equal(header, "pipeline ranks", header.num_ranks, num_ranks)
+    _check_equal(header, "micro-batches per step", header.num_microbatches, num_microbatches)
+    units, tied = tuple(units_per_stage), tuple(tuple(group) for group in tied_groups)
+    states = states.checked(header.name, units)
+    _check_equal(header, "stages", len(header.stages), len(units))
+    for name, said, wanted, unsaid in (
+        ("units (layers) by stage", header.units_per_stage, units, (1,) * len(units)),
+        ("tied groups", header.tied_groups, tied, ()),
+        ("sums of gradients over shards of the tokens or replicas", header.data_parallel, data_parallel, False),
+        ("weight_pool", header.states.weight_pool, states.weight_pool, 0),
+        ("gradient_pool", header.states.gradient_pool, states.gradient_pool, 0),
+        ("state units", header.states.units, states.units, ()),
+    ):
+        if header.lowered or said != unsaid:
+            _check_equal(header, name, said, wanted)
+    if mode == "forward":
+        schedule = forward_only(_whole_forwards(schedule))
+    if not schedule.header.lowered:
+        filled = replace(
+            schedule.header,
+            units_per_stage=units,
+            tied_groups=tied,
+            data_parallel=data_parallel,
+            states=states,
+        )
+        schedule = replace(schedule, header=filled)
+        schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
+    validate(schedule)
+    return schedule
+
+
+def _check_route(header: Header) -> None:
+    """Training cuts the model into stages in their order and runs each micro-batch through all of them."""
+    if any(place.replica for place in header.stages):
+        raise _mismatch(
+            header,
+            "it runs several copies of the model through one pipeline",
+            "training does not sum the gradients of copies; set replica 0 for every stage",
+        )
+    stages = tuple(range(len(header.stages)))
+    moved = [stage for stage, place in enumerate(header.stages) if place != StagePlace(stage, 0, place.rank)]
+    if header.routes != (stages,) or moved:
+        raise _mismatch(
+            header,
+            f"it has routes {[list(route) for route in header.routes]} and parts {[p.part for p in header.stages]}",
+            f"training runs every micro-batch through stages 0 to {stages[-1]} in order, stage n being part n; leave "
+            "out routes, parts and replicas",
+        )
+
+
+def _whole_forwards(schedule: Schedule) -> Schedule:
+    """The forwards of one step as a generator would write them: whole chunks, without what lowering added."""
+    body = []
+    for rows in schedule.expand(1):
+        whole = rows[(rows[:, KIND] == Kind.FORWARD) & (rows[:, UNIT] <= 0)]
+        whole[:, [UNIT, VERSION, SLOT, GROUP]] = -1
+        body.append(whole)
+    header = replace(schedule.header, lowered=False, activation_slots=(), gradient_slots=(), states=WHOLE_STATES)
+    return replace(schedule, header=header, sections=Sections.flushing(tuple(body)))
+
+
+def _check_equal(header: Header, name: str, said: object, wanted: object) -> None:
+    if said != wanted:
+        raise _mismatch(header, f"it was made for {name} {_shown(said)}", f"this run has {_shown(wanted)}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return str([list(each) if isinstance(each, tuple) else each for each in value])
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _mismatch(header: Header, problem: str, rule: str) -> ScheduleError:
+    return ScheduleError(
+        f"schedule {header.name} from a file does not fit this run: {problem}, but {rule}. Change the file or the run "
+        "(megapipe schedule write prints a file to start from)"
+    )

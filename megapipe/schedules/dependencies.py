@@ -1,4 +1,4 @@
-"""What every action needs before it can start, derived from the kinds alone. Validator and simulator read this table.
+"""The actions that every action waits for, derived from the kinds. Validator and simulator read this table.
 
 Needs within one rank are settled by program order; needs across ranks by messages and collectives, which ranks wait
 for. All functions expect a table whose rows are well formed and complete.
@@ -7,21 +7,77 @@ for. All functions expect a table whose rows are well formed and complete.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.gathers import (
-    ADDING,
-    USES,
-    awaited_reductions,
-    of_sharded_gradients,
-    of_sharded_weights,
-    places,
-)
+from megapipe.schedules.gathers import ADDING, USES, awaited_reductions, num_places, of_states
 from megapipe.schedules.offload import move_needs, reload_needs
+from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
-from megapipe.schedules.tied_uses import local_uses, readers_of_state
+
+MOST_SWEEPS_BETWEEN_CHECKS: Final = 32
+
+
+class Progress:
+    """Ranks that pass their rows in order, each row once what it waits for has been passed.
+
+    ``row[i]`` waits for ``needed[i]``; both index one table, rank by rank, whose first rows per rank are ``offsets``
+    (shape [ranks + 1]). A row may have several waits. All ranks advance together, one wait per sweep, as columns:
+    the cost is the longest chain of waits, whatever the number of ranks.
+    """
+
+    def __init__(self, row: Ints, needed: Ints, offsets: Ints) -> None:
+        num_ranks = len(offsets) - 1
+        self._order = np.argsort(row, kind="stable")
+        self._place = np.empty(len(row), dtype=np.int64)
+        ends = np.searchsorted(row[self._order], offsets[1:])
+        firsts = np.searchsorted(row[self._order], offsets[:-1])
+        # A rank that is through hangs in a wait of its own at the end of its rows that nothing can meet.
+        through = np.arange(num_ranks)
+        self._row = np.insert(row[self._order], ends, offsets[1:])
+        self._needed = np.insert(needed[self._order], ends, np.iinfo(np.int64).max)
+        self._needed_rank = np.searchsorted(offsets, self._needed, side="right") - 1
+        self._needed_rank = np.minimum(self._needed_rank, num_ranks - 1)
+        self._pointer, self._ends, self._through = firsts + through, ends + through, through
+        shift = np.searchsorted(offsets, row[self._order], side="right") - 1
+        self._place[self._order] = np.arange(len(row)) + shift
+
+    def stuck(self) -> Ints:
+        """Advance as far as possible; the wait that each stuck rank hangs in, empty when all are through."""
+        row, needed, needed_rank, pointer = self._row, self._needed, self._needed_rank, self._pointer
+        sweeps, before = 1, -1
+        while before != (before := int(pointer.sum())):
+            for _ in range(sweeps):
+                pointer += row.take(pointer).take(needed_rank.take(pointer)) > needed.take(pointer)
+            sweeps = min(2 * sweeps, MOST_SWEEPS_BETWEEN_CHECKS)
+        stuck = pointer < self._ends
+        hanging: Ints = self._order[(pointer - self._through)[stuck]]
+        return hanging
+
+    def release(self, waits: Ints) -> None:
+        """Count the waits as met from now on, and advance the ranks that hang there and those that wait for them."""
+        places = self._place[waits].tolist()
+        self._needed[places] = -1
+        row, needed, needed_rank = self._lists
+        for place in places:
+            needed[place] = -1
+        pointer = self._pointer.tolist()
+        moving = [rank for rank, at in enumerate(pointer) if at in places]
+        while moving:
+            rank = moving.pop()
+            before = pointer[rank]
+            while row[pointer[needed_rank[pointer[rank]]]] > needed[pointer[rank]]:
+                pointer[rank] += 1
+            if pointer[rank] > before:
+                moving += [other for other, at in enumerate(pointer) if needed_rank[at] == rank]
+        self._pointer[:] = pointer
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int]]:
+        return self._row.tolist(), self._needed.tolist(), self._needed_rank.tolist()
+
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """Kinds that make the gradient of a stage's input."""
@@ -38,6 +94,9 @@ class Needs:
         """Only the entries that have both rows (-1 marks none)."""
         known = (self.row >= 0) & (self.needed >= 0)
         return Needs(self.row[known], self.needed[known])
+
+
+NO_NEEDS = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -99,21 +158,25 @@ class Dependencies:
     def gathers(self) -> Needs:
         """Every use of sharded weights needs the latest gather of its unit; none where weights are whole."""
         table = self.table
-        rows = table.rows_with(*USES, Kind.GATHER_WEIGHTS) if table.header.weight_buffers else np.empty(0, np.int64)
-        rows = rows[of_sharded_weights(table, rows)]
-        rows = rows[np.lexsort((rows, places(table, rows)))]
+        if not table.header.gathered_weights.any():
+            return NO_NEEDS
+        every = of_states(table, table.rows_with(*USES, Kind.GATHER_WEIGHTS), table.header.gathered_weights)
+        rows = every.row[np.lexsort((every.row, every.places(table)))]
         gathering = table.is_kind(Kind.GATHER_WEIGHTS)[rows]
         latest = np.maximum.accumulate(np.where(gathering, np.arange(len(rows)), 0))
         return Needs(rows[~gathering], rows[latest[~gathering]])
 
     @cached_property
     def gradient_buffers(self) -> Needs:
-        """Every backward that opens a unit's sharded gradient needs the reduction whose buffer it takes."""
+        """Every backward that opens a unit's sharded gradient needs the reduction that makes room for it."""
+        if not self.table.header.sharded_gradients.any():
+            return NO_NEEDS
         return Needs(*awaited_reductions(self.table)).where_known()
 
     @cached_property
     def reduced(self) -> Needs:
-        """Of several updates in a step a rank's first row of each awaits all reductions of it there, as engines do."""
+        """If a step has several updates, let the first update row of a rank wait for all reductions of that update on
+        the rank, as the engine does."""
         table = self.table
         several = table.header.updates_per_step > 1
         rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)[: None if several else 0]
@@ -177,7 +240,7 @@ class Dependencies:
         yield Needs(*halves)
 
     def _recompute_needs(self) -> Iterator[Needs]:
-        """What runs again needs its forward, and its backward needs it."""
+        """Let a recomputed forward wait for its forward, and its backward wait for the recomputed one."""
         table = self.table
         again = table.rows_with(Kind.RECOMPUTE)
         most = max(table.header.units_per_stage) + 1
@@ -197,28 +260,27 @@ class Dependencies:
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.
 
-        Where a step has several updates they do not wait for its scalars, which then tell of losses and the last
+        Where a step has several updates they do not wait for its scalars, which then describe the losses and the last
         update's gradients.
         """
         table, header = self.table, self.table.header
         last = self._last_added
         reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
         adding = table.rows_with(*ADDING)
-        # Of whole chunks any unit's gradient needs the last row; of refined ones its own unit's.
-        most_units = max(header.units_per_stage)
-        place = (table.stage * table.num_updates + table.update) * most_units
-        own = adding[table.unit[adding] >= 0]
-        whole = adding[table.unit[adding] < 0]
-        by_unit = last_row_per((place + table.unit)[own], own, table.num_stages * table.num_updates * most_units)
-        by_stage = last_row_per((place // most_units)[whole], whole, table.num_stages * table.num_updates)
-        whole_ones = reductions[~of_sharded_gradients(table, reductions)]
-        yield Needs(whole_ones, by_unit[(place + table.unit)[whole_ones]]).where_known()
-        yield Needs(reductions, by_stage[(place // most_units)[reductions]]).where_known()
+        # In a whole chunk, each unit's gradient needs the last row; in a refined one, the row of its own layer.
+        cut = table.unit[adding] >= 0
+        own = of_states(table, adding[cut], ~header.sharded_gradients)
+        by_unit = last_row_per(own.places(table), own.row, num_places(table))
+        unsharded = of_states(table, reductions, ~header.sharded_gradients)
+        yield Needs(unsharded.row, by_unit[unsharded.places(table)]).where_known()
+        whole, place = adding[~cut], table.stage * table.num_updates + table.update
+        by_stage = last_row_per(place[whole], whole, table.num_stages * table.num_updates)
+        yield Needs(reductions, by_stage[place[reductions]]).where_known()
         tied = table.rows_with(Kind.REDUCE_TIED)
-        for stage, uses in local_uses(self.table.header).items():
+        for stage, uses in _local_uses(self.table.header).items():
             rows = tied[table.stage[tied] == stage]
             for group, stages in uses.items():
-                mine = rows[table.unit[rows] == header.units_per_stage[stage] + group]
+                mine = rows[table.unit[rows] == header.tied_unit(stage, group)]
                 for use in stages:
                     yield Needs(mine, last[use, table.update[mine]])
         updates = table.rows_with(Kind.UPDATE)
@@ -236,10 +298,10 @@ class Dependencies:
         yield Needs(updates, scalars[table.rank[updates], table.update[updates]])
 
     def _updates_after_reductions(self, updates: Ints) -> Needs:
-        """Of several in a step an update needs its own unit's reduction."""
+        """Let each update wait for the reduction of its own unit, if a step has several updates."""
         table = self.table
         rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)
-        most = max(table.header.units_per_stage) + len(table.header.tied_groups)
+        most = table.header.most_states + len(table.header.tied_groups)
         place = (table.stage * table.num_updates + table.update) * most + table.unit
         found = last_row_per(place[rows], rows, table.num_stages * table.num_updates * most)
         return Needs(updates, found[place[updates]]).where_known()
@@ -256,7 +318,7 @@ class Dependencies:
             keys = table.stage[rows] * table.num_updates + table.update[rows]
             first = first_row_per(keys, rows, table.num_stages * table.num_updates)
             first = first.reshape(table.num_stages, table.num_updates)
-            for stage, users in readers_of_state(self.table.header).items():
+            for stage, users in _readers_of_state(self.table.header).items():
                 mine = updates[table.stage[updates] == stage]
                 later = table.update[mine] + delays[stage]
                 inside = later < table.num_updates
@@ -304,3 +366,21 @@ def _against_all(users: Ints, members: Ints) -> Needs:
     """Each rank's user of a collective (shape [ranks, count]) needs every rank's member of it (same shape)."""
     ranks = len(users)
     return Needs(np.repeat(users, ranks, axis=0).ravel(), np.tile(members, (ranks, 1)).ravel())
+
+
+def _local_uses(header: Header) -> dict[int, dict[int, tuple[int, ...]]]:
+    """Per owning stage and tied group, the stages of its rank that hold a use."""
+    uses: dict[int, dict[int, tuple[int, ...]]] = {}
+    for group, stages in enumerate(header.tied_groups):
+        for owner in header.tied_owners(group):
+            local = (stage for stage in stages if header.stages[stage].rank == header.stages[owner].rank)
+            uses.setdefault(owner, {})[group] = tuple(sorted(set(local)))
+    return uses
+
+
+def _readers_of_state(header: Header) -> dict[int, set[int]]:
+    """Per stage that keeps state, the stages of its rank whose compute uses any of it."""
+    readers = {stage: {stage} for stage in range(len(header.stages))}
+    for owner, uses in _local_uses(header).items():
+        readers[owner].update(stage for stages in uses.values() for stage in stages)
+    return readers

@@ -1,20 +1,21 @@
-"""Sharded weights and gradients: when they are gathered, released and reduced, with so many buffers a rank (ZeRO-3).
+"""When sharded weights are gathered and released, and sharded gradients reduced, within the pools of a rank (ZeRO-3).
 
-Weights in host memory come and go by the same rule: a gather is a copy to the device then.
+Weights in host memory follow the same rule: their gather is a copy to the device.
 
-A *run* is a stretch of neighbouring compute actions of a rank that use one unit's weights. While a run computes, the
-rank holds, or is gathering, the first ``weight_buffers`` different units that are used from there on: one buffer means
-no prefetch, two mean one unit ahead. No unit is dropped while it is among them, so no order of gathers with as many
-buffers gathers less. Weight halves of split backwards work on kept inputs and output gradients and use no weights.
+A *run* is a sequence of neighbouring compute actions of a rank that use the same layer, or a group. During a run, the
+rank holds or gathers the state units of the layers that are used from there on, in their order, as many as fit into
+the weight pool. If the pool has room for one unit, there is no prefetch; with room for two, the rank gathers one unit
+ahead. No unit is dropped while it is among them, so no order of gathers with the same pool gathers less. Weight halves
+of split backwards work on saved inputs and output gradients and use no weights.
 
 A schedule that never flushes keeps several versions of a unit's weights, and gradients of several updates. Each is
 held like a unit of its own. No version is gathered before the update that writes it, and none stays on hand from one
 section to the next: what comes after a section depends on whether the run goes on.
 """
 
-from collections import Counter
+from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -25,63 +26,123 @@ from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 
 USES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""Kinds that compute with a unit's weights."""
+"""Kinds that compute with a layer's weights."""
+ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""Kinds that add to a layer's gradients."""
+STATE_KINDS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.REDUCE_GRADIENTS)
+"""Kinds that name a state unit of a stage; what computes names a layer."""
+
+
+class StateRows(NamedTuple):
+    """Rows of a table, each once for every state unit that it is about; ``unit`` is the id within the row's stage."""
+
+    row: Ints
+    unit: Ints
+
+    def where(self, chosen: Mask | Ints) -> "StateRows":
+        """Return the chosen entries, by a mask or by their indices."""
+        return StateRows(self.row[chosen], self.unit[chosen])
+
+    def places(self, table: Table) -> Ints:
+        """One number for the stage, update (and so weight version) and state unit of each entry."""
+        update = table.stage[self.row].astype(np.int64) * table.num_updates + table.update[self.row]
+        return update * table.header.most_states + self.unit
 
 
 @dataclass(frozen=True)
 class Residence:
-    """One entry a gather: compute rows of its first and last use, and the row ahead of which it starts."""
+    """One entry per gather: rows of its first and last use, its state unit, and the row before which it starts."""
 
     first_use: Ints
     last_use: Ints
+    unit: Ints
     start: Ints
 
 
-def check_weight_buffers(schedule: Schedule) -> None:
-    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients."""
+def check_states(schedule: Schedule) -> None:
+    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients, or those in host memory."""
     header = schedule.header
-    if header.weights_in_host and not header.weight_buffers:
+    header.states.checked(header.name, header.units_per_stage)
+    alone = header.mode == "train" and not header.data_parallel
+    if alone and (header.gathered_weights & ~header.host_weights).any():
         raise ScheduleError(
-            f"{header.name} keeps its weights in host memory but has no buffers to copy them to; set weight_buffers "
-            "to at least 1"
+            f"{header.name} shards weights without data parallelism: there is no rank to gather from; set "
+            "data_parallel, or keep weights whole"
         )
-    shared = header.weight_buffers > 0 and not header.weights_in_host
-    if shared and header.mode == "train" and not header.data_parallel:
+    if alone and header.sharded_gradients.any():
         raise ScheduleError(
-            f"{header.name} asks for {header.weight_buffers} weight buffers without data parallelism: there is no "
-            "rank to gather from; set data_parallel, or leave weight_buffers out"
+            f"{header.name} shards gradients without data parallelism: there is no rank to shard them with; set "
+            "data_parallel, or keep gradients whole"
         )
-    if header.whole_gradients and header.mode == "train" and not header.data_parallel:
-        raise ScheduleError(
-            f"{header.name} asks for {header.whole_gradients} whole gradients without data parallelism: there is no "
-            "rank to shard them with; set data_parallel, or leave whole_gradients out"
-        )
-    if header.zero_stages and tuple(map(len, header.zero_stages)) != header.units_per_stage:
-        raise ScheduleError(
-            f"{header.name} has ZeRO stages of {list(map(len, header.zero_stages))} units by stage, but stages have "
-            f"{list(header.units_per_stage)} units; give one for each unit"
-        )
-    if header.weights_in_host and not schedule.flushes:
+    if header.host_weights.any() and not schedule.flushes:
         raise ScheduleError(
             f"{header.name} never flushes and keeps several weight versions on the device; use a schedule that "
-            "flushes, or leave weights_in_host out"
+            "flushes, or keep no weights in host memory"
         )
 
 
-def places(table: Table, rows: Ints) -> Ints:
-    """One number for each stage, update (and so weight version) and unit that rows cut into units belong to."""
-    update = table.stage[rows].astype(np.int64) * table.num_updates + table.update[rows]
-    return update * max(table.header.units_per_stage) + table.unit[rows]
+def of_states(table: Table, rows: Ints, chosen: Mask) -> StateRows:
+    """Return rows that are cut into units with the state units that they are about.
+
+    chosen: which state units count, shape [stages, most_states], such as `Header.sharded_gradients`.
+    """
+    header, stage, unit = table.header, table.stage[rows], table.unit[rows]
+    names_state = table.is_kind(*STATE_KINDS)[rows]
+    first = np.where(names_state, unit, header.first_states[stage, unit])
+    count = np.where(names_state, 1, header.first_states[stage, unit + 1] - first)
+    source = np.repeat(np.arange(len(rows)), count)
+    states = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+    found = StateRows(rows[source], states)
+    return found.where(chosen[stage[source], states])
 
 
-def of_sharded_weights(table: Table, rows: Ints) -> Mask:
-    """Return which rows that are cut into units concern a unit whose weights are sharded."""
-    return table.header.sharded_weights[table.stage[rows], table.unit[rows]]
+def num_places(table: Table) -> int:
+    """Number of places that `StateRows.places` can give."""
+    return table.num_stages * table.num_updates * table.header.most_states
 
 
-def of_sharded_gradients(table: Table, rows: Ints) -> Mask:
-    """Return which rows that are cut into units concern a unit whose gradients are sharded."""
-    return table.header.sharded_gradients[table.stage[rows], table.unit[rows]]
+class Runs(NamedTuple):
+    """Runs of compute rows that use the same layer, or of a group, and every use of a state unit by one of them.
+
+    begin, part: of each run, its first row and the part of the rows that it is in. run, place, size: of each use, its
+    run, and the unit's place and size. first, last: the first and last row that uses the unit; in a group, not every
+    row uses every unit.
+    """
+
+    begin: Ints
+    part: Ints
+    run: Ints
+    place: Ints
+    size: Ints
+    first: Ints
+    last: Ints
+
+    def reverse(self) -> "Runs":
+        """Return the runs from last to first; uses of one run keep their order."""
+        count, order = len(self.begin), np.argsort(-self.run, kind="stable")
+        uses = (each[order] for each in self[3:])
+        return Runs(self.begin[::-1], self.part[::-1], count - 1 - self.run[order], *uses)
+
+
+def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Runs:
+    """Return the runs of rows of some kinds that are about chosen state units; a run stays within a part of rows."""
+    using = table.rows_with(*kinds)
+    every = of_states(table, using if chosen.any() else using[:0], chosen)  # without any, rows need not be cut
+    opens = np.diff(every.row, prepend=-1) != 0  # each row's first entry
+    rows, places = every.row[opens], every.places(table)
+    layer = np.where(table.group[rows] >= 0, -1 - table.action_first[rows], places[opens])
+    changes = (np.diff(layer, prepend=-1) != 0) | (np.diff(part[rows], prepend=-1) != 0)
+    changes[:1] = True
+    begin = rows[changes]
+    run = (np.cumsum(changes) - 1)[np.cumsum(opens) - 1]
+    key = run * num_places(table) + places
+    order = np.argsort(key, kind="stable")
+    ends = np.flatnonzero(np.diff(key[order], append=-1))
+    starts = np.append(0, ends[:-1] + 1)[: len(ends)]
+    in_turn = np.argsort(order[starts])
+    first, last = order[starts][in_turn], order[ends][in_turn]
+    size = table.header.state_sizes[table.stage[every.row[first]], every.unit[first]]
+    return Runs(begin, part[begin], run[first], places[first], size, every.row[first], every.row[last])
 
 
 def residences(table: Table, written: Ints) -> Residence:
@@ -89,95 +150,131 @@ def residences(table: Table, written: Ints) -> Residence:
 
     written: by stage and version, shape [stages, versions], the first row of which an update has made it.
     """
-    rows = table.rows_with(*USES)
-    rows = rows[of_sharded_weights(table, rows)]
-    unit, part = places(table, rows), table.rank[rows] * table.num_sections + table.section[rows]
-    opens = np.flatnonzero(np.append(True, (unit[1:] != unit[:-1]) | (np.diff(part) != 0)))
-    first, last = rows[opens], rows[np.append(opens[1:], len(rows)) - 1]
-    parts = np.searchsorted(part[opens], np.arange(table.header.num_ranks * table.num_sections + 1)).tolist()
-    units, buffers = unit[opens].tolist(), table.header.weight_buffers
-    stays = [
-        first_run + np.array(stays_of(units[first_run:end], buffers), dtype=np.int64)
-        for first_run, end in pairwise(parts)
-    ]
-    first_use, last_use, start = np.concatenate(stays, axis=1)
-    use = first[first_use]
-    return Residence(use, last[last_use], np.maximum(first[start], written[table.stage[use], table.version[use]]))
+    header, part = table.header, table.rank * table.num_sections + table.section
+    runs = _runs(table, USES, header.gathered_weights, part)
+    stays = stays_of(runs, header.states.weight_pool)
+    first_use, last_use = runs.first[stays.first_use], runs.last[stays.last_use]
+    after_update = written[table.stage[first_use], table.version[first_use]]
+    start = np.maximum(runs.begin[stays.start], after_update)
+    return Residence(first_use, last_use, runs.place[stays.first_use] % header.most_states, start)
 
 
-ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""Kinds that add to a unit's gradient."""
+def last_additions(table: Table) -> StateRows:
+    """Rows after which gradients are reduced where they are sharded; the table's compute is cut into units.
 
-
-def last_additions(table: Table) -> Ints:
-    """Rows behind which gradients are reduced where they are sharded; the table's compute is cut into units.
-
-    The mirror of `residences`: at every run of backwards the gradients of the last ``whole_gradients`` different units
-    are on the rank, added to or on their way. What is not added to again among them is reduced at once, so that with
-    two buffers one unit's is on its way while the next unit's is computed.
+    The mirror of `residences`: at every run of backwards, the gradients of the last different units that fit into the
+    gradient pool are on the rank, added to or on their way. What is not added to again among them is reduced at once:
+    if two units fit, one unit's gradient is on its way while the next unit's is computed.
     """
-    rows = table.rows_with(*ADDING)
-    rows = rows[of_sharded_gradients(table, rows)]
-    unit = places(table, rows)
-    closes = np.flatnonzero(np.append((unit[1:] != unit[:-1]) | (np.diff(table.rank[rows]) != 0), True))
-    last, rank = rows[closes], table.rank[rows[closes]]
-    reduced: list[int] = []
-    for first, end in pairwise(np.searchsorted(rank, np.arange(table.header.num_ranks + 1)).tolist()):
-        backwards = unit[closes][first:end][::-1].tolist()
-        reduced += [end - 1 - use for use in stays_of(backwards, table.header.whole_gradients).first_use]
-    return last[np.sort(np.array(reduced, dtype=np.int64))]
+    header = table.header
+    runs = _runs(table, ADDING, header.sharded_gradients, table.rank).reverse()
+    uses = stays_of(runs, header.states.gradient_pool).first_use
+    uses = uses[np.lexsort((runs.place[uses], -runs.run[uses]))]
+    return StateRows(runs.last[uses], runs.place[uses] % header.most_states)
 
 
 def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
-    """Rows that open a unit's gradient in a buffer, and for each the reduction that frees the buffer, -1 for none."""
+    """Rows that open a unit's sharded gradient, and for each the reduction that makes room for it, -1 for none."""
+    header = table.header
+    every = of_states(table, table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS), header.sharded_gradients)
+    reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[every.row].tolist()
+    places, sizes = every.places(table).tolist(), header.state_sizes[table.stage[every.row], every.unit].tolist()
     opening: list[int] = []
     freeing: list[int] = []
-    rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS) if table.header.whole_gradients else np.empty(0, np.int64)
-    rows = rows[of_sharded_gradients(table, rows)]
-    reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[rows].tolist()
-    ranks, units = table.rank[rows].tolist(), places(table, rows).tolist()
     held: set[int] = set()
-    opened: Counter[int] = Counter()
-    reductions: dict[int, list[int]] = {}
-    for row, rank, unit, reduces in zip(rows.tolist(), ranks, units, reducing, strict=True):
+    room = [header.states.gradient_pool] * header.num_ranks
+    done: list[deque[tuple[int, int]]] = [deque() for _ in room]  # reductions whose room is not taken yet
+    for row, place, size, reduces, rank in zip(
+        every.row.tolist(), places, sizes, reducing, table.rank[every.row].tolist(), strict=True
+    ):
         if reduces:
-            held.discard(unit)
-            reductions.setdefault(rank, []).append(row)
-        elif unit not in held:
-            held.add(unit)
-            number = opened[rank] - table.header.whole_gradients
-            done = reductions.get(rank, [])
+            held.discard(place)
+            done[rank].append((row, size))
+        elif place not in held:
+            held.add(place)
+            room[rank] -= size
+            last = -1
+            while room[rank] < 0 and done[rank]:
+                last, freed = done[rank].popleft()
+                room[rank] += freed
             opening.append(row)
-            freeing.append(done[number] if 0 <= number < len(done) else -1)
-            opened[rank] += 1
+            freeing.append(last)
     return np.array(opening, dtype=np.int64), np.array(freeing, dtype=np.int64)
 
 
 class Stays(NamedTuple):
-    """One entry per gather of a rank, in order: runs of the first and last use, and the run before which it starts."""
+    """One entry per gather, in order: the first and last use of the unit, and the run before which it starts."""
 
-    first_use: list[int]
-    last_use: list[int]
-    start: list[int]
+    first_use: Ints
+    last_use: Ints
+    start: Ints
 
 
-def stays_of(units: list[int], buffers: int) -> Stays:
-    """Return when each unit is in one of ``buffers`` buffers (at least 1). units: the unit of each run of one rank.
+def stays_of(runs: Runs, pool: int) -> Stays:
+    """Return when each unit is held by a rank that holds units up to a total size of ``pool``.
 
-    At each run, the next ``buffers`` different units are on the rank. So a unit is still there at its next use if at
-    most ``buffers`` different units are used from one use to the next. A cache that drops the least recently used
-    unit follows the same rule, and the gather that fills the buffer starts right after the dropped unit's last use.
+    At each run, the rank holds the next different units, as many as fit. So a unit is still there at its next use if
+    all units that are used from one use to the next fit together with it. A cache that drops the least recently used
+    unit follows the same rule, and a gather starts right after the last use of what was dropped most recently. Nothing
+    is held from one part of the runs to the next.
+
+    Raises ScheduleError if the units of one run do not fit.
     """
-    stays = Stays([], [], [])
-    held: dict[int, int] = {}  # unit -> its stay, the least recently used unit first
-    for run, unit in enumerate(units):
-        stay = held.pop(unit, None)
-        if stay is None:
-            stay = len(stays.start)
-            stays.start.append(stays.last_use[held.pop(next(iter(held)))] + 1 if len(held) == buffers else 0)
-            stays.first_use.append(run)
-            stays.last_use.append(run)
-        else:
-            stays.last_use[stay] = run
-        held[unit] = stay
-    return stays
+    size = int(runs.size.max(initial=1))
+    if (runs.size == size).all() and 1 <= pool // size <= 2:
+        alike = (runs.place[1:] == runs.place[:-1]) & (runs.part[runs.run[1:]] == runs.part[runs.run[:-1]])
+        if len(runs.run) == len(runs.begin) and not alike.any():
+            return _stays_of_last(runs, pool // size)
+    return _stays_by_size(runs, pool)
+
+
+def _stays_of_last(runs: Runs, room: int) -> Stays:
+    """Return the stays if each run uses one unit, another one than the run before it, and one or two units fit: those
+    of the last runs."""
+    use = np.arange(len(runs.run))
+    before = use[:-room]
+    stays_on = np.zeros(len(use), dtype=np.bool_)
+    stays_on[room:] = (runs.place[room:] == runs.place[before]) & (runs.part[room:] == runs.part[before])
+    in_turn = np.concatenate([use[first::room] for first in range(room)])
+    opens = np.flatnonzero(~stays_on[in_turn])
+    first_use, last_use = in_turn[opens], in_turn[np.append(opens[1:], len(use))[: len(opens)] - 1]
+    order = np.argsort(first_use)
+    part_opens = np.flatnonzero(np.diff(runs.part, prepend=-1))
+    start = np.maximum(first_use - room + 1, part_opens[np.searchsorted(part_opens, first_use, side="right") - 1])
+    return Stays(first_use[order], last_use[order], start[order])
+
+
+def _stays_by_size(runs: Runs, pool: int) -> Stays:
+    """Return the stays of units of any size, run by run."""
+    first_use: list[int] = []
+    last_use: list[int] = []
+    starts: list[int] = []
+    held: dict[int, int] = {}  # place of a unit -> its stay, the least recently used unit first
+    of_run, place, size = runs.run.tolist(), runs.place.tolist(), runs.size.tolist()
+    part, before, free, start = runs.part.tolist(), -1, pool, 0
+    for run, group in groupby(range(len(of_run)), key=of_run.__getitem__):
+        if part[run] != before:
+            held.clear()
+            before, free, start = part[run], pool, run
+        uses = list(group)
+        for use in uses:
+            stay = held.pop(place[use], None)
+            if stay is not None:
+                held[place[use]] = stay
+                last_use[stay] = use
+        for use in uses:
+            if place[use] in held:
+                continue
+            free -= size[use]
+            while free < 0:
+                dropped, stay = next(iter(held.items()), (-1, -1))
+                if stay < 0 or of_run[last_use[stay]] == run:
+                    raise ScheduleError(f"a pool of {pool} has no room for all units that one action uses")
+                del held[dropped]
+                start = of_run[last_use[stay]] + 1
+                free += size[last_use[stay]]
+            held[place[use]] = len(first_use)
+            first_use.append(use)
+            last_use.append(use)
+            starts.append(start)
+    return Stays(*(np.array(each, dtype=np.int64) for each in (first_use, last_use, starts)))

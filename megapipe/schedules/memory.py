@@ -1,4 +1,4 @@
-"""What a schedule keeps in memory by its order alone, whatever the times."""
+"""Activations and weight halves that a schedule keeps in memory. They follow from its order, not from times."""
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
 
 
 def activations_made(table: Table) -> Mask:
-    """Rows behind which a backward's activations are kept: forwards, or what runs one again, and reloads."""
+    """Mark rows after which the activations of a backward are kept: forwards or their recomputation, and reloads."""
     again = table.rows_with(Kind.RECOMPUTE)
     forwards = table.rows_with(Kind.FORWARD)
     most = max(table.header.units_per_stage) + 1
@@ -44,7 +44,7 @@ def activations_made(table: Table) -> Mask:
 
 
 def activations_gone(table: Table) -> Mask:
-    """Rows behind which they are kept no longer: backwards, or their input halves, and offloads."""
+    """Mark rows after which activations are no longer kept: backwards or their input halves, and offloads."""
     gone = table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     gone[activations_moved(table, Kind.OFFLOAD)] = True
     return gone

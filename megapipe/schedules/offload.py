@@ -1,7 +1,7 @@
-"""What leaves a device for host memory between its uses, and which rows move it.
+"""Tensors that leave a device for host memory between their uses, and the rows that move them.
 
-`OFFLOAD` and `RELOAD` without a version move the activations of a unit and micro-batch; with one they move what the
-update that makes this version works on: moments, and an fp32 master beside bf16 weights.
+`OFFLOAD` and `RELOAD` without a version move the activations of a unit and micro-batch; with one, they move the state
+of the update that makes this version: moments, and the fp32 master of bf16 weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,18 +21,16 @@ STATES_ON_DEVICE: Final = 2
 
 @dataclass(frozen=True)
 class Offload:
-    """What a lowered schedule moves to host memory.
+    """The tensors that a lowered schedule moves to host memory.
 
-    ``units``: per stage, the units whose activations leave behind their forward; empty for none. ``prefetch``: compute
-    actions between a reload and its backward, so that no more reloaded units wait for theirs. ``optimizer``: whether
-    each unit's optimizer state is on the device around its update alone. ``weight_buffers``: units whose weights may
-    be on a rank's device at once, brought from host memory ahead of their use; 0 keeps all weights there.
+    ``units``: per stage, the units whose activations leave after their forward; empty for none. ``prefetch``: compute
+    actions between a reload and its backward, which limits how many reloaded units wait for theirs. ``optimizer``:
+    whether each unit's optimizer state is on the device only around its update.
     """
 
     units: tuple[tuple[int, ...], ...] = ()
     prefetch: int = 1
     optimizer: bool = False
-    weight_buffers: int = 0
 
     @property
     def activations(self) -> bool:
@@ -40,8 +38,8 @@ class Offload:
         return any(self.units)
 
     def check(self, header: Header, recompute: Sequence[Sequence[range]] = ()) -> None:
-        """Raise ScheduleError unless the units are those of the header's stages, none of them runs again, and reloads
-        come before their use. recompute: per stage, what runs again."""
+        """Raise ScheduleError unless the units are those of the header's stages, none of them is recomputed, and
+        reloads come before their use. recompute: per stage, the recomputed spans."""
         if self.prefetch < 1:
             raise ScheduleError(
                 f"prefetch is {self.prefetch}; it must be at least 1, because a reload starts before its backward"
@@ -62,16 +60,7 @@ class Offload:
                 )
 
     def _check_weights(self, header: Header) -> None:
-        if self.weight_buffers < 0:
-            raise ScheduleError(
-                f"weight_buffers is {self.weight_buffers}; it must be at least 0, where 0 keeps weights on the device"
-            )
-        if self.weight_buffers and header.weight_buffers:
-            raise ScheduleError(
-                f"{header.name} gathers weights from the shards of replicas, so they cannot be in host memory; leave "
-                "one of the two out"
-            )
-        if self.weight_buffers and header.mode == "train" and not self.optimizer:
+        if header.host_weights.any() and header.mode == "train" and not self.optimizer:
             raise ScheduleError(
                 "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
                 "offload both"
@@ -102,7 +91,7 @@ def unit_places(table: Table) -> Ints:
 def state_places(table: Table) -> Ints:
     """Stage, update and state unit of each row as one number."""
     header = table.header
-    most = max(header.units_per_stage) + len(header.tied_groups)
+    most = header.most_states + len(header.tied_groups)
     places: Ints = (table.stage.astype(np.int64) * table.num_updates + table.update) * most + table.unit
     return places
 
@@ -120,7 +109,8 @@ def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]
 
 
 def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
-    """Activations leave behind their forward, state behind its update; what comes back has left: (row, its need)."""
+    """Yield (row, the row that it needs): activations leave after their forward, state after its update, and a reload
+    comes after its offload."""
     if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
         return
     places, states = unit_places(table), state_places(table)
@@ -136,7 +126,7 @@ def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _joined(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
-    """Each of some rows with the one of others that stands for the same place, where there is one."""
+    """Return the rows that have a needed row of the same place, and these needed rows."""
     if len(needed) == 0:
         return needed, needed
     order = np.argsort(places[needed], kind="stable")

@@ -1,17 +1,17 @@
 """A schedule as data: header, three sections of int32 rows per rank, and the questions that readers ask of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megapipe.schedules.actions import MICROBATCH, VERSION, Action, Ints, Kind, Mask, Rows, empty_rows
 from megapipe.schedules.errors import ScheduleError
-
-FORMAT_VERSION: Final = 1
+from megapipe.schedules.states import WHOLE_STATES, StateTable, StateUnit, whole_units
 
 Mode = Literal["train", "forward"]
 Connection = tuple[int, int]
@@ -53,19 +53,17 @@ class Sections:
 
 @dataclass(frozen=True)
 class Header:
-    """What a schedule says of itself besides its actions.
+    """The properties of a schedule, apart from its actions.
 
     ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. ``tied_groups`` lists, per tied
-    weight, the stages that hold a use of it; group g is state unit ``units_per_stage[s] + g`` of each. Micro-batches
-    and versions count from the body's step: step t adds ``t * num_microbatches`` and ``t * updates_per_step``. A
-    micro-batch of update k reads version k; update k writes version ``k + versions_per_stage[s]`` over it, so a stage
-    keeps that many copies and its gradients are ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers
-    per stage; ``gradient_buffers`` is how many updates' gradients may be alive at once. ``weight_buffers`` is how many
-    units' weights a rank may hold gathered at once where they are sharded; 0 where weights are whole. With
-    ``weights_in_host`` they are no replicas' shards: they lie in host memory, and a gather copies them to the device.
-    ``whole_gradients`` is how many units' gradients a rank may hold unreduced or on their way at once where they are
-    sharded; 0 where gradients are whole, and reduced once an update. ``zero_stages`` gives, per stage, the ZeRO stage
-    of each unit where units differ: weights are sharded from 3 on, gradients from 2 on.
+    weight, the stages that hold a use of it; group g follows the state units of each (:meth:`tied_unit`).
+    Micro-batches and versions count from the body's step: step t adds ``t * num_microbatches`` and
+    ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
+    ``k + versions_per_stage[s]`` over it, so a stage keeps that many copies and its gradients are
+    ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers per stage; ``gradient_buffers`` is how many
+    updates' gradients may be alive at once. Compute actions name a layer of their stage (``units_per_stage``);
+    gathers, reductions and updates name a state unit: ``states`` lists those of every stage, in the order of their
+    layers, with what is sharded of each and where it is between its uses.
     """
 
     name: str
@@ -81,14 +79,10 @@ class Header:
     data_parallel: bool = False
     updates_per_step: int = 1
     gradient_buffers: int = 1
-    weight_buffers: int = 0
-    whole_gradients: int = 0
-    weights_in_host: bool = False
-    zero_stages: tuple[tuple[int, ...], ...] = ()
+    states: StateTable = WHOLE_STATES
     activation_slots: tuple[int, ...] = ()
     gradient_slots: tuple[int, ...] = ()
     lowered: bool = False
-    format_version: int = FORMAT_VERSION
 
     @property
     def num_versions(self) -> int:
@@ -129,20 +123,46 @@ class Header:
         return preceding
 
     @cached_property
-    def sharded_weights(self) -> Mask:
-        """Whether the weights of each unit are gathered for their uses, shape [stages, most units of a stage]."""
-        return self._sharded_from(3, self.weight_buffers)
+    def stage_states(self) -> tuple[tuple[StateUnit, ...], ...]:
+        """The state units of every stage, without tied weights; one for each layer unless ``states`` lists others."""
+        return self.states.units or whole_units(self.units_per_stage)
+
+    @cached_property
+    def most_states(self) -> int:
+        """Largest number of state units of a stage, without tied weights; at least its largest number of layers."""
+        return max(map(len, self.stage_states))
+
+    @cached_property
+    def gathered_weights(self) -> Mask:
+        """Whether the weights of each state unit are gathered for their uses, shape [stages, most_states]."""
+        return self._of_states(lambda unit: unit.weights != "whole", np.bool_)
+
+    @cached_property
+    def host_weights(self) -> Mask:
+        """Whether the weights of each state unit are gathered from host memory, shape [stages, most_states]."""
+        return self._of_states(lambda unit: unit.weights == "host", np.bool_)
 
     @cached_property
     def sharded_gradients(self) -> Mask:
-        """Whether the gradients of each unit are reduced into shards, shape [stages, most units of a stage]."""
-        return self._sharded_from(2, self.whole_gradients)
+        """Whether the gradients of each state unit are reduced into shards, shape [stages, most_states]."""
+        return self._of_states(lambda unit: unit.sharded_gradients, np.bool_)
 
-    def _sharded_from(self, zero_stage: int, buffers: int) -> Mask:
-        mask = np.full((len(self.stages), max(self.units_per_stage)), buffers > 0)
-        for stage, units in enumerate(self.zero_stages):
-            mask[stage, : len(units)] &= np.array(units) >= zero_stage
-        return mask
+    @cached_property
+    def state_sizes(self) -> Ints:
+        """Return the part of a pool that each state unit needs, shape [stages, most_states]."""
+        return self._of_states(lambda unit: unit.size, np.int64)
+
+    @cached_property
+    def first_states(self) -> Ints:
+        """Return the first state unit of each layer, then the number of state units, shape [stages, most + 1]."""
+        layers = np.arange(self.most_states + 1)
+        return np.array([np.searchsorted([unit.layer for unit in units], layers) for units in self.stage_states])
+
+    def _of_states(self, of: Callable[[StateUnit], Any], dtype: type) -> npt.NDArray[Any]:
+        found: npt.NDArray[Any] = np.zeros((len(self.stages), self.most_states), dtype=dtype)
+        for stage, units in enumerate(self.stage_states):
+            found[stage, : len(units)] = [of(unit) for unit in units]
+        return found
 
     @cached_property
     def stages_sharing(self) -> tuple[int, ...]:
@@ -177,10 +197,22 @@ class Header:
         return tuple(sorted(earliest.values()))
 
     def state_units(self, stage: int) -> tuple[int, ...]:
-        """Unit ids that the stage updates: its own units, then the tied groups that it owns on its rank."""
-        units = self.units_per_stage[stage]
-        tied = (units + g for g in range(len(self.tied_groups)) if stage in self.tied_owners(g))
-        return (*range(units), *tied)
+        """Ids of the state units that the stage updates: its own, then the tied groups that it owns on its rank."""
+        groups = (group for group in range(len(self.tied_groups)) if stage in self.tied_owners(group))
+        return (*range(len(self.stage_states[stage])), *(self.tied_unit(stage, group) for group in groups))
+
+    def states_of(self, stage: int, layer: int) -> range:
+        """Ids of the state units of a layer of a stage."""
+        first, end = self.first_states[stage, layer : layer + 2].tolist()
+        return range(first, end)
+
+    def tied_unit(self, stage: int, group: int) -> int:
+        """Id of a tied group among the state units of a stage."""
+        return len(self.stage_states[stage]) + group
+
+    def tied_group(self, stage: int, unit: int) -> int:
+        """Tied group of a state unit of a stage, negative for a unit of the stage's own."""
+        return unit - len(self.stage_states[stage])
 
 
 class Origin(NamedTuple):
@@ -195,6 +227,12 @@ class Schedule:
     """A pipeline schedule: the one description of a step that validator, simulator, drawing and engine read.
 
     ``origin``: for error messages; None for a schedule that was not read from a text, and ignored by ``==``.
+
+    Example:
+        >>> from megapipe import build
+        >>> schedule = build("1f1b", 2, 4)
+        >>> schedule.flushes, schedule.header.num_ranks
+        (True, 2)
     """
 
     header: Header

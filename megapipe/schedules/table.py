@@ -6,7 +6,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from megapipe.schedules.actions import KIND, MICROBATCH, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask, Rows, kind_mask
+from megapipe.schedules.actions import (
+    GROUP,
+    KIND,
+    MICROBATCH,
+    SLOT,
+    STAGE,
+    UNIT,
+    VERSION,
+    Ints,
+    Kind,
+    Mask,
+    Rows,
+    kind_mask,
+)
 from megapipe.schedules.schedule import Header, Origin, Schedule, SectionName
 
 
@@ -78,6 +91,32 @@ class Table:
         return np.ascontiguousarray(self.rows[:, SLOT])
 
     @cached_property
+    def group(self) -> Rows:
+        """Group of each row; rows of one group are one action, -1 for a row that is an action by itself."""
+        return np.ascontiguousarray(self.rows[:, GROUP])
+
+    @cached_property
+    def action_first(self) -> Ints:
+        """First row of the action that each row belongs to: of its group, or the row itself."""
+        return self._action_bounds[0]
+
+    @cached_property
+    def action_last(self) -> Ints:
+        """Last row of the action that each row belongs to."""
+        return self._action_bounds[1]
+
+    @cached_property
+    def _action_bounds(self) -> tuple[Ints, Ints]:
+        rows = np.arange(len(self.rows))
+        if not (self.group >= 0).any():
+            return rows, rows
+        joined = (self.group[1:] >= 0) & (self.group[1:] == self.group[:-1])
+        joined &= (self.rank[1:] == self.rank[:-1]) & (self.section[1:] == self.section[:-1])
+        starts = np.flatnonzero(np.append(True, ~joined))
+        action = np.searchsorted(starts, rows, side="right") - 1
+        return starts[action], np.append(starts[1:], len(rows))[action] - 1
+
+    @cached_property
     def update(self) -> Ints:
         """Index of the update that each row's micro-batch belongs to."""
         return self.microbatch.astype(np.int64) // self.header.microbatches_per_update
@@ -110,6 +149,11 @@ class Table:
     def units(self) -> Ints:
         """Number of units of each row's stage."""
         return np.array(self.header.units_per_stage, dtype=np.int64)[self.stage]
+
+    @cached_property
+    def num_states(self) -> Ints:
+        """Number of state units of each row's stage, without tied weights."""
+        return np.array([len(units) for units in self.header.stage_states], dtype=np.int64)[self.stage]
 
     def is_kind(self, *kinds: Kind) -> Mask:
         """Which rows have one of the kinds."""

@@ -1,6 +1,6 @@
 """The text form of a schedule: a header, then one line per rank in each section. Strict, and it round-trips.
 
-    megapipe schedule 1
+    megapipe schedule 2
     name 1f1b
     microbatches 2
     stage 0 rank 0
@@ -11,25 +11,360 @@
 
 Header lines (each at most once, ``name``, ``microbatches`` and the stages required; the rest as :class:`Header` says):
 ``name``, ``mode train|forward``, ``class A|B|C``, ``microbatches``, ``updates``, ``gradient_buffers``,
-``data_parallel yes|no``, ``lowered yes|no``; ``stage N rank R [part P] [replica R] [units U] [versions V]
-[activation_slots A] [gradient_slots G]``, ascending; ``route S S ...``; ``tied S S ...``. Words are those of
-:mod:`megapipe.schedules.tokens`. A schedule of compute actions alone (``lowered no``, the default) can be lowered.
+``weight_pool``, ``gradient_pool``, ``data_parallel yes|no``, ``lowered yes|no``; ``stage N rank R [part P]
+[replica R] [units U] [versions V] [activation_slots A] [gradient_slots G]``, ascending; ``route S S ...``;
+``tied S S ...``; ``state S/L[-L] [weights sharded|host] [gradients sharded] [size N] [shards N]``: a state unit of
+layer L of stage S, or of each layer of a range (`megapipe.schedules.states`); a layer without such a line is one unit
+that is kept whole. Words are those of :mod:`megapipe.schedules.actions`; compute actions joined by a plus sign,
+``F0.4+B1.2``, are one action whose rows overlap. A schedule of compute actions alone (``lowered no``, the default) can
+be lowered.
+
+Files of format 1 are read too. Instead of state lines and pools they have ``weight_buffers`` and ``whole_gradients``,
+which shard all units, ``weights_in_host``, and ``zero Z Z ...``, by stage the ZeRO stage of each unit.
 """
 
-from itertools import pairwise
+import difflib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from itertools import groupby, pairwise
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Rows, empty_rows
+from megapipe.schedules.actions import Action, Rows, empty_rows, read_action, write_action
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import SECTIONS, Origin, Schedule, SectionName, Sections
-from megapipe.schedules.text_header import MAGIC, HeaderReader, write_header
-from megapipe.schedules.tokens import read_action, write_action
-from megapipe.schedules.words import TextLine, split_lines
+from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule, SectionName, Sections, StagePlace
+from megapipe.schedules.states import StateTable, StateUnit, WeightHome
+
+
+class Word(NamedTuple):
+    """A word and its column, counted from 1."""
+
+    text: str
+    column: int
+
+
+class TextLine(NamedTuple):
+    """A line that says something: its number from 1, its words, its text without the comment."""
+
+    source: str
+    number: int
+    words: tuple[Word, ...]
+    text: str
+
+    def error(self, word: Word, problem: str) -> ScheduleError:
+        """An error at a word of this line."""
+        return ScheduleError(f"{self.source}, line {self.number}, column {word.column}: {problem}")
+
+    def expect_length(self, length: int) -> None:
+        """Raise ScheduleError unless the line has that many words."""
+        if len(self.words) > length:
+            raise self.error(self.words[length], f"unexpected {self.words[length].text!r}")
+        if len(self.words) < length:
+            raise self.error(self.words[-1], f"{self.words[0].text!r} needs {length - 1} values")
+
+    def number_at(self, index: int, least: int = 0) -> int:
+        """The whole number at a word; raises ScheduleError where there is none or it is below ``least``."""
+        if index >= len(self.words):
+            raise self.error(self.words[-1], f"a number must follow {self.words[-1].text!r}")
+        word = self.words[index]
+        if re.fullmatch(r"\d{1,9}", word.text) is None or int(word.text) < least:
+            raise self.error(word, f"{word.text!r} is not a whole number of at least {least}")
+        return int(word.text)
+
+    def choice_at(self, index: int, choices: tuple[str, ...]) -> str:
+        """The word at an index, which must be one of ``choices``."""
+        self.expect_length(index + 1)
+        return self.one_of(index, choices)
+
+    def one_of(self, index: int, choices: tuple[str, ...]) -> str:
+        """The word at an index, which must be one of ``choices``; others may follow."""
+        if index >= len(self.words):
+            raise self.error(self.words[-1], f"one of {', '.join(choices)} must follow {self.words[-1].text!r}")
+        word = self.words[index]
+        if word.text not in choices:
+            raise self.error(word, f"{word.text!r} is not one of {', '.join(choices)}")
+        return word.text
+
+
+def split_lines(text: str, source: str) -> Iterator[TextLine]:
+    """The lines that hold more than a comment."""
+    for number, raw in enumerate(text.split("\n"), start=1):
+        content = raw.split("#", 1)[0].rstrip()
+        words = tuple(Word(match.group(), match.start() + 1) for match in re.finditer(r"\S+", content))
+        if words:
+            yield TextLine(source, number, words, content.strip())
+
+
+MAGIC: Final = "megapipe schedule"
+FORMAT_VERSION: Final = 2
+
+_NUMBERS: Final = {
+    "microbatches": "num_microbatches",
+    "updates": "updates_per_step",
+    "gradient_buffers": "gradient_buffers",
+    "weight_pool": "weight_pool",
+    "gradient_pool": "gradient_pool",
+}
+_POOLS: Final = ("weight_pool", "gradient_pool")
+_FLAGS: Final = ("data_parallel", "lowered")
+_VERSION_1_POOLS: Final = {"weight_buffers": "weight_pool", "whole_gradients": "gradient_pool"}
+"""Numbers of format 1 that were also flags: with a number above 0, weights or gradients of all units were sharded."""
+_CHOICES: Final = {"mode": ("mode", ("train", "forward")), "class": ("numerical_class", ("A", "B", "C"))}
+_STAGE_FIELDS: Final = {
+    "rank": None,
+    "part": None,
+    "replica": 0,
+    "units": 1,
+    "versions": 1,
+    "activation_slots": 0,
+    "gradient_slots": 0,
+}
+_STATE_CHOICES: Final = {"weights": ("sharded", "host"), "gradients": ("sharded",)}
+_STATE_NUMBERS: Final = ("size", "shards")
+_AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "updates", "gradient_buffers")
+_KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied", "state")
+_VERSION_1_KEYS: Final = (
+    *(key for key in _KEYS if key not in (*_POOLS, "state")),
+    *_VERSION_1_POOLS,
+    "weights_in_host",
+    "zero",
+)
+
+
+def write_header(header: Header) -> list[str]:
+    """Return the header as lines, without values that are the default, except the class."""
+    defaults = {each.name: each.default for each in fields(Header)}
+    lines = [f"{MAGIC} {FORMAT_VERSION}", f"name {header.name}", f"class {header.numerical_class}"]
+    if header.mode != "train":
+        lines.append(f"mode {header.mode}")
+    for key, field in _NUMBERS.items():
+        value, usual = (
+            (getattr(header.states, field), 0) if field in _POOLS else (getattr(header, field), defaults[field])
+        )
+        if value != usual:
+            lines.append(f"{key} {value}")
+    lines += [f"{key} yes" for key in _FLAGS if getattr(header, key)]
+    for stage, place in enumerate(header.stages):
+        said = {
+            "rank": place.rank,
+            "part": place.part,
+            "replica": place.replica,
+            "units": header.units_per_stage[stage],
+            "versions": header.versions_per_stage[stage],
+            "activation_slots": header.activation_slots[stage] if header.activation_slots else 0,
+            "gradient_slots": header.gradient_slots[stage] if header.gradient_slots else 0,
+        }
+        usual = _STAGE_FIELDS | {"part": stage}
+        words = (f"{key} {value}" for key, value in said.items() if value != usual[key])
+        lines.append(" ".join([f"stage {stage}", *words]))
+    if header.routes != (tuple(range(len(header.stages))),):
+        lines += ["route " + " ".join(map(str, route)) for route in header.routes]
+    lines += ["tied " + " ".join(map(str, group)) for group in header.tied_groups]
+    return lines + [line for stage, units in enumerate(header.states.units) for line in _state_lines(stage, units)]
+
+
+def _state_lines(stage: int, units: Sequence[StateUnit]) -> Iterator[str]:
+    """The first units of all layers, neighbours that are alike together; then the second ones, and so on."""
+    seen: Counter[int] = Counter()
+    turns: defaultdict[int, list[StateUnit]] = defaultdict(list)
+    for unit in units:
+        turns[seen[unit.layer]].append(unit)
+        seen[unit.layer] += 1
+    for alike in turns.values():
+        for _, run in groupby(enumerate(alike), key=lambda each: (each[1].layer - each[0], each[1][1:])):
+            same = [unit for _, unit in run]
+            layers = f"{same[0].layer}-{same[-1].layer}" if len(same) > 1 else f"{same[0].layer}"
+            fields = [f"state {stage}/{layers}"]
+            fields += [f"weights {same[0].weights}"] * (same[0].weights != "whole")
+            fields += ["gradients sharded"] * same[0].sharded_gradients
+            fields += [f"size {same[0].size}"] * (same[0].size != 1)
+            yield " ".join(fields + [f"shards {same[0].shards}"] * (same[0].shards != 0))
+
+
+class HeaderReader:
+    """Collects header lines into a :class:`Header`."""
+
+    def __init__(self, first: TextLine) -> None:
+        self._version = first.number_at(2)
+        if self._version not in (1, FORMAT_VERSION):
+            raise first.error(
+                first.words[2],
+                f"format {first.words[2].text} cannot be read; this version reads formats 1 and {FORMAT_VERSION}",
+            )
+        first.expect_length(3)
+        self._fields: dict[str, Any] = {}
+        self._stages: list[dict[str, int]] = []
+        self._routes: list[tuple[int, ...]] = []
+        self._tied: list[tuple[int, ...]] = []
+        self._zero: list[tuple[int, ...]] = []
+        self._states: defaultdict[int, list[StateUnit]] = defaultdict(list)
+
+    def read(self, line: TextLine) -> None:
+        """Take in one header line."""
+        key = line.words[0].text
+        keys = _KEYS if self._version > 1 else _VERSION_1_KEYS
+        if key not in keys:
+            nearest = difflib.get_close_matches(key, keys, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it must be one of {', '.join(keys)}"
+            raise line.error(line.words[0], f"unknown header line {key!r}{hint}")
+        if key == "stage":
+            self._read_stage(line)
+        elif key == "route":
+            self._routes.append(self._stage_list(line))
+        elif key == "tied":
+            self._tied.append(self._stage_list(line))
+        elif key == "zero":
+            self._zero.append(tuple(line.number_at(index) for index in range(1, max(2, len(line.words)))))
+        elif key == "state":
+            self._read_states(line)
+        elif key in _NUMBERS | _VERSION_1_POOLS:
+            field = (_NUMBERS | _VERSION_1_POOLS)[key]
+            self._once(line, field, line.number_at(1, least=1 if key in _AT_LEAST_ONE else 0))
+        elif key in (*_FLAGS, "weights_in_host"):
+            self._once(line, key, line.choice_at(1, ("yes", "no")) == "yes")
+        elif key in _CHOICES:
+            field, choices = _CHOICES[key]
+            self._once(line, field, line.choice_at(1, choices))
+        else:
+            line.expect_length(2)
+            self._once(line, "name", line.words[1].text)
+
+    def finish(self, source: str) -> Header:
+        """The header that the lines make."""
+        for key in ("name", "num_microbatches"):
+            if key not in self._fields:
+                raise ScheduleError(f"{source}: the header lacks '{key.removeprefix('num_')}'")
+        if not self._stages:
+            raise ScheduleError(f"{source}: the header has no stage")
+        ranks = {stage["rank"] for stage in self._stages}
+        if ranks != set(range(len(ranks))):
+            raise ScheduleError(
+                f"{source}: the stages are on ranks {sorted(ranks)}; ranks must be numbered from 0 without gaps"
+            )
+        fields: dict[str, Any] = {"mode": "train", "numerical_class": "C", "lowered": False} | self._fields
+        if fields["num_microbatches"] % fields.get("updates_per_step", 1):
+            raise ScheduleError(
+                f"{source}: {fields['num_microbatches']} micro-batches cannot be divided evenly into "
+                f"{fields['updates_per_step']} updates"
+            )
+        slots: dict[str, Any] = {
+            key: tuple(stage[key] for stage in self._stages) if fields["lowered"] else ()
+            for key in ("activation_slots", "gradient_slots")
+        }
+        units = tuple(stage["units"] for stage in self._stages)
+        pools = {pool: fields.pop(pool, 0) for pool in _POOLS}
+        if self._version == 1:
+            states = self._version_1_states(units, fields, pools)
+        else:
+            states = self._named_states(units, pools)
+        return Header(
+            num_ranks=len(ranks),
+            stages=tuple(StagePlace(stage["part"], stage["replica"], stage["rank"]) for stage in self._stages),
+            routes=tuple(self._routes) or (tuple(range(len(self._stages))),),
+            units_per_stage=units,
+            versions_per_stage=tuple(stage["versions"] for stage in self._stages),
+            tied_groups=tuple(self._tied),
+            states=states.checked(fields["name"], units),
+            **fields,
+            **slots,
+        )
+
+    def _named_states(self, layers_per_stage: Sequence[int], pools: dict[str, int]) -> StateTable:
+        """Return the table that the state lines describe; a layer without a line is one unit that is kept whole."""
+        units = []
+        for stage, layers in enumerate(layers_per_stage):
+            named = self._states[stage]
+            unnamed = sorted(set(range(layers)) - {unit.layer for unit in named})
+            units.append(tuple(sorted([*named, *map(StateUnit, unnamed)], key=lambda unit: unit.layer)))
+        return StateTable(tuple(units), **pools)
+
+    def _version_1_states(
+        self, layers_per_stage: Sequence[int], fields: dict[str, Any], pools: dict[str, int]
+    ) -> StateTable:
+        """Return the table that the scalars of format 1 and its lines of ZeRO stages describe."""
+        home: WeightHome = "host" if fields.pop("weights_in_host", False) else "sharded"
+        table = StateTable.uniform(layers_per_stage, **pools, weights=home)
+        if not self._zero or not table.units:
+            return table
+        if tuple(map(len, self._zero)) != tuple(layers_per_stage):
+            raise ScheduleError(
+                f"{fields['name']} has ZeRO stages of {list(map(len, self._zero))} units by stage, but stages have "
+                f"{list(layers_per_stage)} units; give one for each unit"
+            )
+        return table.limited(self._zero)
+
+    def _once(self, line: TextLine, field: str, value: object) -> None:
+        line.expect_length(2)
+        if field in self._fields:
+            raise line.error(line.words[0], f"{line.words[0].text!r} appears twice")
+        self._fields[field] = value
+
+    def _read_stage(self, line: TextLine) -> None:
+        number = len(self._stages)
+        if line.number_at(1) != number:
+            raise line.error(line.words[1], f"stages must be numbered from 0 in order: expected stage {number}")
+        given: dict[str, int] = {}
+        for index in range(2, len(line.words), 2):
+            key = line.words[index].text
+            if key not in _STAGE_FIELDS or key in given:
+                raise line.error(
+                    line.words[index], f"{key!r} is not one of {', '.join(_STAGE_FIELDS)}, or appears twice"
+                )
+            given[key] = line.number_at(index + 1, least=1 if key in _AT_LEAST_ONE else 0)
+        if "rank" not in given:
+            raise line.error(line.words[1], f"stage {number} has no rank")
+        defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
+        self._stages.append(defaults | given)
+
+    def _read_states(self, line: TextLine) -> None:
+        """``state S/L`` or ``state S/L-L``, then what the unit of each of these layers does not leave as usual."""
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})(?:-(\d{1,9}))?", line.words[1].text if len(line.words) > 1 else "")
+        if match is None:
+            raise line.error(line.words[-1], "a stage and its layers must follow, such as 0/2 or 0/2-5")
+        stage, first, last = int(match[1]), int(match[2]), int(match[3] or match[2])
+        if stage >= len(self._stages) or not first <= last < self._stages[stage]["units"]:
+            raise line.error(line.words[1], f"{line.words[1].text!r} does not name layers of a stage defined above")
+        given: dict[str, Any] = {}
+        for index in range(2, len(line.words), 2):
+            key = line.words[index].text
+            if key not in (*_STATE_CHOICES, *_STATE_NUMBERS) or key in given:
+                names = ", ".join((*_STATE_CHOICES, *_STATE_NUMBERS))
+                raise line.error(line.words[index], f"{key!r} is not one of {names}, or appears twice")
+            given[key] = (
+                line.number_at(index + 1) if key in _STATE_NUMBERS else line.one_of(index + 1, _STATE_CHOICES[key])
+            )
+        self._states[stage] += [
+            StateUnit(
+                layer,
+                given.get("weights", "whole"),
+                "gradients" in given,
+                given.get("size", 1),
+                given.get("shards", 0),
+            )
+            for layer in range(first, last + 1)
+        ]
+
+    def _stage_list(self, line: TextLine) -> tuple[int, ...]:
+        stages = tuple(line.number_at(index) for index in range(1, max(2, len(line.words))))
+        for index, stage in enumerate(stages, start=1):
+            if stage >= len(self._stages):
+                raise line.error(line.words[index], f"stage {stage} is not defined above")
+        if len(set(stages)) < len(stages) and line.words[0].text == "route":
+            raise line.error(line.words[0], "a route must visit each stage once")
+        return stages
 
 
 def dumps(schedule: Schedule) -> str:
-    """The schedule as text."""
+    """The schedule as text.
+
+    Example:
+        >>> from megapipe import build, dumps
+        >>> dumps(build("gpipe", 2, 4)).splitlines()[0]
+        'megapipe schedule 2'
+    """
     lines = write_header(schedule.header)
     for section in SECTIONS:
         if any(len(rows) for rows in schedule.sections[section]):
@@ -41,10 +376,16 @@ def loads(text: str, source: str = "schedule") -> Schedule:
     """The schedule that a text describes.
 
     ``source`` names the text in errors. Raises ScheduleError with line and column of what does not belong.
+
+    Example:
+        >>> from megapipe import build, dumps, loads
+        >>> schedule = build("zb_h1", 2, 4)
+        >>> loads(dumps(schedule)) == schedule
+        True
     """
     lines = list(split_lines(text, source))
     if not lines or not lines[0].text.startswith(MAGIC):
-        raise ScheduleError(f"{source}: the first line must be '{MAGIC} 1'")
+        raise ScheduleError(f"{source}: the first line must be '{MAGIC} {FORMAT_VERSION}'")
     reader = HeaderReader(lines[0])
     starts = [index for index, line in enumerate(lines) if line.words[0].text in SECTIONS]
     for line in lines[1 : starts[0] if starts else len(lines)]:
@@ -65,9 +406,16 @@ def loads(text: str, source: str = "schedule") -> Schedule:
 
 def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:
     return [
-        " ".join([f"rank {rank}:", *(write_action(action) for action in schedule.actions(section, rank))])
+        " ".join([f"rank {rank}:", *_words(schedule.actions(section, rank))])
         for rank in range(schedule.header.num_ranks)
     ]
+
+
+def _words(actions: Iterable[Action]) -> Iterator[str]:
+    """One word for each action; rows of one group are joined by a plus sign."""
+    for group, rows in groupby(actions, key=lambda action: action.group):
+        words = map(write_action, rows)
+        yield from words if group < 0 else ["+".join(words)]
 
 
 def _section_name(line: TextLine, found: dict[SectionName, tuple[Rows, ...]]) -> SectionName:
@@ -95,9 +443,12 @@ def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int) -> tuple
 
 def _read_rank(line: TextLine) -> Rows:
     actions: list[Action] = []
+    groups = 0
     for word in line.words[2:]:
+        parts = word.text.split("+")
+        group, groups = (groups, groups + 1) if len(parts) > 1 else (-1, groups)
         try:
-            actions.append(read_action(word.text))
+            actions += [read_action(part)._replace(group=group) for part in parts]
         except ScheduleError as error:
             raise line.error(word, str(error)) from None
     return np.array(actions, dtype=np.int32) if actions else empty_rows()

@@ -19,16 +19,19 @@ from megapipe.spec.linear import (
     scales,
     vector,
 )
+from megapipe.spec.moments import attention_moments
 from megapipe.spec.ops import (
     Collective,
     Flops,
     Kernel,
+    KernelUse,
     MicrobatchShape,
     Op,
     Value,
     linear_flops,
     passes,
 )
+from megapipe.spec.token_order import Visibility, order_of, pieces
 
 CAUSAL_SHARE = 0.5
 """Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
@@ -75,9 +78,13 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     model, tensor, width = shape.model, shape.tensor, shape.width
     head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
     changed = model.qk_norm or model.positions == "rotary"
-    saves, collectives = list(_masks(shape)), []
+    saves, collectives, needs = list(_masks(shape)), list[Collective](), tuple[Value, ...]()
     if model.qk_norm:
-        saves.append(Value("head norm statistics", shape.tokens * (heads + keys) * FULL_BYTES))
+        rows = shape.tokens * (heads + keys)
+        before = Value("heads before their norms", (rows + shape.tokens * keys) * head_dim * width)
+        statistics = Value("head norm statistics", rows * FULL_BYTES)
+        saves.append(statistics)
+        needs = before, statistics, gradient("normalised heads", rows * head_dim * width)
         if tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
             collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
     exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
@@ -88,7 +95,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
         saves += _attended(shape, *own, changed=False, keeps_projected=False)
         if model.qk_norm:
-            saves.append(Value("heads before their norms", shape.tokens * (heads + 2 * keys) * head_dim * width))
+            saves.append(before)
         if shape.attention == "sdpa":  # its backward reads the result as it was before the exchange
             saves.append(Value("result of whole samples", result.bytes))
         for count in (heads + 2 * copied, heads):
@@ -108,12 +115,14 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         "attention",
         weights=tuple(vector(f"attention.{name}.weight", (head_dim,), None, ONES) for name in norms),
         saves=tuple(saves),
+        weight_needs=needs,
         # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
         # 2023, arXiv 2401.10241, table 1).
         flops=Flops(pairs, 2 * pairs),
         collectives=tuple(collectives),
         kernels=partial(_attention_kernels, shape),
         uses=_attention_uses(shape),
+        moments=partial(attention_moments, shape),
     ), result
 
 
@@ -127,8 +136,9 @@ def _attended(
     changed: bool,
     keeps_projected: bool,
 ) -> list[Value]:
-    """Return what attention of these local heads saves besides its result: query, key and value, as projected (all
-    three in one tensor) and as multiplied where that differs, and log-sums, or the weights of the unfused path.
+    """Return the tensors that attention of these local heads saves, without its result: query, key and value, as
+    projected (all three in one tensor) and as multiplied if that differs, and log-sums, or the weights of the unfused
+    path.
 
     Bringing rows together copies them: the unfused path does so by kv head, unless there is one sample or one such
     head; grouped queries come out of their groups.
@@ -154,9 +164,12 @@ def _attended(
 
 
 def _is_unfused(shape: MicrobatchShape) -> bool:
-    """Return whether attention computes its weights as a tensor; a ring is always fused."""
-    ring = shape.context > 1 and shape.context_attention == "ring"
-    return shape.attention == "unfused" and not ring
+    """Return whether attention computes its weights as a tensor; a ring does so piece by piece, and keeps none."""
+    return shape.attention == "unfused" and not _is_ring(shape)
+
+
+def _is_ring(shape: MicrobatchShape) -> bool:
+    return shape.context > 1 and shape.context_attention == "ring"
 
 
 def _masks(shape: MicrobatchShape) -> Iterator[Value]:
@@ -165,8 +178,7 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
     Positions within documents differ from sample to sample, so the rotary tables, two for queries and two for keys,
     are the micro-batch's own. A ring recomputes its masks.
     """
-    model, width = shape.model, shape.width
-    ring = shape.context > 1 and shape.context_attention == "ring"
+    model, width, ring = shape.model, shape.width, _is_ring(shape)
     if shape.isolate_documents:
         if model.positions == "rotary":
             yield Value("rotary tables", 4 * shape.tokens * model.head_dim // 2 * FULL_BYTES)
@@ -220,17 +232,32 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
     yield fused._replace(phase="backward_input", moved=2 * moved, compute=5 * share)
 
 
-def _attention_uses(shape: MicrobatchShape) -> tuple[tuple[str, int], ...]:
-    model, uses = shape.model, list[tuple[str, int]]()
+def _attention_uses(shape: MicrobatchShape) -> tuple[KernelUse, ...]:
+    model, uses = shape.model, list[KernelUse]()
     if model.qk_norm:
-        uses.append(("rms_norm", model.head_dim))
+        uses.append(KernelUse("rms_norm", model.head_dim, calls=2))
     if model.positions == "rotary":
-        uses.append(("rotary", model.head_dim))
-    if _is_unfused(shape) and not isinstance(model, BertModelConfig):
-        uses.append(("attention_probabilities", model.head_dim))
-    if model.attention_dropout:
-        uses.append(("dropout", shape.sequence_length))
+        uses.append(KernelUse("rotary", model.head_dim, calls=2))
+    if _is_unfused(shape) and not isinstance(model, BertModelConfig) and not shape.isolate_documents:
+        uses.append(KernelUse("attention_probabilities", model.head_dim, part="attention"))
+    if model.attention_dropout and _is_ring(shape):
+        pieces = _ring_pieces(shape)
+        uses.append(KernelUse("dropout", shape.sequence_length, pieces, backward=2 * pieces))
+    elif model.attention_dropout:
+        uses.append(KernelUse("dropout", shape.sequence_length, part="attention"))
     return tuple(uses)
+
+
+def _ring_pieces(shape: MicrobatchShape) -> int:
+    """Return the pieces that a ring's attention has on this rank. Dropout drops the weights of each one; a backward
+    recomputes them and drops their gradients too."""
+    bert, size = isinstance(shape.model, BertModelConfig), shape.context
+    order = order_of("ring", causal=not bert)
+    visibility = Visibility(not bert, shape.model.sliding_window, masked=bert or shape.isolate_documents)
+    return sum(
+        len(pieces(visibility, order, shape.context_rank, key_rank, size, shape.local_length))
+        for key_rank in range(size)
+    )
 
 
 def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:

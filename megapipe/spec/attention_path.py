@@ -1,4 +1,4 @@
-"""Which way attention goes: fused, or by way of its weights, which it then keeps for the backward."""
+"""The path of attention: fused, or through its weights, which it then keeps for the backward."""
 
 from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import AttentionPath, Precision
@@ -7,11 +7,11 @@ LEAST_HEAD_DIM = 16
 """Channels of a head that flex_attention's kernels need."""
 WITH_AMX = 512
 WITHOUT_AMX = 128
-"""Tokens up to which the unfused path is ahead in 16 bits on a CPU."""
+"""Tokens up to which the unfused path is faster in 16 bits on a CPU."""
 
 
 def faster_path(device: str, half: bool, num_tokens: int, amx: bool) -> AttentionPath:
-    """The faster path, forward and backward, on this device type.
+    """Return the faster path, forward and backward, on this device type.
 
     half: 16 bits a number. amx: the CPU has matrix instructions for bf16.
 
@@ -26,7 +26,7 @@ def faster_path(device: str, half: bool, num_tokens: int, amx: bool) -> Attentio
 def attention_path(
     model: ModelConfig, precision: Precision, device: str, num_tokens: int, amx: bool = False
 ) -> AttentionPath:
-    """The path that a model takes: as asked, else the faster one of those that can do its dropout."""
+    """Return the path of a model: the configured one, else the faster one that supports its dropout."""
     if model.attention != "auto":
         return "unfused" if model.attention == "unfused" else "sdpa"
     if model.attention_dropout > 0:
@@ -35,7 +35,7 @@ def attention_path(
 
 
 def why_a_mask(model: ModelConfig, device: str) -> str | None:
-    """Why attention within documents takes a mask on this device type; None where it takes blocks."""
+    """Return why attention within documents takes a mask on this device type; None if it takes blocks."""
     if model.attention in ("sdpa", "unfused"):
         return f"model.attention is {model.attention}"
     if model.attention_dropout > 0:

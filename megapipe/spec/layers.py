@@ -8,7 +8,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.ops import Flops, MicrobatchShape, Op, total_flops
 from megapipe.spec.parameters import LayerKind, LayerSpec
-from megapipe.spec.transformer import ROUTER, bert_head_ops, block_ops, embedding_ops, gpt_head_ops
+from megapipe.spec.transformer import bert_head_ops, block_ops, embedding_ops, gpt_head_ops
 
 
 def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -65,17 +65,12 @@ def model_flops_per_token(
     return per_sample // sequence_length
 
 
-def has_experts(layer: LayerSpec) -> bool:
-    """Return whether a layer is a block with experts."""
-    return ROUTER in layer.parameters
-
-
 def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
     """Return the parameters that one token uses, tied ones once: all but those of experts that it does not choose."""
     used = {}
     for layer in layers:
-        for path, spec in layer.parameters.items():
-            of_experts = path.startswith(("mlp.up.", "mlp.down.")) and has_experts(layer)
+        for spec in layer.parameters.values():
+            of_experts = spec.state_unit == "experts"
             one = spec.num_elements // (model.num_experts or 1) * model.experts_per_token
             used[spec.name] = one if of_experts else spec.num_elements
     return sum(used.values())

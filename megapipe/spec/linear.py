@@ -15,6 +15,8 @@ from megapipe.spec.ops import (
 from megapipe.spec.parameters import Init, ParameterSpec
 
 ZEROS, ONES = Init("zeros"), Init("ones")
+CHUNK_BYTES = 2**28
+"""Bytes of the logits that are computed at a time where the backward recomputes them."""
 
 
 def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
@@ -55,9 +57,20 @@ def linear_bias(model: ModelConfig, path: str, shape: tuple[int, ...], axis: int
     return (vector(path, shape, axis, ZEROS),) if model.bias == "all" else ()
 
 
+OUTPUT_GRADIENT = "gradient of the layer's output"
+"""Name of the gradient with which a layer's backward starts, if a weight half reads this tensor itself."""
+
+
 def gradient(name: str, size: int) -> Value:
     """Return the gradient of a tensor, by its name."""
     return Value(f"gradient of {name}", size)
+
+
+def chunk_rows(num_columns: int, element_bytes: int) -> int:
+    """Return the rows of logits that are computed at a time if none are saved: a power of two that takes at most
+    256 MB."""
+    rows = CHUNK_BYTES // (max(num_columns, 1) * element_bytes)
+    return 1 << max(rows.bit_length() - 1, 0)
 
 
 def all_tokens(shape: MicrobatchShape) -> int:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputedPart
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, AttentionPath, ContextAttention, Precision
 from megapipe.spec.parameters import ParameterSpec
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+BackwardPhase = Literal["backward", "input half", "weight half"]
 KernelPhase = Literal["forward", "backward_input", "backward_weight", "recompute"]
 
 
@@ -32,7 +33,8 @@ class MicrobatchShape:
     isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a mask.
     fp8: matrix products of blocks are in fp8; tensorwise_fp8: with scales that the tensor ranks agree on.
     stored_masks: dropout keeps its mask for the backward (on a GPU the kernels recompute it). repeats_keys: attention
-    needs a key and value head for each query head.
+    needs a key and value head for each query head. tensor_rank, context_rank: this rank's place among those ranks, on
+    which only kernel calls depend.
     """
 
     model: ModelConfig = field(hash=False)
@@ -55,6 +57,8 @@ class MicrobatchShape:
     tensorwise_fp8: bool = False
     stored_masks: bool = True
     repeats_keys: bool = False
+    tensor_rank: int = 0
+    context_rank: int = 0
 
     @cached_property
     def width(self) -> int:
@@ -158,6 +162,33 @@ class Kernel(NamedTuple):
     mask: int = 0
 
 
+class KernelUse(NamedTuple):
+    """Calls of an op of the kernel registry for one micro-batch. A call that has no elements counts as none.
+
+    op: its name. columns: length of the last axis. calls: in a forward. part: the part of the block, as
+    recompute.parts names it, whose forward calls a backward repeats if it recomputes that part. backward: calls in a
+    backward; None means `calls`.
+    """
+
+    op: str
+    columns: int
+    calls: int = 1
+    part: RecomputedPart | None = None
+    backward: int | None = None
+
+    @property
+    def backward_calls(self) -> int:
+        """Calls in a backward, recomputed forwards not counted."""
+        return self.calls if self.backward is None else self.backward
+
+
+class Moment(NamedTuple):
+    """Peak bytes within a layer's backward, or one half of it, while an op runs: beyond those held before it."""
+
+    phase: BackwardPhase
+    bytes: int
+
+
 class Flops(NamedTuple):
     """FLOPs of one micro-batch, over all tensor and context ranks together, from matrix products alone.
 
@@ -194,14 +225,20 @@ def no_kernels() -> tuple[Kernel, ...]:
     return ()
 
 
+def no_moments() -> tuple[Moment, ...]:
+    """Return no moment: those of an op whose backward needs less than others of its layer."""
+    return ()
+
+
 class Op(NamedTuple):
     """One op of a layer.
 
     weights: parameters, named by their path in the layer. gathered: its weights that tensor ranks hold whole see the
     tokens of all of them also under sequence parallelism, so that their gradients need no sum. saves: what its
-    backward reads. weight_needs: what the weight half of a split backward reads, gradients included. kernels: returns
-    its executed work, which only estimates of time ask for. uses: ops of the kernel registry that it calls, with the
-    length of the last axis.
+    backward reads. weight_needs: what the weight half of a split backward reads, gradients included. copies: what the
+    forward copies for that half. kernels: returns its executed work, which only estimates of time ask for. uses: calls
+    of ops of the kernel registry.
+    moments: returns the peaks of tensors that exist only within its backward.
     """
 
     name: str
@@ -209,10 +246,12 @@ class Op(NamedTuple):
     gathered: bool = False
     saves: tuple[Value, ...] = ()
     weight_needs: tuple[Value, ...] = ()
+    copies: tuple[Value, ...] = ()
     flops: Flops = NO_FLOPS
     collectives: tuple[Collective, ...] = ()
     kernels: Callable[[], tuple[Kernel, ...]] = no_kernels
-    uses: tuple[tuple[str, int], ...] = ()
+    uses: tuple[KernelUse, ...] = ()
+    moments: Callable[[], tuple[Moment, ...]] = no_moments
 
 
 class Exchange(NamedTuple):
@@ -244,12 +283,13 @@ class Exchange(NamedTuple):
         return passes * self.bytes * (members - 1) / members
 
 
-def saved_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = ()) -> int:
-    """Return the bytes that a micro-batch's forward leaves on one rank for the backward.
+def saved_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = (), *, split: bool = False) -> int:
+    """Return the bytes that a micro-batch's forward leaves on one rank for the backward. split: it has two halves.
 
-    Not counted: rotary tables that all micro-batches share, and the micro-batch's own tokens, labels and loss mask.
+    Not counted: tables that all micro-batches share, and the micro-batch's own tokens, labels and loss mask.
     """
-    return _distinct_bytes((value for op in ops for value in op.saves), recompute)
+    values = (value for op in ops for value in (op.saves + op.copies if split else op.saves))
+    return _distinct_bytes(values, recompute)
 
 
 def weight_half_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = ()) -> int:
@@ -258,7 +298,7 @@ def weight_half_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = (
     Of a GPT block's matrix products that is the 32 s b h bytes in half precision of Qi et al. (2023, arXiv 2401.10241,
     table 1), who leave the norms out.
     """
-    return _distinct_bytes((value for op in ops for value in op.weight_needs), recompute)
+    return _distinct_bytes((value for op in ops for value in op.weight_needs + op.copies), recompute)
 
 
 def _distinct_bytes(values: Iterable[Value], recompute: Iterable[RecomputedPart]) -> int:
@@ -289,14 +329,12 @@ def exchanges(ops: Iterable[Op], *, forwards: int = 1, split: bool = False) -> d
     return found
 
 
-def partial_elements(ops: Iterable[Op]) -> int:
-    """Return the elements of weights that every tensor rank holds whole and applies to its own tokens alone.
+def partial_weights(ops: Iterable[Op]) -> list[ParameterSpec]:
+    """Return the weights that every tensor rank holds whole and applies only to its own tokens.
 
     Under sequence parallelism their gradients are summed over the tensor ranks, in fp32, before any other sum.
     """
-    return sum(
-        spec.num_elements for op in ops if not op.gathered for spec in op.weights if spec.partition_axis is None
-    )
+    return [spec for op in ops if not op.gathered for spec in op.weights if spec.partition_axis is None]
 
 
 def linear_flops(rows: int, elements: int, recomputed: bool = False) -> Flops:
@@ -338,4 +376,4 @@ def passes(name: str, forward: float, backward: float, *, again: bool = False, m
 
 def registry_uses(ops: Sequence[Op]) -> list[tuple[str, int]]:
     """Return the ops of the kernel registry that a layer calls, with the length of the last axis, each once."""
-    return list(dict.fromkeys(use for op in ops for use in op.uses))
+    return list(dict.fromkeys((use.op, use.columns) for op in ops for use in op.uses))

@@ -46,6 +46,7 @@ class ParameterSpec:
     partition_axis: axis that tensor ranks share; None when every rank holds the whole.
     init: how it starts. decay: weight decay applies. matrix: a matrix for optimizers that treat matrices apart.
     padded: the partition axis may be indivisible (vocabulary): shards are of equal padded size, axis 0 only.
+    state_unit: which of its layer's state units has it, where there are several; the layer's own by default.
     balance_rate: above 0 for what the loss does not train: its gradient is how much more than their share experts were
     given, and an update moves it by this much the other way.
     """
@@ -58,6 +59,7 @@ class ParameterSpec:
     matrix: bool
     padded: bool = False
     balance_rate: float = 0.0
+    state_unit: Literal["layer", "experts"] = "layer"
 
     @property
     def num_elements(self) -> int:
@@ -65,7 +67,7 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     def local_shape(self, tensor_size: int, alignment: int = 1) -> tuple[int, ...]:
-        """Shape of one shard as stored, padding included.
+        """Return the shape of one shard as stored, padding included.
 
         A padded spec's shards have ceil(n / tensor_size) rows rounded up to `alignment`.
         Raises ValueError when an unpadded partition axis does not divide.
@@ -86,9 +88,9 @@ class ParameterSpec:
         return (*self.shape[:axis], share, *self.shape[axis + 1 :])
 
     def box(self, tensor_rank: int, tensor_size: int, alignment: int = 1) -> Box:
-        """The part of the global tensor that a tensor rank owns, without padding (it may be empty on the last ranks).
+        """Return the part of the global tensor that a tensor rank owns, without padding; the last ranks' may be empty.
 
-        The owned elements are the leading ones of the stored shard: padding comes only behind axis 0.
+        The owned elements are the leading ones of the stored shard: padding is only at the end of axis 0.
         """
         starts, stops = [0] * len(self.shape), list(self.shape)
         if self.partition_axis is not None:
@@ -115,7 +117,7 @@ class LayerSpec:
 
 
 def tied_names(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
-    """Names of parameters that more than one layer uses, in order of first use."""
+    """Return the names of parameters that more than one layer uses, in order of first use."""
     seen: dict[str, int] = {}
     for layer in layers:
         for name in {spec.name for spec in layer.parameters.values()}:
@@ -124,7 +126,7 @@ def tied_names(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
 
 
 def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
-    """Per tied weight, in order of first use, the stages that use it. ranges[s]: layers of stage s."""
+    """Return the stages that use each tied weight, in order of first use. ranges[s]: layers of stage s."""
     groups = []
     for name in tied_names(tuple(layers)):
         users = [i for i, layer in enumerate(layers) if any(s.name == name for s in layer.parameters.values())]

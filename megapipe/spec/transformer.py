@@ -13,12 +13,15 @@ from dataclasses import replace
 from functools import partial
 
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
 from megapipe.spec.attention import attention
 from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.linear import (
+    OUTPUT_GRADIENT,
     ZEROS,
     all_tokens,
+    chunk_rows,
     entering,
     gathered_again,
     gradient,
@@ -31,10 +34,12 @@ from megapipe.spec.linear import (
     table,
     vector,
 )
+from megapipe.spec.moments import activation_moments, down_moments, output_moments, table_moments, up_moments
 from megapipe.spec.ops import (
     Collective,
     Flops,
     Kernel,
+    KernelUse,
     MicrobatchShape,
     Op,
     Value,
@@ -70,27 +75,33 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
         Value(name, shape.own_stream, "norms", (source,))
         for name, source in (("attention norm", first_input), ("mlp norm", second_input))
     )
-    yield norm(shape, "attention_norm", first_input)
+    yield norm(shape, "attention_norm", first_input, part="norms")
     yield from attention(shape, layer_input if post_norm else first)
     yield residual(shape, "attention residual")
-    yield norm(shape, "mlp_norm", second_input)
+    yield norm(shape, "mlp_norm", second_input, part=None if post_norm else "norms")
     yield from (mlp if model.num_experts is None else experts)(shape, first if post_norm else second)
     yield residual(shape, "mlp residual")
 
 
-def norm(shape: MicrobatchShape, path: str, source: Value, *, kernels: bool = True) -> Op:
+def norm(
+    shape: MicrobatchShape, path: str, source: Value, *, part: RecomputedPart | None = None, kernels: bool = True
+) -> Op:
     """Return a norm of the residual stream. Its kernel reads and writes the stream once; the backward reads the input
-    and two gradients and writes one."""
+    and two gradients and writes one. part: whose recomputation calls it again: no backward of a block needs the result
+    of its last norm, where that comes after the residual sum."""
     model, stream = shape.model, shape.own_stream
     statistics = Value(f"{path} statistics", shape.statistics(shape.tokens // shape.shards))
     again = path != "norm" and "norms" in shape.recompute
+    weights = norm_weights(model, path)
+    copied = sum(spec.num_elements for spec in weights) * shape.width
     return Op(
         path,
-        weights=norm_weights(model, path),
+        weights=weights,
         saves=(source, statistics),
         weight_needs=(source, statistics, gradient(path, stream)),
+        copies=(Value(f"{path} weights", copied),) if part is not None and part in shape.recompute else (),
         kernels=partial(passes, path, 2 * stream, 4 * stream, again=again) if kernels else no_kernels,
-        uses=((model.norm_kind.op, model.hidden_size),),
+        uses=(KernelUse(model.norm_kind.op, model.hidden_size, part=part),),
     )
 
 
@@ -101,7 +112,7 @@ def residual(shape: MicrobatchShape, name: str) -> Op:
         name,
         saves=(Value(f"{name} mask", elements * shape.stored_masks),),
         kernels=partial(passes, name, 3 * shape.own_stream, 2 * shape.own_stream, mask=elements),
-        uses=(("bias_dropout_residual", shape.model.hidden_size),) if elements else (),
+        uses=(KernelUse("bias_dropout_residual", shape.model.hidden_size),) if elements else (),
     )
 
 
@@ -115,6 +126,9 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     inner = shape.tokens * ffn * shape.width // shape.tensor
     outer = Value("up", inner * gate)
     activated = Value("activation", inner, "mlp", (outer,))
+    # A residual sum hands its gradient on as it is, but a norm or dropout after the product makes another one.
+    post_norm = isinstance(model, BertModelConfig) and model.norm_position == "post"
+    handed = "gradient of down" if post_norm or model.hidden_dropout else OUTPUT_GRADIENT
     yield Op(
         "up",
         weights=(up, *linear_bias(model, "mlp.up.bias", rows, axis)),
@@ -123,16 +137,18 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         flops=linear_flops(all_tokens(shape), up.num_elements),
         collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
         kernels=partial(linear_products, shape, up, shape.tokens),
+        moments=partial(up_moments, shape, up),
     )
     yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.bias == "all")
     yield Op(
         "down",
         weights=(down, *linear_bias(model, "mlp.down.bias", (hidden,), None)),
         saves=(activated,),
-        weight_needs=(activated, gradient("down", shape.own_stream)),
+        weight_needs=(activated, Value(handed, shape.own_stream)),
         flops=linear_flops(all_tokens(shape), down.num_elements),
         collectives=scales(shape),
         kernels=partial(linear_products, shape, down, shape.tokens),
+        moments=partial(down_moments, shape, down),
     )
 
 
@@ -146,8 +162,13 @@ def _activation(shape: MicrobatchShape, source: Value, inner: int, channels: int
         kernels=partial(
             passes, "activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, again="mlp" in shape.recompute
         ),
-        uses=((op, inputs * channels),),
+        uses=(KernelUse(op, inputs * channels, part="mlp"),),
+        moments=partial(activation_moments, shape),
     )
+
+
+def _of_experts(spec: ParameterSpec) -> ParameterSpec:
+    return replace(spec, state_unit="experts")
 
 
 def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
@@ -161,8 +182,12 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     number, gate = model.num_experts or 1, 1 + model.activation_kind.gated
     inner_shape = (number, 2, ffn) if model.activation_kind.gated else (number, ffn)
     router = matrix(ROUTER, (number, hidden), None, model.init_std)
-    up = matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std)
-    down = matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model))
+    up = _of_experts(matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std))
+    down = _of_experts(matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model)))
+    biases = (
+        *linear_bias(model, "mlp.up.bias", inner_shape, 0),
+        *linear_bias(model, "mlp.down.bias", (number, hidden), 0),
+    )
     balance = replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate)
     rows, choices, width = shape.expert_rows, shape.tokens * model.experts_per_token, shape.width
     scores = Value("scores", shape.tokens * number * FULL_BYTES // shape.shards)
@@ -195,20 +220,21 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         weight_needs=(picked, gradient("up", outer.bytes)),
         flops=_expert_flops(shape, up),
         kernels=partial(_expert_products, shape, up),
+        moments=partial(up_moments, shape, up),
     )
     yield _activation(shape, outer, choices * ffn * width // shape.tensor, ffn, biased=False)
     yield Op(
         "down",
         weights=(
             down,
-            *linear_bias(model, "mlp.up.bias", inner_shape, 0),
-            *linear_bias(model, "mlp.down.bias", (number, hidden), 0),
+            *map(_of_experts, biases),
             *((balance,) if model.balances_experts else ()),
         ),
         saves=(activated,),
         weight_needs=(activated, gradient("down", picked.bytes)),
         flops=_expert_flops(shape, down),
         kernels=partial(_expert_products, shape, down),
+        moments=partial(down_moments, shape, down),
     )
     yield Op("combine", saves=(Value("results of rows", picked.bytes), Value("weights of rows", rows * width)))
 
@@ -275,23 +301,24 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         collectives = (Collective("tensor", "all_reduce", elements, shape.width, 1),)
     masked = elements // shape.shards if model.embedding_dropout else 0
     # Sequence parallelism gathers the gradient of the word embeddings; other tables read that of their shard, and
-    # positions its sum over samples.
-    handed = [gradient("words", shape.stream)]
-    if shape.sequence_parallel and bert:
-        handed.append(gradient("sum", stream))
-    if model.positions == "learned":
+    # positions its sum over samples, unless they count from the starts of documents, which differ between samples.
+    changed = post_norm or model.embedding_dropout > 0
+    words = "gradient of words" if changed or shape.sequence_parallel else OUTPUT_GRADIENT
+    handed = [Value(words, shape.stream)]
+    summed = model.positions == "learned" and not shape.isolate_documents
+    if shape.sequence_parallel and (bert or (model.positions == "learned" and not summed)):
+        handed.append(Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream))
+    if summed:
         handed.append(gradient("positions", stream // shape.micro_size))
     yield Op(
         "lookup",
         weights=tuple(tables),
-        saves=(
-            Value("rows of other ranks", shape.tokens if shape.tensor > 1 else 0),
-            Value("embedding mask", masked * shape.stored_masks),
-        ),
+        saves=(Value("embedding mask", masked * shape.stored_masks),),
         weight_needs=tuple(handed),
         collectives=collectives,
         kernels=partial(_lookup_kernels, shape),
-        uses=(("dropout", model.hidden_size),) if model.embedding_dropout else (),
+        uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
+        moments=partial(table_moments, shape, tables),
     )
     if post_norm:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
@@ -320,7 +347,8 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         )
     elif tensor > 1:
         collectives += (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
-    logits = Value("gradient of logits", tokens * _columns(shape) * shape.width)
+    columns = _columns(shape)
+    logits = Value("gradient of logits", tokens * columns * shape.width)
     yield Op(
         "output",
         weights=_output_weights(shape),
@@ -329,7 +357,8 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
         collectives=collectives,
         kernels=partial(_output_kernels, shape),
-        uses=(("linear_cross_entropy", model.hidden_size),),
+        uses=(_loss_use(shape, tokens),),
+        moments=partial(output_moments, shape, columns),
     )
 
 
@@ -361,13 +390,14 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         flops=linear_flops(every_row, transform.num_elements),
         kernels=partial(linear_products, shape, transform, rows),
     )
-    yield Op("gelu", saves=(transformed,), uses=(("gelu", hidden),))
+    yield Op("gelu", saves=(transformed,), uses=(KernelUse("gelu", hidden),))
     yield Op(
         "transform_norm",
         weights=norm_weights(model, "transform_norm"),
         gathered=True,
         saves=(activated, statistics),
         weight_needs=(activated, statistics, gradient("transform norm", wide)),
+        uses=(KernelUse(model.norm_kind.op, hidden),),
     )
     collectives = _loss_collectives(shape, rows)
     if tensor > 1:
@@ -377,8 +407,6 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     columns = _columns(shape)
     bias = replace(vector("output.bias", (model.vocabulary_size,), 0, ZEROS), padded=True)
     logits = 0 if shape.recompute_logits else rows * min(columns, model.vocabulary_size) * width
-    share = -(-model.vocabulary_size // tensor)
-    loss = ("linear_cross_entropy", hidden) if shape.recompute_logits else ("cross_entropy", share)
     yield Op(
         "output",
         weights=(bias, *_output_weights(shape)),
@@ -388,7 +416,8 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         flops=linear_flops(every_row, _output_elements(model), shape.recompute_logits),
         collectives=collectives,
         kernels=partial(_output_kernels, shape),
-        uses=(loss,),
+        uses=(_loss_use(shape, rows),),
+        moments=partial(output_moments, shape, columns),
     )
     if model.sentence_head:
         yield from _sentence_ops(shape, states)
@@ -424,6 +453,25 @@ def _loss_collectives(shape: MicrobatchShape, rows: int) -> tuple[Collective, ..
     if shape.tensor == 1:
         return ()
     return (Collective("tensor", "all_gather", shape.tensor * LOSS_STATISTICS * rows, FULL_BYTES, 1),)
+
+
+def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
+    """Return the calls for the loss of so many rows: of their statistics, and of the gradients of logits. A rank whose
+    columns are all padding has no logits.
+
+    A GPT's forward leaves the gradient in place of the logits; tensor ranks exchange statistics before that. A BERT's
+    backward computes it. If the backward recomputes logits, both directions proceed in chunks of rows.
+    """
+    model, shards = shape.model, shape.tensor
+    columns = max(0, min(_columns(shape), model.vocabulary_size - shape.tensor_rank * _columns(shape)))
+    gradients = int(columns > 0)
+    if shape.recompute_logits:
+        chunks = -(-rows // chunk_rows(columns, shape.width))
+        return KernelUse("linear_cross_entropy", model.hidden_size, chunks, backward=chunks * gradients)
+    if isinstance(model, BertModelConfig):
+        return KernelUse("cross_entropy", -(-model.vocabulary_size // shards), gradients)
+    calls = 1 if shards == 1 else 1 + gradients
+    return KernelUse("linear_cross_entropy", model.hidden_size, calls, backward=0)
 
 
 def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:

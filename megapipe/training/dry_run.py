@@ -1,8 +1,8 @@
-"""A run of any number of ranks, checked in one process: rules, schedule, shapes and memory, and nothing computed.
+"""Check a run of any number of ranks in one process: rules, schedule, shapes and memory, without computing anything.
 
-Ranks of one pipeline coordinate are alike, so one of each is built, on torch's meta device, whose tensors have shapes
-and no memory. Its stages then run one forward and one backward of a micro-batch, which shows that the shapes of all
-operations fit together and that every stage hands on what the next one waits for.
+Ranks with the same pipeline coordinate are alike, so one of each is built on torch's meta device, whose tensors have
+shapes but no memory. Its stages then run one forward and one backward of a micro-batch. This shows that the shapes of
+all operations fit together, and that every stage returns the tensors that the next one expects.
 """
 
 import math
@@ -14,44 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
-from megapipe.config.progress import Report
+from megapipe.config.command_line import Report
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.groups import unit_states
-from megapipe.engine.stage import Stage, TensorSpec, described
+from megapipe.engine.assembly import Assembly, Holding, ModelTable
+from megapipe.engine.stage import Stage, TensorSpec, described, unit_states
 from megapipe.kernels.ops import OPS
 from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layout.batch_plan import data_parallel_size, num_microbatches
 from megapipe.layout.lowered import lowered_schedule
-from megapipe.layout.prediction import predict_rank
-from megapipe.layout.rank import RankPrediction
+from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.layout.scheduling import schedule_name
 from megapipe.layout.stages import StageLayout
-from megapipe.layout.validation import data_parallel_size, num_microbatches
-from megapipe.parallel.groups import Group, ReduceOperation, Work
-from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.sharding import WHOLE, Sharding
+from megapipe.layout.table import LayoutTable
+from megapipe.models.families import family_of
+from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.schedules import Schedule
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.validation import validate as validate_schedule
-from megapipe.training.assemble import Assembly, recompute_parts, share_samples_of, use_fp8
-from megapipe.training.context_layout import HeldTokens
-from megapipe.training.families import family_of
-from megapipe.training.sequence import shard_sequences
-from megapipe.training.validate import validate
+from megapipe.training.loop.loader import HeldTokens
+from megapipe.training.validation import validate
 
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """What the ranks of one pipeline coordinate hold.
+    """Layers and memory of the ranks of one pipeline coordinate.
 
-    ranks: how many there are. stages: of the schedule. layers: names. parameters: elements in the buffers of one rank,
-    padding included. state_bytes: what lives between steps, in host memory too. message_bytes: buffers in which
-    messages of other stages arrive, and stay until their backward. peak_bytes: the most that a step holds on the
-    device, these buffers included.
+    ranks: their number. stages: of the schedule. layers: names. parameters: elements in the buffers of one rank, with
+    padding. state_bytes: persistent state, also in host memory. message_bytes: buffers in which messages of other
+    stages arrive, and stay until their backward. peak_bytes: peak of a step on the device, with these buffers.
+    kernel_calls: calls of one step, by op of the kernel registry and phase.
     """
 
     pipeline: int
@@ -62,11 +56,13 @@ class Coordinate:
     state_bytes: int
     message_bytes: int
     peak_bytes: int
+    kernel_calls: dict[str, int]
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What was checked. config: with parallel.data filled in. actions: of one step, over all pipeline coordinates."""
+    """Result of a dry run. config: with parallel.data filled in. actions: of one step, over all pipeline
+    coordinates."""
 
     config: PretrainConfig
     world_size: int
@@ -77,7 +73,7 @@ class DryRun:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """The figures; memory by pipeline coordinate."""
+        """Return the figures for JSON; memory by pipeline coordinate."""
         return {
             "world_size": self.world_size,
             "microbatches": self.microbatches,
@@ -91,43 +87,7 @@ class DryRun:
 
 
 class ShapeError(RuntimeError):
-    """Stages do not fit together, or hold other bytes than the formulas say: a defect of megapipe, not of a config."""
-
-
-class ShapeGroup(Group):
-    """A group of absent ranks: collectives of meta tensors give results of the right shape at once."""
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        return _Done()
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor.new_empty((self.size, *tensor.shape))
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(tensor.shape[1:])
-
-    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        return _Done()
-
-    def reduce_into_part(self, whole: Tensor) -> Work:
-        return _Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Nothing changes in a tensor without content."""
-
-    def shift(self, tensor: Tensor, into: Tensor) -> Work:
-        return _Done()
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.size
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-
-class _Done(Work):
-    def wait(self) -> None:
-        """Nothing was started."""
+    """Stages do not fit together, or need other bytes than predicted: a defect of megapipe, not of a configuration."""
 
 
 def dry_run(
@@ -150,52 +110,29 @@ def dry_run(
     config = replace(config, parallel=replace(config.parallel, data=data_parallel_size(config, world_size)))
     say(f"configuration: valid on {world_size:,} ranks")
     layout, microbatches = StageLayout.of(config), num_microbatches(config, world_size)
-    shape = MeshShape({name: getattr(config.parallel, name) for name in DIMENSIONS})
+    shape = MeshShape.of(config.parallel)
     schedule = lowered_schedule(config, layout)
     validate_schedule(schedule)
     actions = sum(len(rows) for rows in schedule.sections.body)
     say(f"schedule: {schedule.header.name}, {microbatches:,} micro-batches, {actions:,} actions a step, valid")
     first = predict_rank(config, schedule, 0, device=device)
+    kernels, holding = OPS.with_overrides(config.kernels.backends), Holding.of(LayoutTable.of(config, layout))
     found = []
     for place in range(shape.sizes["pipeline"]):
-        mesh = _mesh(shape, shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0}))
-        stages = shaped_stages(config, mesh, layout, schedule)
+        rank = shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0})
+        mesh = silent_mesh(shape, rank, META)
+        model = ModelTable.of(config, layout, mesh, kernels)
+        stages = Assembly(model, holding, mesh, schedule.header, kernels=kernels).stages
         _run_shapes(config, stages, layout, HeldTokens.of(config, mesh))
-        # Of a rank's coordinates its memory knows the pipeline's alone, so that the layout is found once for all.
+        # The memory of a rank depends only on its pipeline coordinate.
         found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
         report((place + 1) / shape.sizes["pipeline"])
     say(f"shapes: a forward and a backward of every stage fit together ({len(layout.ranges)} in all)")
     return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
 
 
-def shaped_stages(config: PretrainConfig, mesh: Mesh, layout: StageLayout, schedule: Schedule) -> dict[int, Stage]:
-    """The stages of a mesh's rank as `Replica` builds them."""
-    replicas = mesh.group("data", "context")
-    count = config.zero.num_shards(replicas.size)
-    muon = config.optimizer.name == "muon"
-    sharding = Sharding(config.zero.stage, replicas.rank % count, count, muon) if count > 1 else WHOLE
-    kernels = OPS.with_overrides(config.kernels.backends)
-    stages = Assembly(config, mesh, layout, schedule.header, kernels, sharding).stages()
-    if config.parallel.sequence:
-        shard_sequences(stages, layout, mesh.group("tensor"), config.parallel.sequence_chunks)
-    if mesh.size("context") > 1:
-        share_samples_of(stages.values(), mesh.group("context"), config.parallel.context_attention)
-    if config.recompute.method == "selective":
-        recompute_parts(stages.values(), config.recompute.parts)
-    use_fp8(stages, layout, config, mesh.group("tensor"))
-    return stages
-
-
-def _mesh(shape: MeshShape, rank: int) -> Mesh:
-    def group(name: str, partition: Partition) -> Group | None:
-        mine = next((ranks for ranks in partition if rank in ranks), None)
-        return None if mine is None else ShapeGroup(name, mine, mine.index(rank))
-
-    return Mesh(shape, rank, META, group)
-
-
 def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], layout: StageLayout, held: HeldTokens) -> None:
-    """One forward and backward through each stage, from the inputs that it waits for to what it hands on."""
+    """Run a forward and a backward of each stage, and compare the shapes with its declared inputs and outputs."""
     terms = len(family_of(config).loss_terms)
     context = _context(config, held)
     for number, stage in stages.items():
@@ -216,7 +153,7 @@ def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], layout: Sta
 
 
 def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
-    """A micro-batch's, as the loader of the run makes it, of shapes alone."""
+    """Return the context of a micro-batch as the loader of the run makes it, on the meta device."""
     size, whole = config.batch.micro_size, config.data.sequence_length
     tokens = whole // config.parallel.context
     shared: dict[str, Any] = {
@@ -225,8 +162,8 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
         "seed": config.training.seed,
         "token_numbers": None if held.numbers is None else torch.empty(tokens, dtype=torch.int64, device=META),
     }
-    if isinstance(config, BertPretrainConfig):
-        predictions = config.data.max_predictions
+    predictions = family_of(config).predictions
+    if predictions is not None:
         return BertContext(
             **shared,
             labels=torch.empty((size, predictions), dtype=torch.int64, device=META),
@@ -249,7 +186,7 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
 
 
 def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stage], layout: StageLayout) -> Coordinate:
-    """The memory of a rank by formula, its lasting state held to the buffers that were built."""
+    """Return the predicted memory of a rank. Raises ShapeError if the buffers that were built have other sizes."""
     states = unit_states(dict(stages))
     said, built = predicted.state(), [_bytes(state) for state in states]
     for name in ("weights", "master", "gradients"):
@@ -272,11 +209,12 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
         state_bytes=said.total,
         message_bytes=messages,
         peak_bytes=predicted.device_bytes(),
+        kernel_calls={f"{op} {phase}": calls for (op, phase), calls in sorted(predicted.kernel_calls().items())},
     )
 
 
 def _bytes(state: UnitState) -> dict[str, int]:
-    """Of a unit's lasting buffers, moments apart, which the optimizer makes."""
+    """Return the persistent bytes of a unit, without optimizer moments."""
     weights = state.weight_shards if state.weights_come_and_go else state.weights
     gradients = state.gradient_shards if state.sharding.gradients else state.gradients
     return {
@@ -287,7 +225,8 @@ def _bytes(state: UnitState) -> dict[str, int]:
 
 
 def _message_bytes(header: Header, stages: Mapping[int, Stage]) -> int:
-    """Receive slots of these stages, for what stages of other ranks send (`engine.wiring.connect` makes them)."""
+    """Return the bytes of these stages' receive slots for stages of other ranks, as `engine.transfers.connect` makes
+    them."""
     total, ranks = 0, header.stage_ranks
     for number, stage in stages.items():
         if stage.inputs and ranks[number - 1] != ranks[number]:

@@ -1,7 +1,7 @@
 """Compare the memory that a run needs with the free memory, before any parameter is allocated.
 
-The need is the exact prediction that dry runs print (`layout.rank`): persistent state, message buffers, and the peak
-within a step. It excludes the overhead of the framework (CUDA, NCCL, allocator fragmentation).
+The need is the exact prediction that dry runs print (`layout.prediction`): persistent state, message buffers, and the
+peak within a step. It excludes the overhead of the framework (CUDA, NCCL, allocator fragmentation).
 """
 
 import os
@@ -15,20 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megapipe.config.command_line import bytes_text
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.schedule import ScheduleConfig
-from megapipe.config.words import bytes_told
-from megapipe.engine.clocks import this_host
+from megapipe.config.untrusted import flat
+from megapipe.engine.trace import this_host
 from megapipe.layers.attention import has_amx
+from megapipe.layout.batch_plan import data_parallel_size
 from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
-from megapipe.layout.validation import data_parallel_size
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules.generators.registry import find_generator
-from megapipe.training.validate import validate
+from megapipe.schedules.registry import find_generator
+from megapipe.training.validation import validate
 
 SUGGESTIONS = 3
 MOST_RANKS = 4096
@@ -154,7 +155,7 @@ def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Itera
         sharing = f" for {len(sizes)} ranks" if len(sizes) > 1 else ""
         where = f"{device} of host {host}" if device else f"host {host}"
         yield _Place(
-            f"{bytes_told(sum(sizes))} on {where}{sharing}, and {bytes_told(there.num_bytes)} are free"
+            f"{bytes_text(sum(sizes))} on {where}{sharing}, and {bytes_text(there.num_bytes)} are free"
             f"{there.limit and f' ({there.limit})'}",
             sum(sizes) - there.num_bytes,
         )
@@ -181,7 +182,7 @@ class Change:
 
     def flags(self, before: PretrainConfig, world_size: int) -> str:
         """Return the flags that make the change."""
-        old, new = _flat(asdict(before)), _flat(asdict(self.config))
+        old, new = flat(asdict(before)), flat(asdict(self.config))
         flags = " ".join(f"--{name} {_flag(value)}" for name, value in new.items() if value != old[name])
         more = f" on {world_size * self.times:,} ranks, {self.times} times the hosts or devices"
         return flags + (more if self.times > 1 else "")
@@ -277,13 +278,6 @@ def _with(config: PretrainConfig, groups: Mapping[str, Mapping[str, Any]]) -> Pr
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for group, fields in values.items():
-        flat |= {f"{group}.{name}": each for name, each in fields.items()} if isinstance(fields, dict) else {}
-    return flat
-
-
 def _flag(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -324,7 +318,7 @@ def _cgroup(mount: Path, path: str, names: tuple[str, str, tuple[str, ...]]) -> 
             continue
         stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
         used = max(0, int(usage) - sum(int(stat.get(name, 0)) for name in reclaimed_names))
-        yield Free(max(0, int(limit) - used), f"its cgroup allows {bytes_told(int(limit))}")
+        yield Free(max(0, int(limit) - used), f"its cgroup allows {bytes_text(int(limit))}")
 
 
 def _cgroup_namespace() -> str:

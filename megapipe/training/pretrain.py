@@ -2,19 +2,20 @@
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from megapipe.checkpoint.lock import DirectoryLock
+from megapipe.checkpoint.directory import DirectoryLock
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.data.blend_order import LONGEST_PERIOD, weights_are_rounded
+from megapipe.data.mixing import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
-from megapipe.layout.batch_plan import BatchPlan
+from megapipe.layout.batch_plan import BatchPlan, data_parallel_size
 from megapipe.layout.scheduling import eager_cost, schedule_name
-from megapipe.layout.validation import data_parallel_size
+from megapipe.models.families import family_of
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,
@@ -28,36 +29,38 @@ from megapipe.parallel.rendezvous import Start
 from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import active_parameters
 from megapipe.spec.parameters import LayerSpec
-from megapipe.training import loss_curve, metrics, skipping
-from megapipe.training.determinism import require_determinism
-from megapipe.training.display import LOG, LogFile, open_display
-from megapipe.training.evaluation import Evaluator
-from megapipe.training.families import family_of
-from megapipe.training.folders import locked_folder, make_folders
-from megapipe.training.guards import Guards
-from megapipe.training.host_memory import keep_freed_memory
-from megapipe.training.kernel_choices import attention_kept, document_attention, fp8_products, kernel_choices, told
-from megapipe.training.listeners import TERMINAL, Listeners
-from megapipe.training.loop import Position, TrainingLoop
-from megapipe.training.loss_curve import LossCurve
+from megapipe.training.device import keep_freed_memory, require_determinism, with_precision
+from megapipe.training.loop.batches import Samples, open_loader, open_samples, reference_losses
+from megapipe.training.loop.checkpoints import Checkpointer
+from megapipe.training.loop.loader import SKIPPED_SAMPLES, SkippedSamplesFile
+from megapipe.training.loop.replica import Replica, muon_shards
+from megapipe.training.loop.steps import Evaluator, Position, TrainingLoop
 from megapipe.training.memory_check import check_memory
-from megapipe.training.memory_report import out_of_memory_told
-from megapipe.training.metrics import MetricsFile
-from megapipe.training.muon_shards import muon_shards
-from megapipe.training.precision import with_precision
-from megapipe.training.profile import Profiler
-from megapipe.training.references import reference_losses
-from megapipe.training.replica import Replica
-from megapipe.training.resume import Checkpointer
-from megapipe.training.run_files import RUN
-from megapipe.training.run_folder import RunFolder, command_line, new_run_id, places
-from megapipe.training.run_identity import agree_on_run, run_identity
-from megapipe.training.skipping import SkippedSamplesFile
-from megapipe.training.sources import Samples, open_loader, open_samples
-from megapipe.training.throughput import UtilisationMeter, device_peak
-from megapipe.training.trackers import add_trackers
-from megapipe.training.validate import validate
-from megapipe.training.watchdog import Heartbeat, Watchdog
+from megapipe.training.observe.display import LOG, LogFile, UtilisationMeter, device_peak, open_display
+from megapipe.training.observe.listeners import TERMINAL, Listeners, add_trackers
+from megapipe.training.observe.metrics import LOSS_CURVE, METRICS, RUN, LossCurve, MetricsFile
+from megapipe.training.observe.traces import Profiler
+from megapipe.training.resilience.failures import out_of_memory_told
+from megapipe.training.resilience.guards import Guards
+from megapipe.training.resilience.run_identity import (
+    RunFolder,
+    agree_on_run,
+    command_line,
+    locked_folder,
+    make_folders,
+    new_run_id,
+    places,
+    run_identity,
+)
+from megapipe.training.resilience.watchdog import Heartbeat, Watchdog
+from megapipe.training.validation import (
+    attention_kept,
+    document_attention,
+    fp8_products,
+    kernel_choices,
+    told,
+    validate,
+)
 
 Say = Callable[[str], None]
 ChooseRecompute = Callable[[PretrainConfig, Mesh, Say], PretrainConfig]
@@ -69,7 +72,7 @@ def named_recompute(config: PretrainConfig, mesh: Mesh, say: Say) -> PretrainCon
     if config.recompute.method == "auto":
         raise ConfigError(
             "recompute.method auto is chosen by megapipe train; set none, selective or full, or pass "
-            "choose_recompute=megapipe.calibration.recompute_choice.with_recompute"
+            "choose_recompute=megapipe.calibration.planning.with_recompute"
         )
     return config
 
@@ -95,41 +98,28 @@ def pretrain(
     device = choose_device(config.parallel.device, environment.local_rank)
     if start is not None:
         agree_on_run(start, run_identity(config, environment.world_size, device))
-    with locked_folder(config, environment, start) as lock:
+    with locked_folder(Path(config.training.directory), environment.rank, start) as lock:
         make_folders(config, environment)
         if start is not None:
             start.wait_for_all()
             start.is_over = True
         if config.training.deterministic:
             require_determinism()
-        with Watchdog(config.watchdog, environment.rank, Path(config.training.directory)) as heartbeat:
-            return _connected(
-                config, environment, start, samples, validation, heartbeat, lock, variables, choose_recompute
-            )
+        watchdog = Watchdog(config.watchdog, environment.rank, Path(config.training.directory))
+        with watchdog as heartbeat, _connected(config, environment, start) as mesh:
+            return _train(config, mesh, samples, validation, heartbeat, lock, variables, choose_recompute)
 
 
-def _connected(
-    config: PretrainConfig,
-    environment: LaunchEnvironment,
-    start: Start | None,
-    samples: Samples,
-    validation: Samples | None,
-    heartbeat: Heartbeat,
-    lock: DirectoryLock | None,
-    variables: Mapping[str, str],
-    choose_recompute: ChooseRecompute,
-) -> int:
+@contextmanager
+def _connected(config: PretrainConfig, environment: LaunchEnvironment, start: Start | None) -> Iterator[Mesh]:
+    """Connect this rank with the others for the block."""
     parallel = config.parallel
-    mesh = initialize(
-        _sizes(config, environment),
-        device=parallel.device,
-        timeout=parallel.timeout_seconds,
-        start=start,
-    )
+    sizes = _sizes(config, environment)
+    mesh = initialize(sizes, device=parallel.device, timeout=parallel.timeout_seconds, start=start)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     try:
-        return _train(config, mesh, samples, validation, heartbeat, lock, variables, choose_recompute)
+        yield mesh
     finally:
         shutdown()
 
@@ -158,7 +148,7 @@ def _train(
         config = choose_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)
-        replica = Replica(config, mesh, family_of(config).layers, heartbeat=heartbeat, say=say)
+        replica = Replica(config, mesh, heartbeat=heartbeat, say=say)
         choices = kernel_choices(config, mesh.device, replica.kernels)
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:
@@ -172,7 +162,7 @@ def _train(
         for line in told(choices, config.kernels.backends):
             say(line)
         remarks = [find(config, mesh.device) for find in (document_attention, attention_kept, fp8_products)]
-        for remark in (*remarks, *replica.plan.remarks, muon_shards(replica.states())):
+        for remark in (*remarks, *replica.remarks, muon_shards(replica.states())):
             if remark is not None:
                 say(remark)
         return _run(config, mesh, replica, samples, evaluation, checkpointer, position, listeners, run, heartbeat)
@@ -300,9 +290,9 @@ def _add_files(
     listeners.say(f"losses to beat: {references}")
     folder, step = Path(config.training.directory), position.step
     listeners.add("files", RUN, lambda: RunFolder(folder, run, config, step, hosts_and_devices))
-    listeners.add("files", metrics.FILE_NAME, lambda: MetricsFile(folder))
-    listeners.add("files", skipping.FILE_NAME, lambda: SkippedSamplesFile(folder))
-    listeners.add("files", loss_curve.FILE_NAME, lambda: LossCurve(folder, references))
+    listeners.add("files", METRICS, lambda: MetricsFile(folder))
+    listeners.add("files", SKIPPED_SAMPLES, lambda: SkippedSamplesFile(folder))
+    listeners.add("files", LOSS_CURVE, lambda: LossCurve(folder, references))
     add_trackers(listeners, config, position.step > 0)
 
 
@@ -312,6 +302,6 @@ def _sum_up(config: PretrainConfig, position: Position, checkpoint: Path | None,
     end = f"stopped by {signal.Signals(status - 128).name}" if status else "finished"
     loss = f"loss {position.losses[-1][1]:.4f} | " if position.losses else ""
     say(
-        f"{end} after step {position.step}/{config.training.steps}, {loss}metrics {directory / metrics.FILE_NAME} | "
-        f"loss curve {directory / loss_curve.FILE_NAME} | checkpoint {checkpoint or 'none'}"
+        f"{end} after step {position.step}/{config.training.steps}, {loss}metrics {directory / METRICS} | "
+        f"loss curve {directory / LOSS_CURVE} | checkpoint {checkpoint or 'none'}"
     )

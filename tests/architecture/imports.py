@@ -1,6 +1,7 @@
 """Which module of the product imports which, read from the source files: importing them all takes seconds."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
@@ -13,6 +14,9 @@ NAMED_IN_TABLES = {
     "megapipe.planner.command.main": ("megapipe.planner.command",),
 }
 """Modules with a table of modules that are imported when they are first wanted, and the packages of these."""
+
+SCANNED = {"megapipe.schedules.generators": re.compile(r"megapipe\.schedules\.generators\.(?!_)\w+")}
+"""Packages that are named in a string, because all of their modules are imported."""
 
 
 def reachable(modules: Modules, starts: Iterable[str], *, at_once: bool = False) -> set[str]:
@@ -35,7 +39,10 @@ def imports(modules: Modules, source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         yield from _imported(node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from (name for name in (node.value, *_in_tables(source, node.value)) if name in modules)
+            word = node.value.partition(":")[0]  # of module:function
+            yield from (name for name in (word, *_in_tables(source, word)) if name in modules)
+            if word in SCANNED:
+                yield from filter(SCANNED[word].fullmatch, modules)
 
 
 def imports_at_once(source: Source) -> Iterator[str]:

@@ -4,16 +4,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from megapipe.schedules.generators.registry import GENERATORS
+from megapipe.schedules.registry import GENERATORS
 from tests.architecture.source import Source, product
 
 GENERATOR_FILES = "megapipe/schedules/generators/"
 
 STILL_NAMED = {
-    "megapipe/config/schedule.py": "the default",
-    "megapipe/planner/search/two_buffered.py": "plans of a paper for its own schedule",
-    "megapipe/planner/command/train_time.py": "methods of a paper, of which one is called as a schedule is",
-    "megapipe/planner/training_time/layouts.py": "methods of a paper, of which one is called as a schedule is",
+    "megapipe/config/parallel.py": "the default",
 }
 """Files that know a schedule by name, and why. Nothing may be added."""
 

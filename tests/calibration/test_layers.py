@@ -5,15 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapipe.calibration.layers import Cell, LayerRun, cells, measure_cell, measured_config
-from megapipe.calibration.samples import RandomSamples, samples_for
-from megapipe.calibration.silent_group import SilentGroup, silent_mesh
+from megapipe.calibration.layers import (
+    Cell,
+    LayerRun,
+    RandomSamples,
+    cells,
+    measure_cell,
+    measured_config,
+    samples_for,
+)
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
 from megapipe.layout.units import Unit, UnitCosts
+from megapipe.parallel.groups import SilentGroup
+from megapipe.parallel.mesh import silent_mesh
 from megapipe.schedules.actions import Kind
 
 CPU = torch.device("cpu")
@@ -89,7 +98,7 @@ def test_a_bert_needs_data() -> None:
 
 
 def test_a_silent_group_answers_in_the_shapes_of_a_real_one() -> None:
-    group = silent_mesh(2, 1, CPU).group("tensor")
+    group = silent_mesh(MeshShape({"tensor": 2, "context": 1}), 0, CPU).group("tensor")
     assert isinstance(group, SilentGroup)
     x = torch.arange(6.0).reshape(2, 3)
     assert group.all_gather(x).shape == (2, 2, 3)

@@ -13,15 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.calibration import profile
 from megapipe.calibration.collectives import Call, fitted
-from megapipe.calibration.device import measured_bandwidth, measured_products, memory_bytes
-from megapipe.calibration.ranks import on_ranks
+from megapipe.calibration.machine import measured_bandwidth, measured_products, on_ranks, profile
+from megapipe.calibration.planning import memory_bytes
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.parallel.errors import CommunicationError
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.parallel.groups import CommunicationError
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.measured.shape import shape_of
+from megapipe.planner.measured import shape_of
 from tests.calibration.test_layers import CONFIG
 from tests.faults.jobs import children_of, wait_for_the_end
 from tests.support.launch import ROOT

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.calibration.node_links import NodeLinks, Place, measure_node_links, rounds, with_node_links
-from megapipe.calibration.ranks import on_ranks
+from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, rounds, with_node_links
+from megapipe.calibration.machine import on_ranks
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.layout.hardware.writer import written
+from megapipe.layout.hardware.files import load_hardware, written
 from megapipe.parallel.mesh import Mesh
 from tests.planner.measured.machines import machine
 from tests.support.launch import ROOT, environment

@@ -12,10 +12,9 @@ from megapipe.calibration.planning import planned, preset_of, this_machine
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import build_parser, parse_given
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.layout.hardware.writer import written
-from megapipe.planner.recompute_auto import resolved
-from megapipe.training.validate import validate
+from megapipe.layout.hardware.files import load_hardware, written
+from megapipe.planner.recompute import resolved
+from megapipe.training.validation import validate
 from tests.planner.measured.machines import ROWS, machine, run
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import TINY, launch

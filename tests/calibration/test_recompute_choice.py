@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.calibration import recompute_choice
-from megapipe.calibration.recompute_choice import with_recompute
+from megapipe.calibration import planning
+from megapipe.calibration.planning import with_recompute
 from megapipe.config.bert import BertDataConfig, BertModelConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.load import parse
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.reader import load_hardware
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.recompute_auto import resolved
-from megapipe.planner.recompute_budget import GIB, peak_bytes
+from megapipe.planner.recompute import GIB, peak_bytes
+from tests.docs.figures import read
+from tests.docs.figures.planning import RECOMPUTE_AUTO
+from tests.docs.figures.planning import chosen as chosen_by_the_guide
 from tests.support.bert_runs import make_bert_config
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import environment, launch
@@ -30,8 +30,6 @@ from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.meshes import run_mesh, run_threads
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-COMMAND = re.search(r"^torchrun --nproc_per_node 2 (pretrain_gpt.py .* --recompute.method auto .*)$", GUIDE, re.M)
 MODEL = replace(GPT2_SHAPE, num_layers=6)
 
 
@@ -106,45 +104,25 @@ def test_a_number_format_without_a_peak_is_as_good_as_the_fastest() -> None:
 def test_a_machine_with_two_kinds_of_memory_has_the_lesser(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank asks its own device; here by turns."""
     sizes = iter([1e12, 500_000.0])
-    monkeypatch.setattr(recompute_choice, "memory_bytes", lambda device, ranks: next(sizes))
+    monkeypatch.setattr(planning, "memory_bytes", lambda device, ranks: next(sizes))
     for found, _ in run_threads({"pipeline": 2}, chosen, auto(gpt(), None)):
         assert isinstance(found, ConfigError)
         assert "90% of a device's 0.000466 GiB" in str(found)
 
 
-def guide(*flags: str) -> PretrainConfig:
-    """What the guide's command trains."""
-    assert COMMAND is not None
-    _, *arguments = shlex.split(COMMAND[1])
-    return parse([*arguments, *flags])
-
-
-def test_the_guide_says_what_is_chosen() -> None:
-    """Shares of a step follow from the cost model and its presets; they are told as they are."""
-    rows = re.findall(r"^\| ([\d.]+) \| ((?:none|selective|full)[^|]*) \| ([\d.]+) \|$", GUIDE, re.M)
-    assert len(rows) == 6
-    for memory, method, held in rows:
-        remark = resolved(guide("--recompute.memory", memory), load_hardware("cpu"), 2).remark
-        assert str(remark).startswith(f"recompute auto: {method}: at most {held} GiB of tensors per rank")
-    printed = re.search(r"^recompute auto: .*$", GUIDE, re.M)
-    assert printed is not None
-    assert printed[0] == resolved(guide(), load_hardware("cpu"), 2).remark
-
-
 @pytest.mark.slow
 def test_the_command_of_the_guide_runs(tmp_path: Path) -> None:
     """Fewer steps, on another corpus of bytes."""
-    assert COMMAND is not None
-    program, *arguments = shlex.split(COMMAND[1])
+    (command,) = re.findall(RECOMPUTE_AUTO, read("docs/memory.md"))
     prefix = write_shard(tmp_path, documents=600, vocabulary=257)
     flags = [f"--data.prefix={prefix}", "--training.steps=2", f"--training.directory={tmp_path / 'run'}"]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", program]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "pretrain_gpt.py"]
     finished = subprocess.run(
-        [*start, *arguments, *flags, "--optimizer.warmup_steps=1", "--parallel.device=cpu"],
+        [*start, *shlex.split(command), *flags, "--optimizer.warmup_steps=1", "--parallel.device=cpu"],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert f"{resolved(guide(), load_hardware('cpu'), 2).remark}\n" in finished.stdout
+    assert f"{chosen_by_the_guide()}\n" in finished.stdout
     assert "step 2/2" in finished.stdout
 
 

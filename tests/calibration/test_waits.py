@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.calibration.layers import Cell, cells
-from megapipe.calibration.ranks import on_ranks
-from megapipe.calibration.waits import measure_shared, shared_cells, waits
+from megapipe.calibration.layers import Cell, cells, measure_shared, shared_cells, waits
+from megapipe.calibration.machine import on_ranks
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.measured import MeasuredLayer
 from megapipe.parallel.mesh import Mesh

@@ -1,74 +1,58 @@
-"""Disks that fail: the process is killed at any operation, the power goes, or the system refuses."""
+"""Disks that fail: the process is killed at any operation, the power fails, or the system refuses."""
 
 import os
 import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megapipe.checkpoint.storage import StorageWriter
 
+OPERATIONS = tuple(name for name in vars(StorageWriter) if not name.startswith("_"))
+
 
 class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the code under test may run, so it is no Exception."""
+    """Replaces SIGKILL: no handler of the code under test may run, so it is not an Exception."""
 
 
 class CountingDisk(StorageWriter):
-    """Calls `before` with the number and the name of every operation; a write is told with what it is to write."""
+    """Lists all operations, and calls `before` and `after` around each of them."""
 
     def __init__(self) -> None:
         self.operations: list[str] = []
+        self.lock: Any = nullcontext()
 
     def before(self, number: int, operation: str, perform: Callable[[], object]) -> None:
-        """Called instead of nothing ahead of operation `number`, counted from 0; `perform` would carry it out."""
+        """Called before operation `number`, counted from 0; `perform` carries it out (half of a write)."""
 
-    def _count(self, operation: str, perform: Callable[[], object]) -> None:
-        self.operations.append(operation)
-        self.before(len(self.operations) - 1, operation, perform)
+    def after(self, operation: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """Called after an operation."""
 
-    def make_folder(self, path: Path) -> None:
-        self._count("make_folder", lambda: super(CountingDisk, self).make_folder(path))
-        super().make_folder(path)
 
-    def create(self, path: Path) -> int:
-        self._count("create", lambda: super(CountingDisk, self).create(path))
-        return super().create(path)
+def _counted(operation: str) -> Callable[..., Any]:
+    real = getattr(StorageWriter, operation)
 
-    def write(self, descriptor: int, content: memoryview) -> int:
-        half = content[: len(content) // 2]
-        self._count("write", lambda: super(CountingDisk, self).write(descriptor, half))
-        return super().write(descriptor, content)
+    def run(disk: CountingDisk, *arguments: Any) -> Any:
+        half = (arguments[0], arguments[1][: len(arguments[1]) // 2]) if operation == "write" else arguments
+        with disk.lock:
+            disk.operations.append(operation)
+            disk.before(len(disk.operations) - 1, operation, lambda: real(disk, *half))
+            result = real(disk, *arguments)
+            disk.after(operation, arguments, result)
+            return result
 
-    def flush(self, descriptor: int) -> None:
-        self._count("flush", lambda: super(CountingDisk, self).flush(descriptor))
-        super().flush(descriptor)
+    return run
 
-    def close(self, descriptor: int) -> None:
-        self._count("close", lambda: super(CountingDisk, self).close(descriptor))
-        super().close(descriptor)
 
-    def flush_folder(self, path: Path) -> None:
-        self._count("flush_folder", lambda: super(CountingDisk, self).flush_folder(path))
-        super().flush_folder(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._count("rename", lambda: super(CountingDisk, self).rename(source, target))
-        super().rename(source, target)
-
-    def remove(self, path: Path) -> None:
-        self._count("remove", lambda: super(CountingDisk, self).remove(path))
-        super().remove(path)
-
-    def remove_folder(self, path: Path) -> None:
-        self._count("remove_folder", lambda: super(CountingDisk, self).remove_folder(path))
-        super().remove_folder(path)
+for _name in OPERATIONS:
+    setattr(CountingDisk, _name, _counted(_name))
 
 
 class KilledDisk(CountingDisk):
-    """The process dies at one operation: before it, or after it (of a write, after half). Nothing happens later."""
+    """The process dies before one operation, or after it (a write: after half). Nothing happens later."""
 
     def __init__(self, at: int, *, after: bool) -> None:
         super().__init__()
@@ -83,7 +67,7 @@ class KilledDisk(CountingDisk):
 
 
 class RefusingDisk(CountingDisk):
-    """The system refuses one operation with an error, after half of it where it is a write; later ones work."""
+    """The system refuses one operation with an error (a write: after half of it); later ones work."""
 
     def __init__(self, at: int, error: int) -> None:
         super().__init__()
@@ -100,20 +84,19 @@ class RefusingDisk(CountingDisk):
 Loss = Literal["content", "files", "all"]
 
 
-class PowerlessDisk(StorageWriter):
-    """A disk that forgets, when the power goes, what had not been flushed. The ranks of one machine share it.
+class PowerlessDisk(CountingDisk):
+    """A disk that loses, when the power fails, what had not been flushed. The ranks of one machine share it.
 
-    A removal is durable at once and a change of a name is not: of the two orders in which a disk may write them, that
-    is the one which would leave half a checkpoint under its old name.
-
-    flushes, flushes_folders: whether the disk obeys; one that does not shows that the test would notice.
+    A removal is durable at once and a change of a name is not: of the two orders in which a disk may write them, this
+    one would leave half a checkpoint under its old name. flushes, flushes_folders: whether the disk obeys; one that
+    does not shows that the test would notice.
     """
 
     def __init__(self, at: int, *, flushes: bool = True, flushes_folders: bool = True) -> None:
-        self._left = at
-        self._flushes = flushes
-        self._flushes_folders = flushes_folders
-        self._one_at_a_time = threading.Lock()
+        super().__init__()
+        self._at = at
+        self._obeys = {"flush": flushes, "flush_folder": flushes_folders}
+        self.lock = threading.Lock()
         self._descriptors: dict[int, Path] = {}
         self._contents: set[Path] = set()
         self._files: set[Path] = set()
@@ -121,10 +104,8 @@ class PowerlessDisk(StorageWriter):
         self._renames: list[tuple[Path, Path]] = []
 
     def lose(self, loss: Loss) -> None:
-        """The power goes, and with it what was not flushed.
-
-        That is half of each file's content; for `files` also the names of files, for `all` those of folders too.
-        """
+        """Lose what was not flushed: half of each file's content, with `files` also the names of files, with `all`
+        also those of folders."""
         for path in self._contents:
             half = path.read_bytes()[: path.stat().st_size // 2]
             path.write_bytes(half + bytes(path.stat().st_size - len(half)))
@@ -139,72 +120,40 @@ class PowerlessDisk(StorageWriter):
             for path in self._folders:
                 shutil.rmtree(path)
 
-    def make_folder(self, path: Path) -> None:
-        with self._one_at_a_time:
-            self._spend()
-            super().make_folder(path)
-            self._folders.add(path)
+    def before(self, number: int, operation: str, perform: Callable[[], object]) -> None:
+        if number >= self._at and operation != "close":
+            raise Killed("power failure")
 
-    def create(self, path: Path) -> int:
-        with self._one_at_a_time:
-            self._spend()
-            descriptor = super().create(path)
-            self._descriptors[descriptor] = path
-            self._files.add(path)
-            return descriptor
-
-    def write(self, descriptor: int, content: memoryview) -> int:
-        with self._one_at_a_time:
-            self._spend()
-            self._contents.add(self._descriptors[descriptor])
-            return super().write(descriptor, content)
-
-    def flush(self, descriptor: int) -> None:
-        with self._one_at_a_time:
-            self._spend()
-            if self._flushes:
-                self._contents.discard(self._descriptors[descriptor])
-
-    def flush_folder(self, path: Path) -> None:
-        with self._one_at_a_time:
-            self._spend()
-            if self._flushes_folders:
+    def after(self, operation: str, arguments: tuple[Any, ...], result: Any) -> None:
+        path = arguments[0]
+        match operation:
+            case "make_folder":
+                self._folders.add(path)
+            case "create":
+                self._descriptors[result] = path
+                self._files.add(path)
+            case "write":
+                self._contents.add(self._descriptors[path])
+            case "flush" if self._obeys["flush"]:
+                self._contents.discard(self._descriptors[path])
+            case "flush_folder" if self._obeys["flush_folder"]:
                 self._files = {each for each in self._files if each.parent != path}
                 self._folders = {each for each in self._folders if each.parent != path}
                 self._renames = [each for each in self._renames if each[0].parent != path]
-
-    def rename(self, source: Path, target: Path) -> None:
-        with self._one_at_a_time:
-            self._spend()
-            super().rename(source, target)
-            self._renames.append((source, target))
-            self._contents, self._files, self._folders = (
-                {target / path.relative_to(source) if path.is_relative_to(source) else path for path in paths}
-                for paths in (self._contents, self._files, self._folders)
-            )
-
-    def remove(self, path: Path) -> None:
-        with self._one_at_a_time:
-            self._spend()
-            super().remove(path)
-            self._contents.discard(path)
-            self._files.discard(path)
-
-    def remove_folder(self, path: Path) -> None:
-        with self._one_at_a_time:
-            self._spend()
-            super().remove_folder(path)
-            self._folders.discard(path)
-
-    def _spend(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise Killed("power failure")
+            case "rename":
+                self._renames.append((path, arguments[1]))
+                self._contents, self._files, self._folders = (
+                    {arguments[1] / each.relative_to(path) if each.is_relative_to(path) else each for each in paths}
+                    for paths in (self._contents, self._files, self._folders)
+                )
+            case "remove" | "remove_folder":
+                for paths in (self._contents, self._files, self._folders):
+                    paths.discard(path)
 
 
 @contextmanager
 def no_larger_files(limit: int) -> Iterator[None]:
-    """The system refuses to make a file larger than `limit` bytes, for real."""
+    """Make the system refuse files larger than `limit` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

@@ -1,5 +1,6 @@
 """Tiny GPT runs that save and resume, on any mesh."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,24 +14,23 @@ from megapipe.checkpoint.shards import parts_of, shards_of
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
-from megapipe.optim.learning_rate import learning_rate
+from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.resume import Checkpointer
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.checkpoints import Checkpointer
+from megapipe.training.loop.replica import Replica
 from tests.support.gpt_runs import Shard, assembled, make_config
-from tests.support.meshes import run_mesh
+from tests.support.meshes import Backend, run_mesh
 
 Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank saw. losses: of the whole run, as (step, loss), those of the checkpoint included.
+    """Result of one rank. losses: of the whole run, as (step, loss), with those of the checkpoint.
 
-    start: the step that it went on from. said: on rank 0. kept: kind -> this rank's shards at the end; loaded: those
-    at the start.
+    start: the step from which it resumed. said: lines of rank 0. kept: kind -> this rank's shards at the end; loaded:
+    those at the start.
     """
 
     losses: list[tuple[int, float]]
@@ -42,7 +42,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run of all ranks, put together. tensors: kind -> name -> whole tensor."""
+    """Result of all ranks. tensors: kind -> name -> whole tensor."""
 
     losses: list[tuple[int, float]]
     start: int
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def config_in(folder: Path, corpus: str, model: ModelConfig, **groups: dict[str, Any]) -> PretrainConfig:
-    """A run of 20 steps that saves every ten steps, between two steps, under `folder`."""
+    """Return a run of 20 steps that saves every ten steps, between two steps, in `folder`."""
     config = make_config(corpus, model)
     config.checkpoint = replace(config.checkpoint, every=10, asynchronous=False)
     config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
@@ -63,22 +63,23 @@ def run(sizes: Sizes, config: PretrainConfig, until: int) -> Outcome:
     """Resume or start on a mesh of `sizes`, train until step `until`, saving as configured and at the end."""
     layout: dict[str, Any] = {name: sizes.get(name, 1) for name in ("data", "pipeline", "context", "tensor")}
     parallel = replace(config.parallel, **layout, timeout_seconds=30.0)
-    ranks: list[RankOutcome] = run_mesh(sizes, train, replace(config, parallel=parallel), until)
+    backend: Backend = "processes" if math.prod(sizes.values()) > 1 else "threads"
+    ranks: list[RankOutcome] = run_mesh(sizes, train, replace(config, parallel=parallel), until, backend=backend)
     assert all(rank.losses == ranks[0].losses for rank in ranks)
     return Outcome(ranks[0].losses, ranks[0].start, ranks[0].said, whole_tensors([rank.kept for rank in ranks]))
 
 
 def whole_tensors(ranks: Sequence[dict[str, list[Shard]]]) -> dict[str, dict[str, Tensor]]:
-    """Kind -> name -> whole tensor, of what all ranks hold."""
+    """Return kind -> name -> whole tensor from the shards of all ranks."""
     kinds = {kind for rank in ranks for kind in rank}
     return {kind: assembled([rank.get(kind, []) for rank in ranks]) for kind in sorted(kinds)}
 
 
 def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
-    """One rank of `run`."""
+    """Run one rank of `run`."""
     said: list[str] = []
     with Checkpointer(config, mesh, said.append) as checkpointer:
-        replica = Replica(config, mesh, family_of(config).layers)
+        replica = Replica(config, mesh)
         resumed = checkpointer.restore(replica)
         loaded = kept(replica)
         start, consumed = (0, 0) if resumed is None else (resumed.step, resumed.consumed_samples)
@@ -105,7 +106,7 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
 
 
 def kept(replica: Replica) -> dict[str, list[Shard]]:
-    """Weights of all versions and moments of this rank."""
+    """Return the weights of all versions and the moments of this rank."""
     found: dict[str, list[Shard]] = {}
     for shard in shards_of(replica.states()):
         for kind, part in parts_of(shard).items():
@@ -117,7 +118,7 @@ def kept(replica: Replica) -> dict[str, list[Shard]]:
 
 
 def assert_same_bits(found: Outcome, expected: Outcome) -> None:
-    """Losses, weights and moments are equal, bit for bit."""
+    """Check that losses, weights and moments are equal, bit for bit."""
     assert found.losses == expected.losses
     assert found.tensors.keys() == expected.tensors.keys()
     for kind, tensors in expected.tensors.items():
@@ -126,7 +127,7 @@ def assert_same_bits(found: Outcome, expected: Outcome) -> None:
 
 
 def assert_close(found: Outcome, expected: Outcome) -> None:
-    """Losses and weights are those of another layout but for the order of sums."""
+    """Check that losses and weights differ only by the order of sums."""
     wanted = [loss for _, loss in expected.losses]
     assert [loss for _, loss in found.losses] == pytest.approx(wanted, rel=1e-4)
     for name, tensor in expected.tensors["weights"].items():

@@ -1,10 +1,13 @@
-"""Saves in the background: what lands on disk is the copied step's state, whole, whatever happens meanwhile.
+"""Saves in the background: the files contain the copied step, complete, whatever happens in the meantime.
 
-The same states saved by `save`, between two steps, are the oracle; disks that die and refuse are those of its tests.
+The oracle is `save` of the same states between two steps.
 """
 
 import errno
+import mmap
 import os
+import resource
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,22 +18,26 @@ import torch
 from megapipe.checkpoint import CheckpointError, background, newest_valid
 from megapipe.checkpoint.background import BackgroundSaver
 from megapipe.checkpoint.directory import keep_last, set_aside
+from megapipe.checkpoint.save_and_load import Content
+from megapipe.checkpoint.shards import Extent
+from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import DISK, StorageWriter
+from megapipe.checkpoint.tensor_file import FileTensor
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.flags import any_rank
-from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk, RefusingDisk
-from tests.checkpoint.test_crash import check_whole, fresh
-from tests.checkpoint.toy import ALONE, Layout, alone, fill, load_step, make_states, run_state, save_step
+from megapipe.spec.parameters import Box
+from megapipe.training.loop.steps import any_rank
+from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk
+from tests.checkpoint.test_save_and_load import check_whole, fresh
+from tests.checkpoint.toy import ALONE, PAIR, Layout, alone, fill, load_step, make_states, run_state, save_step
 from tests.support.meshes import run_threads
 from tests.support.patience import wait_until
 from tests.support.ranks import run_ranks
 
-PAIR = Layout({"pipeline": 2}, [["table", "one"], ["two", "table"]])
 QUAD = Layout({"data": 2, "tensor": 2}, [["table", "one", "two"]])
 
 
 class HeldDisk(StorageWriter):
-    """A disk that stands still before its first write until it is let go."""
+    """A disk that waits before every write until it is released."""
 
     def __init__(self) -> None:
         self.writing = threading.Event()
@@ -53,8 +60,7 @@ def start(saver: BackgroundSaver, mesh: Mesh, layout: Layout, step: int) -> None
 
 
 def saved(mesh: Mesh, layout: Layout, directory: Path, *wanted: int, storage: StorageWriter = DISK) -> list[int]:
-    """Save steps without waiting between them, deleting what is older than the last two, and wait for the last; the
-    steps that have ended."""
+    """Save steps without a wait between them, keep the last two, and return the steps that have ended."""
     saver = BackgroundSaver(
         directory, mesh, storage=storage, after=lambda: keep_last(directory, 2, storage, keep_every=3)
     )
@@ -64,21 +70,19 @@ def saved(mesh: Mesh, layout: Layout, directory: Path, *wanted: int, storage: St
     return [ended.step for ended in saver.poll()]
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("layout", [ALONE, PAIR, QUAD], ids=["alone", "pair", "quad"])
-def test_the_files_are_those_of_a_save_between_steps(tmp_path: Path, layout: Layout) -> None:
-    run_threads(layout.sizes, saved, layout, tmp_path / "beside", 5)
+@pytest.mark.parametrize("layout", [ALONE, QUAD], ids=["alone", "quad"])
+def test_files_equal_those_of_a_save_between_steps(tmp_path: Path, layout: Layout) -> None:
+    run_threads(layout.sizes, saved, layout, tmp_path / "background", 5)
     run_threads(layout.sizes, save_step, layout, tmp_path / "between", 5)
-    found = everything(tmp_path / "beside/step-00000005")
-    assert found == everything(tmp_path / "between/step-00000005")
-    run_threads(layout.sizes, load_step, layout, tmp_path / "beside/step-00000005", 5)
-    assert [path.name for path in (tmp_path / "beside").iterdir()] == ["step-00000005"]
+    background_files, between = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder / "step-00000005").iterdir()}
+        for folder in ("background", "between")
+    )
+    assert background_files == between
+    assert [path.name for path in (tmp_path / "background").iterdir()] == ["step-00000005"]
 
 
-def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
+def test_training_continues_while_the_disk_waits(tmp_path: Path) -> None:
     disk = HeldDisk()
     saver = BackgroundSaver(tmp_path, alone(), storage=disk)
     start(saver, alone(), ALONE, 1)
@@ -87,48 +91,47 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     assert saver.poll() == []
     assert newest_valid(tmp_path) is None
     memory = saver._snapshot.num_bytes
-    disk.released.set()
-    saver.finish()
-    (ended,) = saver.poll()
-    assert (ended.step, ended.path, ended.error) == (1, tmp_path / "step-00000001", None)
-    assert saver.poll() == [], "it is told once"
-    start(saver, alone(), ALONE, 2)
-    saver.finish()
-    assert saver._snapshot.num_bytes == memory, "the second copy takes the first one's memory"
-
-
-def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
-    disk = HeldDisk()
-    saver = BackgroundSaver(tmp_path, alone(), storage=disk)
-    start(saver, alone(), ALONE, 1)
     second = threading.Thread(target=start, args=(saver, alone(), ALONE, 2))
     second.start()
     second.join(0.05)
-    assert second.is_alive()
+    assert second.is_alive(), "the second save waits for the first"
     assert not list(tmp_path.glob("*00000002*"))
     disk.released.set()
     second.join(30)
     saver.finish()
-    assert [ended.step for ended in saver.poll()] == [1, 2]
+    assert [(ended.step, ended.path.name, ended.error) for ended in saver.poll()] == [
+        (step, f"step-{step:08d}", None) for step in (1, 2)
+    ]
+    assert saver.poll() == [], "each end is reported once"
+    assert saver._snapshot.num_bytes == memory, "the second copy uses the memory of the first"
     for step in (1, 2):
         load_step(alone(), ALONE, tmp_path / f"step-{step:08d}", step)
 
 
-def leave_while_the_disk_stands_still(rank: int, directory: Path) -> bool:
+def end_while_the_disk_waits(rank: int, directory: Path) -> bool:
     disk = HeldDisk()
     saver = BackgroundSaver(directory, alone(), storage=disk)
     start(saver, alone(), ALONE, 2)
     return disk.writing.wait(30) and saver.under_way
 
 
-def test_a_process_that_ends_meanwhile_leaves_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_process_that_ends_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path, 1)
-    assert run_ranks(1, leave_while_the_disk_stands_still, tmp_path) == [True]
+    assert run_ranks(1, end_while_the_disk_waits, tmp_path) == [True]
     assert list(tmp_path.glob(".step-00000002.partial/*"))
     assert check_whole(tmp_path) == 1
 
 
-def test_killed_at_every_operation_of_two_saves_in_a_row(tmp_path: Path) -> None:
+def newest_step(directory: Path) -> int:
+    newest = newest_valid(directory)
+    assert newest is not None
+    step = int(newest.name.removeprefix("step-"))
+    load_step(alone(), ALONE, newest, step)
+    return step
+
+
+def test_killed_at_every_operation_of_two_saves(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path / "template", 1)
     counted = CountingDisk()
     saved(alone(), ALONE, fresh(tmp_path / "counted", tmp_path / "template"), 2, 4, storage=counted)
@@ -144,21 +147,13 @@ def test_killed_at_every_operation_of_two_saves_in_a_row(tmp_path: Path) -> None
     assert counted.operations.count("rename") == 3, "two saves and a deletion"
 
 
-def newest_step(directory: Path) -> int:
-    newest = newest_valid(directory)
-    assert newest is not None
-    step = int(newest.name.removeprefix("step-"))
-    load_step(alone(), ALONE, newest, step)
-    return step
-
-
 def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, patience: float) -> None:
     saver = BackgroundSaver(directory, mesh, storage=disk if mesh.rank == victim else DISK, patience=patience)
     start(saver, mesh, PAIR, 2)
     try:
         saver.finish()
     finally:
-        saver.abandon(30.0)  # a thread that outlives its test would discard the folders of the next one
+        saver.abandon(30.0)  # a thread that outlives its test would remove the folders of the next one
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -166,7 +161,7 @@ def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int)
     template, counted = tmp_path / "template", CountingDisk()
     run_threads(PAIR.sizes, save_step, PAIR, template, 1)
     run_threads(PAIR.sizes, saved_with, fresh(tmp_path / "counted", template), victim, counted, 30.0)
-    # Rank 0 waits for as long for the share of a rank that is dead, and of one that writes slowly.
+    # Rank 0 waits equally long for a rank that is dead and for one that writes slowly.
     patience = 30.0 if victim == 0 else 1.0
     found = []
     for at in range(len(counted.operations)):
@@ -176,46 +171,24 @@ def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int)
         found.append(check_whole(directory))
     assert len(found) > 10
     assert found[0] == 1
-    # Rank 1's last operation names its record, which is all that rank 0 waits for.
+    # Rank 1's last operation names its record, and rank 0 waits for nothing else.
     assert found == sorted(found)
     assert set(found) == {1, 2}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_full_disk_is_told_on_every_rank_and_the_next_save_works(tmp_path: Path, victim: int, at: int) -> None:
-    run_threads(PAIR.sizes, save_step, PAIR, tmp_path, 1)
-    told = run_threads(PAIR.sizes, failing_then_working, tmp_path, victim, at)
-    assert told[0] == told[1]
-    assert "No space left" in told[0]
-    assert f"(rank {victim}, on" in told[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
-    run_threads(PAIR.sizes, load_step, PAIR, tmp_path / "step-00000003", 3)
-
-
-def failing_then_working(mesh: Mesh, directory: Path, victim: int, at: int) -> str:
-    disk = RefusingDisk(at, errno.ENOSPC) if mesh.rank == victim else DISK
-    saver = BackgroundSaver(directory, mesh, storage=disk, patience=30.0)
-    start(saver, mesh, PAIR, 2)
-    with pytest.raises(CheckpointError) as raised:
-        saver.finish()
-    start(saver, mesh, PAIR, 3)
-    saver.finish()
-    return str(raised.value)
-
-
 class FullDisk(StorageWriter):
-    """Takes nothing at all: no byte, no file, no name."""
+    """Accepts no file and no name until it has space."""
+
+    has_space = False
 
     def create(self, path: Path) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if not self.has_space:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
 
-    def rename(self, source: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-
-def told_in_memory(mesh: Mesh, directory: Path, victim: int) -> tuple[bool, str, float]:
-    """Whether the rank has a failure to report, what all then know, and how long that took."""
+def failing_then_working(mesh: Mesh, directory: Path, victim: int) -> tuple[bool, str, float]:
+    """Return whether a rank reports a failure, the error on this rank, and the seconds until it was raised."""
     disk = FullDisk() if mesh.rank == victim else DISK
     saver = BackgroundSaver(directory, mesh, storage=disk, patience=1000.0)
     start(saver, mesh, PAIR, 2)
@@ -226,23 +199,29 @@ def told_in_memory(mesh: Mesh, directory: Path, victim: int) -> tuple[bool, str,
     with pytest.raises(CheckpointError) as raised:
         saver.finish()
     seconds = time.monotonic() - begun
-    saver.finish()  # it is raised once
+    saver.finish()  # the error is raised once
     assert not saver.failed
+    if isinstance(disk, FullDisk):
+        disk.has_space = True
+    start(saver, mesh, PAIR, 3)
+    saver.finish()
     return failed, str(raised.value), seconds
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_full_disk_of_one_rank_is_reported_without_the_disk(tmp_path: Path, victim: int) -> None:
-    ranks = run_threads(PAIR.sizes, told_in_memory, tmp_path, victim)
-    assert {(failed, told) for failed, told, _ in ranks} == {(True, ranks[0][1])}
+def test_all_ranks_report_a_full_disk_and_save_again(tmp_path: Path, victim: int) -> None:
+    run_threads(PAIR.sizes, save_step, PAIR, tmp_path, 1)
+    ranks = run_threads(PAIR.sizes, failing_then_working, tmp_path, victim)
+    assert {(failed, message) for failed, message, _ in ranks} == {(True, ranks[0][1])}
     assert "No space left on device" in ranks[0][1]
     assert f"(rank {victim}, on" in ranks[0][1]
     assert max(seconds for *_, seconds in ranks) < 20.0, "rank 0's patience is 1000 s"
-    assert not list(tmp_path.iterdir()), "what was written is removed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+    run_threads(PAIR.sizes, load_step, PAIR, tmp_path / "step-00000003", 3)
 
 
 class LateDisk(StorageWriter):
-    """Creates its first file while rank 0, whose disk this is not, already removes the folder."""
+    """Creates its first file while rank 0, which has another disk, already removes the folder."""
 
     def __init__(self) -> None:
         self.removing, self.created = threading.Event(), threading.Event()
@@ -271,7 +250,7 @@ def failing_while_another_rank_writes(mesh: Mesh, directory: Path, late: LateDis
         saver.finish()
 
 
-def test_files_written_during_the_removal_are_removed_too(tmp_path: Path) -> None:
+def test_files_written_during_the_removal_are_removed(tmp_path: Path) -> None:
     run_threads(PAIR.sizes, failing_while_another_rank_writes, tmp_path, LateDisk())
     assert not list(tmp_path.iterdir())
 
@@ -280,17 +259,17 @@ def slow_on_one_rank(mesh: Mesh, directory: Path, holder: HeldDisk) -> None:
     saver = BackgroundSaver(directory, mesh, storage=holder if mesh.rank else DISK)
     start(saver, mesh, PAIR, 2)
     if mesh.rank:
-        threading.Timer(2.0, holder.released.set).start()
+        threading.Timer(1.0, holder.released.set).start()
     saver.finish()
 
 
-def test_a_disk_slower_than_a_collective_waits_loses_no_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_slower_than_a_collective_loses_no_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_LONGEST_SLICE", 0.05)
-    run_threads(PAIR.sizes, slow_on_one_rank, tmp_path, HeldDisk(), timeout=1.0)
+    run_threads(PAIR.sizes, slow_on_one_rank, tmp_path, HeldDisk(), timeout=0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_what_takes_too_long_is_given_up_and_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_save_beyond_its_deadline_is_abandoned(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path, 1)
     disk = HeldDisk()
     saver = BackgroundSaver(tmp_path, alone(), storage=disk)
@@ -307,8 +286,7 @@ def waiting(mesh: Mesh, directory: Path, holder: HeldDisk) -> str:
     saver = BackgroundSaver(directory, mesh, storage=holder if mesh.rank else DISK, patience=0.05)
     start(saver, mesh, PAIR, 2)
     if mesh.rank == 0:
-        while saver.under_way:
-            threading.Event().wait(0.005)
+        wait_until(lambda: not saver.under_way)
         holder.released.set()
     with pytest.raises(CheckpointError) as raised:
         saver.finish()
@@ -316,15 +294,57 @@ def waiting(mesh: Mesh, directory: Path, holder: HeldDisk) -> str:
 
 
 def test_a_rank_that_writes_nothing_is_named(tmp_path: Path) -> None:
-    told = run_threads(PAIR.sizes, waiting, tmp_path, HeldDisk())
-    assert told[0] == told[1]
-    assert "rank 1 wrote nothing" in told[0]
+    messages = run_threads(PAIR.sizes, waiting, tmp_path, HeldDisk())
+    assert messages[0] == messages[1]
+    assert "rank 1 wrote nothing" in messages[0]
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_checkpoint_that_exists_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path, 2)
     saver = BackgroundSaver(tmp_path, alone())
     with pytest.raises(CheckpointError, match="already exists"):
         start(saver, alone(), ALONE, 2)
     saver.finish()
+
+
+def contents(*lengths: int) -> list[Content]:
+    """Return tensors of these numbers of fp32 elements, each of another value."""
+    made = []
+    for number, length in enumerate(lengths, start=1):
+        extent = Extent.whole(Box((0,), (length,)))
+        values = torch.full((length,), float(number))
+        made.append(Content(f"{number}", "weights", (length,), extent, FileTensor(f"{number}", (length,), values)))
+    return made
+
+
+@pytest.mark.parametrize(("prepared", "num_bytes"), [((), 128), ((1,), 128), ((100, 100), 896)])
+def test_copies_are_equal_whatever_was_prepared(prepared: tuple[int, ...], num_bytes: int) -> None:
+    snapshot, given = Snapshot(pinned=False), contents(3, 7)
+    snapshot.prepare(contents(*prepared))
+    taken = snapshot.take(given)
+    assert snapshot.num_bytes == num_bytes, "whole cache lines, never two copies"
+    for each in given:
+        each.tensor.values.fill_(torch.nan)
+    assert [(each.tensor.key, each.tensor.values.tolist()) for each in taken] == [("1", [1.0] * 3), ("2", [2.0] * 7)]
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_copies_cause_few_page_faults(prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prepared copy touches no new page; another one uses huge pages."""
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if prepared:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    elif sys.platform != "linux" or not pages.exists() or "[never]" in pages.read_text():
+        pytest.skip("the system has no huge pages")
+    snapshot, given = Snapshot(pinned=False), contents(1 << 24)
+    if prepared:
+        snapshot.prepare(given)
+        snapshot.settle()
+    before = page_faults()
+    snapshot.take(given)
+    assert page_faults() - before < (500 if prepared else (64 << 20) / mmap.PAGESIZE / 4)

@@ -1,5 +1,6 @@
-"""What a run does with the checkpoints that it finds: go on, fall back, or refuse with the reason and the way out."""
+"""A run and the checkpoints in its folder: resume, use an older one, or refuse with the reason and how to fix it."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,12 @@ from typing import Any
 import pytest
 
 from megapipe.checkpoint import CheckpointError, read_manifest
-from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.layers import model_layers
-from megapipe.training.replica import Replica
-from megapipe.training.resume import Checkpointer
+from megapipe.training.loop.checkpoints import Checkpointer
+from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import config_in, train
 from tests.checkpoint.toy import alone
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards, write_shard
@@ -25,12 +25,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    train(alone(), config_in(folder, corpus, GPT2_SHAPE, checkpoint={"every": 1, "keep_last": None}), 3)
+    return folder
+
+
 @pytest.fixture
-def config(tmp_path: Path, corpus: str) -> PretrainConfig:
-    """A run with checkpoints of steps 1, 2 and 3."""
-    config = config_in(tmp_path, corpus, GPT2_SHAPE, checkpoint={"every": 1, "keep_last": None})
-    train(alone(), config, 3)
-    return config
+def config(tmp_path: Path, corpus: str, trained: Path) -> PretrainConfig:
+    """Return a run with checkpoints of steps 1, 2 and 3."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return config_in(tmp_path, corpus, GPT2_SHAPE, checkpoint={"every": 1, "keep_last": None})
 
 
 def checkpoints(config: PretrainConfig) -> list[str]:
@@ -42,81 +48,40 @@ def path_of(config: PretrainConfig, step: int) -> Path:
     return Path(config.training.directory) / "checkpoints" / f"step-{step:08d}"
 
 
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 4
-    path.write_bytes(content)
-
-
 def restored(mesh: Mesh, config: PretrainConfig) -> int:
-    """The step that a run would go on from."""
+    """Return the step from which a run would resume."""
     with Checkpointer(config, mesh) as checkpointer:
-        found = checkpointer.restore(Replica(config, mesh, model_layers(config.model)))
+        found = checkpointer.restore(Replica(config, mesh))
     return 0 if found is None else found.step
 
 
-def test_the_newest_is_taken_and_said(config: PretrainConfig) -> None:
-    outcome = train(alone(), config, 3)
-    assert outcome.start == 3
-    assert outcome.said == [f"resumed from {path_of(config, 3)} after step 3 (24 samples)"]
-    assert [step for step, _ in outcome.losses] == [1, 2, 3]
-
-
-def test_the_manifest_says_what_the_run_was(config: PretrainConfig) -> None:
-    manifest = read_manifest(path_of(config, 3))
-    assert (manifest.run.step, manifest.run.consumed_samples) == (3, 24)
-    assert manifest.run.random == {"seed": config.training.seed}
-    assert manifest.run.precision == "fp32"
-    assert manifest.run.config["model"]["hidden_size"] == 32
-    assert set(manifest.applied_updates.values()) == {3}
-    with Checkpointer(config, alone()) as checkpointer:
-        assert checkpointer.precision == "fp32"
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
-def test_a_flipped_bit_is_found_set_aside_and_fallen_back_from(config: PretrainConfig, share: float) -> None:
+def test_a_damaged_checkpoint_is_replaced_by_an_older_one(config: PretrainConfig) -> None:
+    expected = train(alone(), config, 3)
+    assert expected.start == 3
+    assert expected.said == [f"resumed from {path_of(config, 3)} after step 3 (24 samples)"]
     (file,) = path_of(config, 3).glob("*.safetensors")
-    flip(file, int(share * file.stat().st_size))
-    outcome = train(alone(), config, 2)
-    assert outcome.start == 2
-    (bad,) = [name for name in checkpoints(config) if ".bad-" in name]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    outcome = train(alone(), config, 3)
+    assert (outcome.start, outcome.losses) == (2, expected.losses)
+    bad, *kept = sorted(checkpoints(config), key=lambda name: ".bad-" not in name)
     assert bad.startswith("step-00000003.bad-")
+    assert kept == ["step-00000001", "step-00000002", "step-00000003"]
     assert "step-00000003" in outcome.said[0]
     assert bad in outcome.said[0]
+    run = read_manifest(path_of(config, 3)).run
+    assert (run.step, run.consumed_samples, run.precision) == (3, 24, "fp32")
+    assert run.random == {"seed": config.training.seed}
+    assert run.config["model"]["hidden_size"] == 32
 
 
-def test_the_resumed_run_after_a_fall_back_is_the_same_run(config: PretrainConfig) -> None:
-    expected = train(alone(), config, 3)
-    flip(path_of(config, 3) / MANIFEST, 200)
-    assert train(alone(), config, 3).losses == expected.losses
-    assert "step-00000003" in checkpoints(config)
-
-
-def test_when_all_are_damaged_nothing_starts_anew_unasked(config: PretrainConfig) -> None:
+def test_a_run_does_not_restart_when_all_are_damaged(config: PretrainConfig) -> None:
     for step in (1, 2, 3):
         (path_of(config, step) / MANIFEST).write_text("{")
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged.*step-00000003\.bad-manifest"):
             restored(alone(), config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 64}, "model.hidden_size is 64 and was 32; set"),
-        ({"num_layers": 3}, "model.num_layers is 3 and was 2"),
-        ({"num_heads": 8}, "model.num_heads is 8 and was 4"),
-        ({"tie_embeddings": False}, "model.tie_embeddings is False and was True"),
-    ],
-    ids=str,
-)
-def test_another_models_checkpoint_is_refused_and_kept(
-    config: PretrainConfig, changes: dict[str, Any], message: str
-) -> None:
-    config.model = replace(config.model, **changes)
-    with pytest.raises(CheckpointError, match=message):
-        restored(alone(), config)
-    assert checkpoints(config) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize(
@@ -130,11 +95,13 @@ def test_another_models_checkpoint_is_refused_and_kept(
     ],
     ids=str,
 )
-def test_initial_weights_of_another_model_are_refused(
+def test_checkpoints_of_another_model_are_refused(
     config: PretrainConfig, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    config.init_from, config.training.directory = config.training.directory, str(tmp_path / "other")
     config.model = replace(config.model, **changes)
+    with pytest.raises(CheckpointError, match="was saved with another model"):
+        restored(alone(), config)
+    config.init_from, config.training.directory = config.training.directory, str(tmp_path / "other")
     with pytest.raises(CheckpointError, match=message):
         restored(alone(), config)
 
@@ -149,7 +116,7 @@ def test_changes_that_a_resume_allows_are_reported(config: PretrainConfig) -> No
     ]
 
 
-def test_a_fresh_run_does_not_mix_with_what_is_there(config: PretrainConfig) -> None:
+def test_a_fresh_run_needs_an_empty_folder(config: PretrainConfig) -> None:
     config.checkpoint = replace(config.checkpoint, resume=False)
     with pytest.raises(CheckpointError, match=r"checkpoint\.resume is false.*another training.directory"):
         restored(alone(), config)
@@ -169,14 +136,14 @@ def test_the_last_few_are_kept_and_a_step_is_saved_once(tmp_path: Path, corpus: 
     assert checkpoints(config) == ["step-00000003", "step-00000004"]
     mesh = alone()
     with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh, model_layers(config.model))
+        replica = Replica(config, mesh)
         assert checkpointer.restore(replica) is not None
         assert checkpointer.save(replica, 4, 32, []) == path_of(config, 4)
 
 
 def weights_after(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
     with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh, model_layers(config.model))
+        replica = Replica(config, mesh)
         assert checkpointer.restore(replica) is None
     states = replica.states()
     assert all(state.newest == 0 and not state.moments for state in states)
@@ -195,7 +162,7 @@ def test_initial_weights_from_a_checkpoint(config: PretrainConfig, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("model", "source", "told"),
+    ("model", "source", "message"),
     [
         (LLAMA_SHAPE, "", "does not fit: its parameters are not those of this model"),
         (GPT2_SHAPE, "nowhere", "is not a folder"),
@@ -204,10 +171,10 @@ def test_initial_weights_from_a_checkpoint(config: PretrainConfig, tmp_path: Pat
     ids=["model", "nowhere", "empty"],
 )
 def test_unusable_initial_weights_are_refused(
-    config: PretrainConfig, tmp_path: Path, corpus: str, model: ModelConfig, source: str, told: str
+    config: PretrainConfig, tmp_path: Path, corpus: str, model: ModelConfig, source: str, message: str
 ) -> None:
     (Path(config.training.directory) / "checkpoints/empty").mkdir()
     new = config_in(tmp_path / "new", corpus, model)
     new.init_from = str(Path(config.training.directory) / source)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         restored(alone(), new)

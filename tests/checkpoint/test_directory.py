@@ -12,10 +12,10 @@ import pytest
 
 from megapipe.checkpoint import CheckpointError, DirectoryLock, newest_valid, newest_whole
 from megapipe.checkpoint.directory import keep_last, remove_leftovers, set_aside, steps
-from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.storage import StorageWriter, explained, free_space
 from tests.checkpoint.disks import no_larger_files
-from tests.checkpoint.toy import ALONE, alone, load_step, save_step
+from tests.checkpoint.toy import ALONE, alone, save_step
 
 FILE = "rank-00000.safetensors"
 
@@ -42,7 +42,7 @@ def cut(path: Path) -> None:
     ],
     ids=["no manifest", "cut manifest", "no file", "cut file", "empty file"],
 )
-def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(
+def test_a_damaged_checkpoint_is_reported_and_set_aside(
     directory: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
     damage(directory / "step-00000003")
@@ -55,59 +55,33 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(
     assert "step-00000003" in line
     assert aside.name in line
     assert list(steps(directory)) == [1, 2]
+    # A second damaged checkpoint of this step gets another name.
+    save_step(alone(), ALONE, directory, 3)
+    damage(directory / "step-00000003")
+    newest_valid(directory, told.append)
+    assert len(set_aside(directory)) == 2
 
 
-def test_a_second_damaged_checkpoint_of_a_step_is_kept_too(directory: Path) -> None:
-    for _ in range(2):
-        cut(directory / "step-00000003" / MANIFEST)
-        newest_valid(directory)
-        save_step(alone(), ALONE, directory, 3)
-    assert [path.name for path in set_aside(directory)] == [
-        "step-00000003.bad-manifest",
-        "step-00000003.bad-manifest-2",
-    ]
-
-
-def test_a_checkpoint_under_another_steps_name_is_damaged(directory: Path) -> None:
-    (directory / "step-00000003").rename(directory / "step-00000007")
-    assert newest_valid(directory) == directory / "step-00000002"
-
-
-def test_names_that_are_almost_those_of_steps_are_left_alone(directory: Path) -> None:
+def test_only_folders_named_after_their_step_count(directory: Path) -> None:
     for name in ("step-00000009.bak", "step-9", ".step-00000009.partial", "xstep-00000009"):
         (directory / name).mkdir()
     (directory / "step-00000010").write_text("a file")
     assert newest_valid(directory) == directory / "step-00000003"
+    (directory / "step-00000003").rename(directory / "step-00000007")
+    assert newest_valid(directory) == directory / "step-00000002"
+    assert newest_valid(directory / "nowhere") is None
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
-    assert newest_valid(tmp_path) is None
-    assert newest_valid(tmp_path / "nowhere") is None
+def test_the_newest_and_every_nth_checkpoint_are_kept(directory: Path) -> None:
+    for count, every, kept in ((5, None, [1, 2, 3]), (2, None, [2, 3]), (1, 2, [2, 3]), (1, 4, [3])):
+        keep_last(directory, count, keep_every=every)
+        assert list(steps(directory)) == kept
+    assert [path.name for path in directory.iterdir()] == ["step-00000003"]
 
 
-def test_a_step_is_never_saved_over(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"step-00000003 already exists"):
-        save_step(alone(), ALONE, directory, 3)
-    load_step(alone(), ALONE, directory / "step-00000003", 3)
-
-
-def test_the_last_few_are_kept(directory: Path) -> None:
-    keep_last(directory, 5)
-    assert list(steps(directory)) == [1, 2, 3]
-    keep_last(directory, 2)
-    assert list(steps(directory)) == [2, 3]
-    assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000003"]
-
-
-def test_multiples_of_a_step_are_kept_for_ever(directory: Path) -> None:
-    save_step(alone(), ALONE, directory, 6)
-    keep_last(directory, 1, keep_every=2)
-    assert list(steps(directory)) == [2, 6]
-    keep_last(directory, 1, keep_every=4)
-    assert list(steps(directory)) == [6]
-
-
-def test_one_job_at_a_time(tmp_path: Path) -> None:
+def test_a_directory_has_one_job_at_a_time(tmp_path: Path) -> None:
+    with no_larger_files(0), pytest.raises(CheckpointError, match=rf"{tmp_path} cannot be written: File too large"):
+        DirectoryLock(tmp_path)
     lock = DirectoryLock(tmp_path)
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*another training.directory"):
         DirectoryLock(tmp_path)
@@ -115,21 +89,10 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
     DirectoryLock(tmp_path).release()
 
 
-def test_a_disk_that_cannot_even_take_the_lock_is_named_and_left_unlocked(tmp_path: Path) -> None:
-    with no_larger_files(0), pytest.raises(CheckpointError, match=rf"{tmp_path} cannot be written: File too large"):
-        DirectoryLock(tmp_path)
-    DirectoryLock(tmp_path).release()
-
-
-def test_a_full_disk_is_reported_for_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_its_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert " bytes are free there" in explained(full, tmp_path / "runs" / "new")
-
-
-def test_a_file_system_without_a_limit_of_files_reports_its_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Btrfs reports zero files, and zero of them free."""
+    # Btrfs reports zero files, of which zero are free.
     state = SimpleNamespace(f_bavail=2, f_frsize=4096, f_files=0, f_favail=0)
     monkeypatch.setattr("os.statvfs", lambda path: state)
     assert free_space(tmp_path) == "8,192 bytes are free there"
@@ -138,7 +101,7 @@ def test_a_file_system_without_a_limit_of_files_reports_its_bytes(
 
 
 class FlushedFolders(StorageWriter):
-    """Remembers them."""
+    """Lists the folders that were flushed."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []

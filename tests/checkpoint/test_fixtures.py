@@ -11,13 +11,12 @@ from megapipe.checkpoint import CheckpointError, read_manifest, save
 from megapipe.checkpoint.fit import check_run, model_differences
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import data_identity
-from megapipe.layout.hardware.reader import load_hardware
+from megapipe.inference.trained_model import trained_config
+from megapipe.layout.hardware.files import load_hardware
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.text import dumps, loads
-from megapipe.training.families import family_of
-from megapipe.training.generation_request import trained_config
-from megapipe.training.replica import Replica
-from megapipe.training.resume import Checkpointer, checkpoint_directory
+from megapipe.training.loop.checkpoints import Checkpointer, checkpoint_directory
+from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import RankOutcome, train, whole_tensors
 from tests.fixtures.v0_1.record import FOLDER, SAVED_AT, SIZES, TRAINED_TO, checksums, configuration
 from tests.support.meshes import run_mesh
@@ -30,7 +29,7 @@ OTHER_CPUS = 1e-5
 def from_both(mesh: Mesh, config: PretrainConfig, rewritten: PretrainConfig) -> tuple[RankOutcome, RankOutcome]:
     """Resume from a fixture, and from the same state as the code of today saves it."""
     with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh, family_of(config).layers)
+        replica = Replica(config, mesh)
         run = checkpointer.restore(replica)
         assert run is not None
         save(checkpoint_directory(rewritten), replica.states(), replica.optimizer.applied, run, mesh)

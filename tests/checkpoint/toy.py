@@ -1,4 +1,4 @@
-"""A small model's unit states on any layout, whose every element is a known function of its global place."""
+"""Unit states of a small model on any layout. Each element is a known function of its global position."""
 
 import math
 import zlib
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint import RunState, load, save
-from megapipe.checkpoint.manifest import WEIGHTS, earlier_weights
-from megapipe.checkpoint.shards import Shard, buffers, shards_of
+from megapipe.checkpoint.shards import WEIGHTS, Shard, buffers, earlier_weights, shards_of
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.segments import Segment
-from megapipe.parallel.sharding import Sharding
+from megapipe.parallel.segments import Segment, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Init, ParameterSpec
 
@@ -51,9 +49,9 @@ MODEL: dict[str, tuple[ParameterSpec, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """sizes: of the mesh. units: those of each pipeline rank. alignment: of padded shards. versions: of each unit.
+    """sizes: of the mesh. units: of each pipeline rank. alignment: of padded shards. versions: of each unit.
 
-    stage, count: what replicas share out, so many a copy.
+    stage, count: ZeRO stage, and the number of replicas that shard a unit.
     """
 
     sizes: Mapping[str, int]
@@ -66,16 +64,17 @@ class Layout:
 
 
 ALONE = Layout({}, [list(MODEL)])
+PAIR = Layout({"pipeline": 2}, [["table", "one"], ["two", "table"]])
 
 
 def value(name: str, kind: str, shape: tuple[int, ...], step: int) -> Tensor:
-    """A whole tensor: every element differs, and so do tensors, kinds and steps."""
+    """Return a whole tensor: all elements, tensors, kinds and steps differ."""
     base = zlib.crc32(f"{name} {kind} {step}".encode()) % 10_000
     return (torch.arange(math.prod(shape), dtype=torch.float32) + base).reshape(shape) / 7
 
 
 def make_states(mesh: Mesh, layout: Layout, model: Mapping[str, Sequence[ParameterSpec]] = MODEL) -> list[UnitState]:
-    """This rank's states, all zero."""
+    """Return this rank's states, all zero."""
     return [
         UnitState(
             unit,
@@ -104,19 +103,19 @@ def fill(states: Sequence[UnitState], step: int, moments: Sequence[str] = MOMENT
 
 
 def expected(shard: Shard, kind: str, step: int) -> Tensor:
-    """The part of a whole tensor that a shard holds, in one dimension."""
+    """Return the part of a whole tensor that a shard contains, in one dimension."""
     held = shard.extent
     return whole_box(shard.segment, kind, step)[held.start : held.stop]
 
 
 def whole_box(segment: Segment, kind: str, step: int) -> Tensor:
-    """The part of a whole tensor that lies in a segment's box, in one dimension."""
+    """Return the part of a whole tensor in a segment's box, in one dimension."""
     index = tuple(slice(a, b) for a, b in zip(segment.box.starts, segment.box.stops, strict=True))
     return value(segment.spec.name, kind, segment.spec.shape, step)[index].reshape(-1)
 
 
 def check(states: Sequence[UnitState], step: int, kinds: Sequence[str] = (WEIGHTS, *MOMENTS)) -> None:
-    """See that states hold the values of a step, and zeros where there is padding."""
+    """Check that states contain the values of a step, and zeros as padding."""
     for state in states:
         assert state.newest == step + len(state.weights) - 1
         found = buffers(state)
@@ -144,7 +143,7 @@ def save_step(mesh: Mesh, layout: Layout, directory: Path, step: int, storage: S
 
 
 def load_step(mesh: Mesh, layout: Layout, path: Path, step: int, earlier: int = 0) -> None:
-    """Load into fresh states and check them. earlier: how many older versions the checkpoint has."""
+    """Load into fresh states and check them. earlier: number of older versions in the checkpoint."""
     states = make_states(mesh, layout)
     applied: dict[str, int] = {}
     found = load(path, states, applied, mesh, moments=ToyMoments())
@@ -154,6 +153,6 @@ def load_step(mesh: Mesh, layout: Layout, path: Path, step: int, earlier: int = 
 
 
 def alone() -> Mesh:
-    """The mesh of this process by itself."""
+    """Return the mesh of one process."""
     (mesh,) = in_process_meshes({}, "cpu", 10.0)
     return mesh

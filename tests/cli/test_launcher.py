@@ -13,9 +13,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megapipe.cli import train as train_command
-from megapipe.cli.launcher import Job, first_slurm_node, slurm_variables, status_of
+from megapipe.cli.train import Job, first_slurm_node, slurm_variables, status_of
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.exit_codes import ExitCode
+from megapipe.training.resilience.signals import ExitCode
 from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc, saved_steps, wait_for_the_end
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import TINY, environment
@@ -127,24 +127,6 @@ def test_wrong_input_of_ranks_is_the_last_line(folder: Path, argument: str) -> N
     assert done.returncode == 2, done.stdout
     (line,) = done.stdout.splitlines()
     assert line.startswith(WRONG[argument])
-
-
-@pytest.mark.slow
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("argument", WRONG)
-def test_wrong_input_is_in_torchrun_s_box(folder: Path, argument: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "megapipe", "train", *TINY, "--data.prefix=corpus", argument],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.returncode == 1, "torchrun's own"
-    reason = WRONG[argument].removeprefix("error: ")
-    assert f"traceback : {reason}" in done.stderr.partition("Root Cause")[2], done.stderr
 
 
 class Endless:

@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.cli.run_reader import KILLED, Run, read_run
 from megapipe.cli.runs import main
-from megapipe.cli.runs.reader import KILLED, Run, read_run
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training import metrics
-from megapipe.training.metrics import MetricsFile, read_losses
+from megapipe.training.observe.metrics import METRICS, RUN, MetricsFile, read_losses
+from megapipe.training.observe.records import RANKS, SAVE_WAIT, TIME_PARTS
 from megapipe.training.pretrain import pretrain
-from megapipe.training.records import RANKS, SAVE_WAIT, TIME_PARTS
-from megapipe.training.run_files import RUN
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.training.records import evaluation_record, step_record
 
@@ -158,6 +156,11 @@ def test_compare_and_plot_show_differences_alone(
     compared = json.loads(capsys.readouterr().out)
     assert compared["differences"] == {"optimizer.learning_rate": [0.001, 0.002]}
     assert [each["loss"] for each in compared["runs"]] == [3.25, 3.25]
+    assert main(["list", "mine", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["status"], listed["steps"], listed["problems"]) == ("finished", 20, [])
+    assert main(["show", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["training.steps"] == 20
     assert main(["compare", "mine", "mine"]) == 0
     assert capsys.readouterr().out.endswith("the configurations are equal\n")
     assert main(["plot", "mine", "<b>other", "--over", "tokens", "--html", "page.html", "--svg", "p.svg"]) == 0
@@ -189,19 +192,20 @@ def all_commands_work(folder: Path) -> Run:
     return read_run(folder)
 
 
+@settings(max_examples=30)
 @given(kept=st.floats(0, 1), kept_starts=st.floats(0, 1))
 def test_any_truncation_is_read(whole: Path, kept: float, kept_starts: float) -> None:
     folder = whole.parent / "cut"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for name, share in ((metrics.FILE_NAME, kept), (RUN, kept_starts)):
+    for name, share in ((METRICS, kept), (RUN, kept_starts)):
         content = (whole / name).read_bytes()
         (folder / name).write_bytes(content[: round(share * len(content))])
     run = all_commands_work(folder)
     assert not any("not a JSON object" in problem for problem in run.problems), "an incomplete last line is no damage"
-    assert run.history == read_losses(folder / metrics.FILE_NAME)
+    assert run.history == read_losses(folder / METRICS)
     latest: list[int] = []
-    for line in (folder / metrics.FILE_NAME).read_bytes().split(b"\n"):
+    for line in (folder / METRICS).read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
         except ValueError:
@@ -238,17 +242,18 @@ lines = st.one_of(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(lines, max_size=12), st.one_of(st.binary(max_size=9), values.map(lambda v: json.dumps(v).encode())))
 def test_any_content_is_read(tmp_path_factory: pytest.TempPathFactory, records: list[bytes], starts: bytes) -> None:
     folder = tmp_path_factory.mktemp("foreign")
-    (folder / metrics.FILE_NAME).write_bytes(b"\n".join(records))
+    (folder / METRICS).write_bytes(b"\n".join(records))
     (folder / RUN).write_bytes(starts)
     all_commands_work(folder)
 
 
 def test_each_problem_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "mine")
-    with (folder / metrics.FILE_NAME).open("ab") as file:
+    with (folder / METRICS).open("ab") as file:
         file.write(b'\x1b[2J garbage\n[]\n{"event": "failed", "error": "\\u001b[2J"}\n')
     (folder / RUN).write_text("{")
     assert main(["list", str(folder)]) == 0
@@ -256,7 +261,7 @@ def test_each_problem_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "failed: ?[2J" in shown
     assert "\x1b" not in shown + problems
     assert len(problems.splitlines()) == 2
-    assert f"{metrics.FILE_NAME} has 2 lines that are not a JSON object; the other lines were read" in problems
+    assert f"{METRICS} has 2 lines that are not a JSON object; the other lines were read" in problems
     assert f"{RUN} is not readable JSON" in problems
     for arguments, reason in (
         (["show", str(tmp_path / "none")], "does not exist"),
@@ -288,7 +293,7 @@ def test_any_losses_are_drawn(tmp_path: Path, losses: list[float]) -> None:
 def test_a_run_of_100_000_steps_is_listed_in_seconds_without_torch(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    with (folder / metrics.FILE_NAME).open("w") as file:
+    with (folder / METRICS).open("w") as file:
         file.write('{"event": "start", "run": "first", "step": 0, "time": 1.0}\n')
         text = json.dumps(vars(step_record(1)))
         file.writelines(text.replace('"step": 1', f'"step": {step}') + "\n" for step in range(1, 100_001))

@@ -35,8 +35,8 @@ train --n_embd 64 | nanoGPT's n_embd is --model.hidden_size here
 train --tensor-model-parallel-size 2 | is --parallel.tensor here
 train --model.num_layers two | model.num_layers is two, but must be a whole number
 train --model.num_layers | --model.num_layers needs a value
-train --training.precision fp12 | but must be one of 'auto', 'fp32', 'bf16', 'fp16'
-train --optimizer.learning_rate nan | but must be a finite number
+train --training.precision fp12 | but must be one of auto, fp32, bf16, fp16
+train --optimizer.learning_rate nan | but must be a number above 0
 train quickstart | unexpected argument 'quickstart'
 train --data.pairs order --data.isolate true | unknown configuration key 'data.isolate'
 train -n 0 --config quickstart | is 0, but must be at least 1

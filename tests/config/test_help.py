@@ -11,10 +11,8 @@ import pytest
 
 from megapipe.cli.train import EXAMPLES, parser_of
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.help_format import COMMON
-from megapipe.config.kinds import kind_of
-from megapipe.config.load import build_parser, parse, parse_as
+from megapipe.config.load import build_parser, kind_of, parse_as
 from megapipe.config.other_names import OTHER_NAMES, WITHOUT_FIELD, hint, split_target
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.main import main as plan
@@ -159,35 +157,3 @@ def test_every_other_name_is_answered_at_the_command_line() -> None:
             assert answer == f"; {program}'s {name} has no field here: {reason}", (name, answer)
             for option in re.findall(r"\b((?:[a-z0-9_]+\.)+[a-z0-9_]+)", reason):
                 assert option in known, f"{name}: {option} is not an option"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ["--tensor-model-parallel-size", "2"],
-            ["Megatron-LM's tensor_model_parallel_size is --parallel.tensor here"],
-        ),
-        (["--distributed-timeout-minutes=9"], ["is --parallel.timeout_seconds here (in seconds)"]),
-        (["--transformer-impl=local"], ["Megatron-LM's transformer_impl has no field here: there is one"]),
-        (["--experimental.pipeline_parallel_degree=2"], ["pipeline_parallel_degree is --parallel.pipeline here"]),
-        (["--fault_tolerance.enable=true"], ["'fault_tolerance.enable' (--help-all"]),
-        (["--model.n_embd=64"], ["nanoGPT's n_embd is --model.hidden_size here"]),
-        (["--training.local_batch_size=4"], ["torchtitan's training.local_batch_size is --batch.micro_size here"]),
-        (["--max_norm=1"], ["torchtitan's training.max_norm is --optimizer.clip_norm here"]),
-        (["--log-interval", "2"], ["Megatron-LM's and nanoGPT's log_interval is --training.log_every here"]),
-        (["--n_embd=64", "--bf16"], ["--model.hidden_size here", "--training.precision bf16 here"]),
-        (["--num-layers", "2"], ["did you mean 'model.num_layers'?"]),
-        (["--training.learning_rate", "2"], ["did you mean 'optimizer.learning_rate'?"]),
-        (["--config", "examples/models/llama3_8b.yaml"], ["pass a file of this group as --model FILE"]),
-        (["--model", "examples/gpt_tiny.yaml"], ["whole groups: pass it as --config FILE"]),
-    ],
-)
-def test_a_wrong_option_gets_the_right_one(
-    arguments: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError) as caught:
-        parse(arguments)
-    for problem, part in zip(caught.value.problems, expected, strict=True):
-        assert part in problem

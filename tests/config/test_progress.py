@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from megapipe.config import progress
-from megapipe.config.progress import ProgressBar, progress_bar
+from megapipe.config import command_line
+from megapipe.config.command_line import ProgressBar, progress_bar
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second between any two looks at the clock."""
-    monkeypatch.setattr(progress.time, "monotonic", itertools.count().__next__)
+    monkeypatch.setattr(command_line.time, "monotonic", itertools.count().__next__)
 
 
 def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A conversion that fails at any change of the disk leaves nothing, or, once renamed, the whole."""
+"""A conversion that fails at any change of the disk leaves nothing or, after the rename, the complete folder."""
 
 import errno
 import os
@@ -12,18 +12,16 @@ import torch
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.storage import StorageWriter
 from megapipe.conversion.command import main
-from megapipe.conversion.formats import FORMATS
-from megapipe.conversion.megapipe_source import MegapipeSource
-from megapipe.conversion.source import Source, SourceOptions
-from megapipe.conversion.target import TargetOptions
-from megapipe.conversion.transfer import contents_for, transfer
+from megapipe.conversion.formats import FORMATS, Source, TargetOptions
+from megapipe.conversion.megapipe_format import MegapipeSource
+from megapipe.conversion.operations import contents_for, transfer
 from tests.conversion.test_command import tensors, write
 
 OPERATIONS = ("make_folder", "create", "write", "flush", "flush_folder", "rename")
 
 
 class FailingDisk:
-    """Counts every operation of the disk, and fails one. at: which; None fails none."""
+    """Counts all operations of the disk, and fails operation number `at`; None fails none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
         self.count = 0
@@ -77,13 +75,13 @@ def test_every_operation_fails_once(
 
 
 def assert_whole(source: Source, kind: str, path: Path) -> None:
-    found = FORMATS[kind].open_source(path, SourceOptions(allow_pickle=True))
+    found = FORMATS[kind].open_source(path, True)
     for tensor in found.contents.tensors:
         assert torch.equal(found.read(tensor), source.read(tensor))
     found.close()
 
 
-def test_what_a_killed_conversion_left_is_told_and_never_taken_for_a_checkpoint(
+def test_leftovers_of_a_killed_conversion_are_reported(
     tmp_path: Path, source: Source, capsys: pytest.CaptureFixture[str]
 ) -> None:
     contents = source.contents

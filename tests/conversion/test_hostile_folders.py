@@ -1,4 +1,4 @@
-"""Folders from anywhere: a fixture for each rule of docs/conversion.md, each refused by name, and nothing written."""
+"""Untrusted folders: a fixture for each rule of docs/conversion.md is refused by name, and nothing is written."""
 
 import json
 import os
@@ -12,19 +12,19 @@ import pytest
 import safetensors.torch
 import torch
 
-from megapipe.checkpoint import untrusted
-from megapipe.checkpoint.hugging_face_files import INDEX, SINGLE
+from megapipe.checkpoint import storage
+from megapipe.checkpoint.hugging_face import INDEX, SINGLE
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
-from megapipe.conversion.contents import Contents, StoredTensor
-from megapipe.conversion.megapipe_target import MegapipeTarget
+from megapipe.conversion.formats import Contents, StoredTensor
+from megapipe.conversion.megapipe_format import MegapipeTarget
 from tests.conversion.test_command import tensors, write
 from tests.models.hugging_face import gpt2
 
 
 @pytest.fixture(scope="module")
 def harmless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a GPT-2."""
+    """Return the files of a GPT-2."""
     folder = tmp_path_factory.mktemp("harmless")
     gpt2().theirs.save_pretrained(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -32,7 +32,7 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(harmless: dict[str, bytes], tmp_path: Path) -> Path:
-    """A copy of them at <tmp>/in/hostile, with a file outside that must not be read."""
+    """Return a copy of them at <tmp>/in/hostile; a file outside it must not be read."""
     target = tmp_path / "in" / "hostile"
     target.mkdir(parents=True)
     for name, content in harmless.items():
@@ -46,7 +46,7 @@ def converted(folder: Path) -> int:
 
 
 def index_to(folder: Path, place: str) -> None:
-    """Let an index name `place` for every tensor."""
+    """Write an index that names `place` for every tensor."""
     names = safetensors.torch.load_file(folder / SINGLE)
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, place)}))
 
@@ -67,7 +67,7 @@ def edited(folder: Path, **changes: Any) -> None:
 
 
 def header_of(folder: Path, length: int, size: int) -> None:
-    """A file of `size` bytes, most of them a hole, that tells of a header of `length`."""
+    """Write a sparse file of `size` bytes that claims a header of `length`."""
     with (folder / SINGLE).open("wb") as file:
         file.write(struct.pack("<Q", length))
         file.truncate(size)
@@ -141,10 +141,13 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "does not contain a JSON object"),
     "not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "not readable JSON"),
-    "a billion layers": (lambda folder: edited(folder, n_layer=10**9), "num_layers is 1000000000; it must be at most"),
+    "a billion layers": (
+        lambda folder: edited(folder, n_layer=10**9),
+        "num_layers is 1000000000; it must be from 1 to 1048576",
+    ),
     "a billion columns": (
         lambda folder: edited(folder, n_embd=12 * 10**9),
-        "hidden_size is 12000000000; it must be at most",
+        "hidden_size is 12000000000; it must be from 1 to 1048576",
     ),
     "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
     "model_type of another type": (
@@ -161,27 +164,34 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_refused_by_name_with_nothing_written(
     folder: Path, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    damage, told = FIXTURES[name]
+    damage, message = FIXTURES[name]
     damage(folder)
     before = sorted(tmp_path.rglob("*"))
     assert converted(folder) == 2
     error = capsys.readouterr().err
-    assert re.search(told, error), error
+    assert re.search(message, error), error
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_same_folder_unharmed_is_converted(folder: Path) -> None:
-    assert converted(folder) == 0
+def test_limits_of_tensors_and_links_of_tokenizers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    with monkeypatch.context() as patch:
+        index_to(folder, SINGLE)
+        patch.setattr(storage, "MAX_TENSORS", 20)
+        assert converted(folder) == 2
+        assert "tensors; at most 20 are read" in capsys.readouterr().err
+    secret = folder.parent / "secret"
+    secret.write_text("{}")
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+    (folder / "special_tokens_map.json").symlink_to(secret)
+    assert main(["convert", str(folder), "--to", "hf", str(folder.parents[1] / "out")]) == 2
+    assert "a link that leads out" in capsys.readouterr().err
 
 
-def test_too_many_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    index_to(folder, SINGLE)
-    monkeypatch.setattr(untrusted, "MAX_TENSORS", 20)
-    assert converted(folder) == 2
-    assert "tensors; at most 20 are read" in capsys.readouterr().err
-
-
-def test_links_as_the_hubs_client_makes_them_are_followed(folder: Path) -> None:
+def test_links_of_the_hubs_client_are_followed(folder: Path) -> None:
     """snapshots/<revision>/file -> ../../blobs/<hash>."""
     home = folder.parent / "models--gpt2"
     snapshot, blobs = home / "snapshots" / "0123", home / "blobs"
@@ -194,7 +204,7 @@ def test_links_as_the_hubs_client_makes_them_are_followed(folder: Path) -> None:
     assert main(command) == 0
 
 
-def test_code_beside_a_model_is_neither_run_nor_copied(folder: Path) -> None:
+def test_code_in_a_folder_is_neither_run_nor_copied(folder: Path) -> None:
     edited(folder, auto_map={"AutoConfig": "evil.Config"})
     (folder / "evil.py").write_text("raise SystemExit('ran')")
     out = folder.parents[1] / "out"
@@ -203,25 +213,14 @@ def test_code_beside_a_model_is_neither_run_nor_copied(folder: Path) -> None:
     assert "auto_map" not in (out / "config.json").read_text()
 
 
-def test_a_tokenizer_file_that_leads_out_is_not_copied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tokenizers import Tokenizer, models
-
-    secret = folder.parent / "secret"
-    secret.write_text("{}")
-    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
-    (folder / "special_tokens_map.json").symlink_to(secret)
-    assert main(["convert", str(folder), "--to", "hf", str(folder.parents[1] / "out")]) == 2
-    assert "a link that leads out" in capsys.readouterr().err
-
-
 def test_a_megapipe_checkpoint_of_a_billion_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing but the manifest is wrong with it, and its checksum is right."""
+    """Only the manifest is wrong, and its checksum is right."""
     tensor = StoredTensor("embedding.word.weight", "weights", (2,), "F32")
     target = MegapipeTarget(tmp_path / "in", Contents(ModelConfig(num_layers=10**9), (tensor,)))
     target.add(tensor, torch.ones(2))
     target.finish()
     assert main(["convert", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]) == 2
-    assert "model.num_layers is 1000000000; it must be at most" in capsys.readouterr().err
+    assert "model.num_layers is 1000000000; it must be from 1 to 1048576" in capsys.readouterr().err
 
 
 def test_a_megapipe_checkpoint_whose_file_is_a_link_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +241,7 @@ def test_names_of_tensors_never_become_names_of_files(tmp_path: Path) -> None:
     assert found == {"a", "a/b"}
 
 
-def test_nothing_is_written_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder.parents[1] / "out"
     out.mkdir()
     assert converted(folder) == 2

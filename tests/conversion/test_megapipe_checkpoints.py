@@ -1,4 +1,4 @@
-"""megapipe's own checkpoints read and written: any slice of any layout, and a run that goes on from one."""
+"""megapipe's own checkpoints as source and target: any slice of any layout, and a run that resumes from one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,29 +11,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.checkpoint import RunState, save
-from megapipe.config.zero import ZeroConfig
+from megapipe.config.parallel import ZeroConfig
 from megapipe.conversion.command import main
-from megapipe.conversion.megapipe_source import MegapipeSource
+from megapipe.conversion.megapipe_format import MegapipeSource
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.layers import model_layers
-from megapipe.training.replica import Replica
+from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import assert_same_bits, config_in, run
 from tests.conversion.test_round_trips import logits_of
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards, write_shard
 from tests.support.meshes import run_threads
 
 MODEL = replace(LLAMA_SHAPE, max_positions=64, init_std=0.2)
-"""61 tokens, which are shared out with padding."""
+"""A vocabulary of 61 tokens is sharded with padding."""
 MOMENTS = ("first_moment", "second_moment")
 SIZES = {"data": 2, "tensor": 2, "pipeline": 2}
 RUN = RunState(3, 24, {"seed": 7}, "fp32", ((3, 4.25),), {"model": asdict(MODEL)})
 
 
 def saved(mesh: Mesh, folder: Path) -> dict[str, list[Shard]]:
-    """A rank's part of a save; returns what it holds of each kind."""
+    """Save on one rank; return its shards of each kind."""
     config = config_in(folder, "unused", MODEL, data={"sequence_length": 16}, parallel=dict(SIZES))
     config.zero = ZeroConfig(stage=1)
-    replica = Replica(config, mesh, model_layers(MODEL))
+    replica = Replica(config, mesh)
     states = replica.states()
     for state in states:
         # Functions of the weights, so that tensor ranks hold the same of what they do not share.
@@ -47,7 +46,7 @@ def saved(mesh: Mesh, folder: Path) -> dict[str, list[Shard]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Tensor]]]:
-    """A checkpoint of eight ranks, and its whole tensors by kind and name."""
+    """Return a checkpoint of eight ranks, and its whole tensors by kind and name."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks: Sequence[dict[str, list[Shard]]] = run_threads(SIZES, saved, folder)
     return folder, {kind: assembled([rank[kind] for rank in ranks]) for kind in ranks[0]}
@@ -79,7 +78,7 @@ def test_any_slice(checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], data: 
     source.close()
 
 
-def test_copies_are_equal_and_say_so(
+def test_copies_are_equal_and_verified(
     checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, expected = checkpoint
@@ -90,9 +89,21 @@ def test_copies_are_equal_and_say_so(
     assert copy.manifest.run == source.manifest.run
     assert copy.contents.applied_updates == dict.fromkeys(expected["weights"], 3)
     assert "equal:" in capsys.readouterr().out
+    half = ["convert", str(folder), "--to", "megapipe", str(tmp_path / "half"), "--precision", "bf16"]
+    assert main(half) == 0
+    source = MegapipeSource(tmp_path / "half")
+    for tensor in source.contents.tensors:
+        wanted = expected[tensor.kind][tensor.name]
+        wanted = wanted.bfloat16() if tensor.kind == "weights" else wanted
+        assert torch.equal(source.read(tensor), wanted), tensor
+    bare = ["convert", str(folder), "--to", "megapipe", str(tmp_path / "bare"), "--weights_only"]
+    assert main(bare) == 0
+    contents = MegapipeSource(tmp_path / "bare").contents
+    assert contents.kinds == ["weights"]
+    assert not contents.applied_updates
 
 
-def test_what_eight_ranks_saved_has_the_same_logits_in_transformers(
+def test_checkpoints_of_eight_ranks_have_transformers_logits(
     checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
 ) -> None:
     folder, expected = checkpoint
@@ -102,29 +113,8 @@ def test_what_eight_ranks_saved_has_the_same_logits_in_transformers(
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-def test_bf16_weights_with_moments_as_they_were(
-    checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
-) -> None:
-    folder, expected = checkpoint
-    command = ["convert", str(folder), "--to", "megapipe", str(tmp_path / "half"), "--precision", "bf16"]
-    assert main(command) == 0
-    source = MegapipeSource(tmp_path / "half")
-    for tensor in source.contents.tensors:
-        wanted = expected[tensor.kind][tensor.name]
-        wanted = wanted.bfloat16() if tensor.kind == "weights" else wanted
-        assert torch.equal(source.read(tensor), wanted), tensor
-
-
-def test_weights_only_leaves_no_moments(checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path) -> None:
-    command = ["convert", str(checkpoint[0]), "--to", "megapipe", str(tmp_path / "bare"), "--weights_only"]
-    assert main(command) == 0
-    source = MegapipeSource(tmp_path / "bare")
-    assert source.contents.kinds == ["weights"]
-    assert not source.contents.applied_updates
-
-
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_converted_checkpoint(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_converted_checkpoint(tmp_path: Path) -> None:
     """Bit for bit as from the checkpoint itself."""
     corpus = write_shard(tmp_path / "corpus")
     layout = {"data": 2}

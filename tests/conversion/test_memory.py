@@ -1,4 +1,4 @@
-"""Conversion holds a few tensors in memory and not the model."""
+"""Conversion has a few tensors in memory, not the whole model."""
 
 import subprocess
 import sys
@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 import torch
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.contents import Contents, StoredTensor
-from megapipe.conversion.megapipe_target import MegapipeTarget
-from megapipe.conversion.model_fields import parameters_of
+from megapipe.conversion.formats import Contents, StoredTensor
+from megapipe.conversion.megapipe_format import MegapipeTarget
+from megapipe.conversion.megapipe_format import parameters_of
 
 model = ModelConfig(vocabulary_size=8192, num_layers=24, hidden_size=1024, num_heads=16, max_positions=64,
                     normalization="rms_norm", activation="swiglu", positions="rotary", bias="none")
@@ -26,9 +26,7 @@ target.finish()
 CONVERT = """
 import resource, sys
 import torch
-import megapipe.conversion.hugging_face_source, megapipe.conversion.megapipe_source
-import megapipe.conversion.hugging_face_target, megapipe.conversion.megapipe_target
-import megapipe.conversion.foreign.megatron_torch_source, megapipe.conversion.foreign.megatron_torch_target
+import megapipe.conversion.hugging_face, megapipe.conversion.megapipe_format, megapipe.conversion.megatron_torch
 from megapipe.conversion.command import main
 
 def peak():
@@ -41,12 +39,12 @@ print(peak() - before)
 LARGEST = 8192 * 1024 * 4
 """Bytes of the embedding; the swiglu's first matrix has 2 x 2752 x 1024 x 4 = 23 MB."""
 CONSTANT = 96 * 2**20
-"""Buffers, parsers and the tokenizer library, whatever the model."""
+"""Buffers, parsers and the tokenizer library, for any model."""
 
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
-    """A model of 1.2 GB through both directions; twice the largest tensor where parts are put together."""
+    """A model of 1.2 GB in both directions; joined parts need twice the largest tensor."""
     built, exported, back = (str(tmp_path / name) for name in ("built", "exported", "back"))
     subprocess.run([sys.executable, "-c", BUILD, built], check=True)
     total = sum(file.stat().st_size for file in Path(built).iterdir())

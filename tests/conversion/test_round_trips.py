@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
-from megapipe.conversion.contents import Contents, StoredTensor
-from megapipe.conversion.hugging_face_source import HuggingFaceSource
-from megapipe.conversion.megapipe_source import MegapipeSource
-from megapipe.conversion.megapipe_target import MegapipeTarget
+from megapipe.conversion.formats import Contents, StoredTensor
+from megapipe.conversion.hugging_face import HuggingFaceSource
+from megapipe.conversion.megapipe_format import MegapipeSource, MegapipeTarget
 from tests.layers.bound import bind_model, make_context, run
 from tests.models import test_bert_hugging_face as bert
 from tests.models.hugging_face import FOLDERS
@@ -158,7 +157,7 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
 )
 def test_a_model_that_no_family_has_is_refused_with_the_fields(changes: dict[str, object], told: str) -> None:
     from megapipe.checkpoint import CheckpointError
-    from megapipe.conversion.hugging_face_config import exported_config
+    from megapipe.conversion.hugging_face import exported_config
 
     model = replace(FOLDERS["gpt2"]().model, **changes)
     with pytest.raises(CheckpointError) as raised:

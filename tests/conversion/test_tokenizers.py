@@ -1,4 +1,4 @@
-"""Exported tokenizers: transformers gives the ids that the model was trained on, or none is written."""
+"""Exported tokenizers: transformers gives the ids of training, or no tokenizer is written."""
 
 import base64
 import io
@@ -18,12 +18,10 @@ from megapipe.checkpoint import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
-from megapipe.conversion.megapipe_target import TOKENIZER
-from megapipe.conversion.tiktoken_file import LETTERS
-from megapipe.conversion.tokenizer_files import ExportedTokenizer, exported_tokenizer
+from megapipe.conversion.megapipe_format import TOKENIZER
+from megapipe.conversion.tokenizer_files import LETTERS, ExportedTokenizer, exported_tokenizer
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from megapipe.data.tokenizers.tiktoken_files import ENCODINGS
+from megapipe.data.tokenizers.model_files import ENCODINGS, SentencePieceTokenizer
 from megapipe.data.tokenizers.training import TRAINERS
 
 CORPUS = [
@@ -42,7 +40,7 @@ LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": Fals
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, transformers.PreTrainedTokenizerBase]:
-    """Ours, and what transformers loads of its export."""
+    """Return our tokenizer, and the one that transformers loads from its export."""
     folder = tmp_path_factory.mktemp("tokenizer")
     spec = "bytes"
     if request.param != "bytes":
@@ -57,7 +55,7 @@ def pair(
 
 
 def loaded(found: ExportedTokenizer, folder: Path) -> transformers.PreTrainedTokenizerBase:
-    """What transformers makes of exported files."""
+    """Return the tokenizer that transformers loads from exported files."""
     folder.mkdir()
     for name, content in found.files.items():
         (folder / name).write_bytes(content)
@@ -66,7 +64,7 @@ def loaded(found: ExportedTokenizer, folder: Path) -> transformers.PreTrainedTok
 
 
 def same(ours: Tokenizer, ids: list[int], text: str) -> bool:
-    """Whether ids are those of a text, or score the same in a unigram model."""
+    """Return whether ids are those of a text, or have the same score in a unigram model."""
     expected = ours.encode(text)
     return ids == expected or (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, expected))
 
@@ -79,15 +77,11 @@ def test_the_same_ids_for_any_text(pair: tuple[Tokenizer, transformers.PreTraine
     assert same(ours, theirs(text, add_special_tokens=False).input_ids, text)
 
 
-def test_the_same_text_for_ids(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase]) -> None:
+def test_texts_and_special_tokens_are_equal(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase]) -> None:
     ours, theirs = pair
     for text in CORPUS[:3]:
         ids = ours.encode(text)
         assert theirs.decode(ids) == ours.decode(ids)
-
-
-def test_special_tokens_are_named(pair: tuple[Tokenizer, transformers.PreTrainedTokenizerBase]) -> None:
-    ours, theirs = pair
     if theirs.mask_token is None:
         assert theirs.eos_token_id == ours.end_of_document
         return
@@ -101,7 +95,7 @@ def test_special_tokens_are_named(pair: tuple[Tokenizer, transformers.PreTrained
 
 
 def trained(path: Path, **options: object) -> Path:
-    """A SentencePiece model as other projects train them."""
+    """Train a SentencePiece model like other projects."""
     model = io.BytesIO()
     lines = [line for text in CORPUS for line in text.split("\n") if line]
     options = {"model_type": "bpe", "vocab_size": 420, "byte_fallback": True, "minloglevel": 2, **options}
@@ -145,7 +139,7 @@ def test_models_that_add_a_space_give_the_same_ids(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({}, "nmt_nfkc"),
         ({**LLAMA, "treat_whitespace_as_suffix": True}, "end of words"),
@@ -153,12 +147,18 @@ def test_models_that_add_a_space_give_the_same_ids(
     ],
 )
 def test_a_model_without_an_exact_counterpart_is_refused(
-    options: dict[str, object], told: str, tmp_path: Path
+    options: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     path = trained(tmp_path / "ours.model", **options)
-    with pytest.raises(CheckpointError, match=f"ours.model has no exact counterpart .*{told}.*--tokenizer none"):
+    with pytest.raises(CheckpointError, match=f"ours.model has no exact counterpart .*{message}.*--tokenizer none"):
         exported_tokenizer(str(path), ModelConfig(vocabulary_size=512))
     assert not exported_tokenizer("none", ModelConfig()).note
+    assert "--tokenizer" in exported_tokenizer(None, ModelConfig()).note
+    gone = exported_tokenizer(str(tmp_path / "gone.model"), ModelConfig())
+    assert not gone.files
+    assert "gone.model" in gone.note
+    with pytest.raises(CheckpointError, match="has 257 ids, but the model's vocabulary has 256"):
+        exported_tokenizer("bytes", ModelConfig(vocabulary_size=256))
 
 
 @pytest.mark.parametrize("kind", ["byte-level-bpe", "wordpiece-uncased"])
@@ -182,7 +182,7 @@ def test_files_of_older_kinds(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiktoken_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, tokenizers.Tokenizer]]:
-    """Encoding -> ours and the export, of one small vocabulary."""
+    """Return encoding -> our tokenizer and its export, of one small vocabulary."""
     vocabulary = json.loads(TRAINERS["byte-level-bpe"][1](CORPUS, 400, ()))["model"]["vocab"]
     bytes_of = {letter: byte for byte, letter in LETTERS.items()}
     names = sorted((name for name in vocabulary if name != "<|endoftext|>"), key=vocabulary.__getitem__)
@@ -257,15 +257,3 @@ def test_an_unknown_tokenizer_is_not_taken_from_the_current_folder(
     monkeypatch.chdir(theirs)
     assert main(["convert", str(tmp_path / "ours"), "--to", "megapipe", str(tmp_path / "again")]) == 0
     assert not (tmp_path / "again" / TOKENIZER).exists()
-
-
-def test_more_ids_than_the_model_has_rows_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="has 257 ids, but the model's vocabulary has 256"):
-        exported_tokenizer("bytes", ModelConfig(vocabulary_size=256))
-
-
-def test_none_is_written_where_nothing_names_it_or_it_is_gone(tmp_path: Path) -> None:
-    assert "--tokenizer" in exported_tokenizer(None, ModelConfig()).note
-    gone = exported_tokenizer(str(tmp_path / "gone.model"), ModelConfig())
-    assert not gone.files
-    assert "gone.model" in gone.note

@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.preprocess.command import main
+from megapipe.data.shards import IndexedDataset
 from megapipe.data.tokenizers import open_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megapipe.data.index_writer import ShardWriter
+from megapipe.data.shard_writer import ShardWriter
 
 Document = Sequence[Sequence[int]]
 

@@ -1,5 +1,9 @@
-"""Every sample exactly once, whatever the layout; masks and labels; resume from one integer."""
+"""Micro-batches: every sample once on any layout, masks, labels, documents, and loading in advance."""
 
+import itertools
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.batches import MicrobatchSource, microbatch_ordinals
+from megapipe.data.batches import MicrobatchSource, Prefetcher, document_starts, microbatch_ordinals
 from megapipe.data.errors import DataError
 from megapipe.data.samples import GptSamples
 from tests.data.shards import numbered_documents, write_shard
@@ -65,26 +69,6 @@ def test_labels_follow_tokens_and_the_epoch_is_complete(tmp_path: Path) -> None:
     assert sorted(np.concatenate([batch.tokens.ravel() for batch in batches])) == list(range(1, 33))
 
 
-@settings(max_examples=20, deadline=None)
-@given(other=layouts.filter(lambda layout: 24 % (layout[0] * layout[1] * layout[2]) == 0))
-def test_the_same_samples_on_every_layout(
-    tmp_path_factory: pytest.TempPathFactory, other: tuple[int, int, int]
-) -> None:
-    folder = tmp_path_factory.mktemp("layouts")
-    data_size, micro_size, num_microbatches = other
-
-    def read(data_size: int, micro_size: int, num_microbatches: int) -> dict[int, list[int]]:
-        rows = {}
-        for consumed in range(0, 24, data_size * micro_size * num_microbatches):
-            for rank in range(data_size):
-                source = make_source(folder, [45], data_rank=rank, data_size=data_size, micro_size=micro_size)
-                for batch in source.step(consumed, num_microbatches):
-                    rows.update(zip(batch.ordinals.tolist(), batch.tokens.tolist(), strict=True))
-        return rows
-
-    assert read(data_size, micro_size, num_microbatches) == read(1, 24, 1)
-
-
 def test_padding_and_document_ends_are_masked(tmp_path: Path) -> None:
     lengths = [3, 5, 2]  # tokens 1-3, 4-8, 9-10: windows 1-5, 5-9, 9-10
     plain = make_source(tmp_path, lengths, sequential=True, micro_size=4).microbatch(0, 0, 1)
@@ -105,3 +89,94 @@ def test_impossible_positions_are_refused(wrong: dict[str, int]) -> None:
     right = {"consumed": 0, "data_rank": 0, "data_size": 2, "microbatch": 0, "micro_size": 1, "num_microbatches": 3}
     with pytest.raises(DataError, match="micro-batch"):
         microbatch_ordinals(**{**right, **wrong})
+
+
+END = 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 12), max_size=6), min_size=1, max_size=4))
+def test_starts_are_the_last_boundary_passed(rows: list[list[int]]) -> None:
+    starts = document_starts([np.array(sorted(set(row)), dtype=np.int64) for row in rows], 9)
+    for row, found in zip(rows, starts.tolist(), strict=True):
+        assert found == [max([0, *[place for place in row if place <= token]]) for token in range(9)]
+
+
+def test_documents_end_at_the_mark(tmp_path: Path) -> None:
+    """Megatron-LM finds documents by their end mark; here the index contains their positions."""
+    lengths = np.random.default_rng(1).integers(0, 12, size=60)
+    prefix = write_shard(tmp_path / "shard", [[[7] * int(length) + [END]] for length in lengths])
+    samples = GptSamples(prefix, split="train", shares="1", sequence_length=16, seed=2)
+    source = MicrobatchSource(samples, data_rank=0, data_size=1, micro_size=len(samples), isolate_documents=True)
+    batch = source.microbatch(0, 0, 1)
+    assert batch.document_starts is not None
+    for tokens, starts in zip(batch.tokens, batch.document_starts, strict=True):
+        begin = 0
+        for place, token in enumerate(tokens):
+            assert starts[place] == begin
+            if token == END:
+                begin = place + 1
+    assert np.array_equal(source.document_starts(batch.ordinals), batch.document_starts)
+    plain = MicrobatchSource(samples, data_rank=0, data_size=1, micro_size=2)
+    assert plain.microbatch(0, 0, 1).document_starts is None
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_results_come_in_order_and_the_thread_ends() -> None:
+    with Prefetcher(lambda x: x * x, range(50), depth=3) as squares:
+        assert list(squares) == [x * x for x in range(50)]
+        assert list(squares) == []
+    assert prefetch_threads() == []
+
+
+def test_endless_requests_are_loaded_only_a_bounded_number_ahead() -> None:
+    loaded: list[int] = []
+    with Prefetcher(loaded.append, itertools.count(), depth=2) as results:
+        next(results)
+        deadline = time.monotonic() + 10
+        while len(loaded) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert loaded == [0, 1, 2, 3]  # one taken, two waiting, one loaded and waiting for room
+    assert prefetch_threads() == []
+
+
+def test_errors_are_raised_in_their_turn() -> None:
+    def load(x: int) -> int:
+        if x == 2:
+            raise OSError("disk on fire")
+        return x
+
+    def requests() -> Iterator[int]:
+        yield 1
+        raise KeyError("plan")
+
+    def ends(x: int) -> int:
+        return next(iter(()))
+
+    for function, asked, results, error, message in (
+        (load, itertools.count(), [0, 1], OSError, "disk on fire"),
+        (load, requests(), [1], KeyError, "plan"),
+        (ends, [7], [], RuntimeError, "loads 7 raised StopIteration"),
+    ):
+        with Prefetcher(function, asked, depth=8) as prefetcher:
+            assert list(itertools.islice(prefetcher, len(results))) == results
+            with pytest.raises(error, match=message):
+                next(prefetcher)
+            assert list(prefetcher) == []
+    with pytest.raises(ValueError, match="depth is 0"):
+        Prefetcher(load, [], depth=0)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_close_at_any_moment(depth: int) -> None:
+    for taken in range(6):
+        prefetcher = Prefetcher(lambda x: x, itertools.count(), depth=depth)
+        assert list(itertools.islice(prefetcher, taken)) == list(range(taken))
+        prefetcher.close()
+        prefetcher.close()
+        assert list(prefetcher) == []
+    assert prefetch_threads() == []

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe.data import checked_shards
-from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data import manifest
 from megapipe.data.samples import GptSamples
+from megapipe.data.shards import IndexedDataset
 
 LENGTH = 1000
 """Of every document but the first, which has one token more."""
@@ -67,7 +67,7 @@ class ComputedShard(IndexedDataset):
 
 def opened(num_documents: int, monkeypatch: pytest.MonkeyPatch, split: str) -> tuple[GptSamples, ComputedShard]:
     shard = ComputedShard(num_documents)
-    monkeypatch.setattr(checked_shards, "_open", lambda prefix: shard)
+    monkeypatch.setattr(manifest, "_open_shard", lambda prefix: shard)
     samples = GptSamples(Path("computed"), split=split, shares="98,1,1", sequence_length=2048, seed=3)  # type: ignore[arg-type]
     return samples, shard
 

@@ -1,4 +1,4 @@
-"""The manifest travels with its shard and is checked against model, tokenizer and shard."""
+"""The manifest of a shard, and its checks against model, tokenizer and shard."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +8,10 @@ import pytest
 import xxhash
 
 from megapipe.data.errors import DataError
-from megapipe.data.index_writer import ShardWriter
-from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import ShardManifest, manifest_path, read_manifest
 from megapipe.data.samples import GptSamples
+from megapipe.data.shard_writer import ShardWriter
+from megapipe.data.shards import IndexedDataset
 from tests.data.shards import write_shard
 
 MANIFEST = ShardManifest(

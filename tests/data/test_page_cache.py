@@ -1,4 +1,4 @@
-"""The page cache of files: what it holds is told, and files can be made cold where they lie on a disk."""
+"""The page cache: which part of a file is in memory, and how shards read only what they need."""
 
 import mmap
 import os
@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapipe.data import page_cache
-from megapipe.data.index_writer import ShardWriter
-from megapipe.data.indexed_dataset import IndexedDataset
+from megapipe.data import files
+from megapipe.data.files import drop_from_page_cache, memory_for_files, resident_share
 from megapipe.data.packed_samples import PackedSamples
-from megapipe.data.page_cache import drop_from_page_cache, memory_for_files, resident_share
 from megapipe.data.samples import GptSamples
-from megapipe.data.shard_format import bin_path, idx_path
+from megapipe.data.shard_writer import ShardWriter
+from megapipe.data.shards import IndexedDataset, bin_path, idx_path
 from tests.data.shards import write_shard
 
 PAGES = 300
@@ -21,20 +20,27 @@ PAGES = 300
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Just written, and so in memory."""
+    """Return a file that was just written, and is therefore in memory."""
     path = tmp_path / "file"
     path.write_bytes(os.urandom(PAGES * mmap.PAGESIZE - 5))
     return path
 
 
 def made_cold(path: Path) -> bool:
-    """Whether the file system lets go of a file; one that lies in memory does not."""
+    """Remove a file from the page cache; return whether this worked (it does not for a file system in memory)."""
     drop_from_page_cache([path])
     return resident_share([path]) < 1.0
 
 
-def test_a_dropped_file_is_read_again_page_by_page(file: Path) -> None:
-    assert resident_share([file]) == 1.0
+def test_a_dropped_file_is_read_again(file: Path, tmp_path: Path) -> None:
+    available = memory_for_files()
+    assert available is not None
+    assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    (tmp_path / "empty").touch()
+    assert resident_share([tmp_path / "empty"]) == 0.0
+    assert resident_share([file, tmp_path / "empty"]) == 1.0
+    with pytest.raises(OSError, match="missing"):
+        drop_from_page_cache([tmp_path / "missing"])
     if not made_cold(file):
         pytest.skip("this folder's file system keeps its files in memory")
     assert resident_share([file]) == 0.0
@@ -43,18 +49,9 @@ def test_a_dropped_file_is_read_again_page_by_page(file: Path) -> None:
     assert resident_share([file]) == 1.0
 
 
-def test_mapped_pages_are_kept(file: Path) -> None:
-    """Why a measurement opens its shards anew."""
-    mapped = np.memmap(file, dtype=np.uint8, mode="r")
-    assert mapped.sum() > 0
-    drop_from_page_cache([file])
-    assert resident_share([file]) == 1.0
-    del mapped
-
-
 def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "SAMPLED_RUNS", 7)
-    monkeypatch.setattr(page_cache, "PAGES_IN_A_RUN", 4)
+    monkeypatch.setattr(files, "SAMPLED_RUNS", 7)
+    monkeypatch.setattr(files, "PAGES_IN_A_RUN", 4)
     assert resident_share([file]) == 1.0
     if not made_cold(file):
         pytest.skip("this folder's file system keeps its files in memory")
@@ -67,7 +64,6 @@ def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_search_of_an_index_reads_the_pages_it_touches(tmp_path: Path) -> None:
-    """And not the hundreds behind each that the kernel reads ahead of a file that is read from front to back."""
     prefix = tmp_path / "shard"
     with ShardWriter(prefix, np.dtype("<u2")) as writer:
         for _ in range(100_000):
@@ -87,7 +83,6 @@ def test_a_search_of_an_index_reads_the_pages_it_touches(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", [GptSamples, PackedSamples])
 def test_shuffled_samples_read_their_own_pages(tmp_path: Path, kind: type[GptSamples | PackedSamples]) -> None:
-    """And not what the kernel reads ahead, as much as the whole shard for a few samples."""
     prefix = write_shard(tmp_path / "shard", [[list(range(2000))]] * 2000)
     tokens = bin_path(prefix)
     if not made_cold(tokens):
@@ -98,20 +93,3 @@ def test_shuffled_samples_read_their_own_pages(tmp_path: Path, kind: type[GptSam
     assert pages > 1900
     assert resident_share([tokens]) * pages <= 20 * 3  # of 2 pages, across 3
     assert np.array_equal(drawn, samples.tokens(np.arange(20)))
-
-
-def test_files_count_by_their_pages(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    assert resident_share([tmp_path / "empty"]) == 0.0
-    assert resident_share([file, tmp_path / "empty"]) == 1.0
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="missing"):
-        drop_from_page_cache([tmp_path / "missing"])
-
-
-def test_memory_for_files_is_less_than_the_machine_has() -> None:
-    available = memory_for_files()
-    assert available is not None
-    assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE

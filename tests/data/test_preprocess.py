@@ -1,4 +1,4 @@
-"""Text to shards: the same bytes for any number of workers, documents as they stand in the input, clear refusals."""
+"""Text to shards: the same bytes for any number of workers, the documents of the input, clear refusals."""
 
 import subprocess
 import sys
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.indexed_dataset import IndexedDataset
 from megapipe.data.manifest import read_manifest
 from megapipe.data.preprocess.documents import read_documents
-from megapipe.data.preprocess.inputs import InputFile, find_inputs
-from megapipe.data.preprocess.parts import cut_into_parts
+from megapipe.data.preprocess.inputs import InputFile, cut_into_parts, find_inputs
+from megapipe.data.preprocess.tokenize_part import SeenDocuments, digest_of, split_sentences
+from megapipe.data.shards import IndexedDataset
 from megapipe.data.tokenizers import open_tokenizer
 from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
 
@@ -35,27 +35,20 @@ def test_byte_ranges_give_every_line_once(
     assert [document.place() for document in documents] == [f"{path}, line {number}" for number, _ in expected]
 
 
-def test_parts_depend_on_sizes_alone_and_keep_text_files_whole() -> None:
-    files = [InputFile(Path(f"{index}.txt"), size) for index, size in enumerate([10, 5, 30, 0, 7])]
-    parts = list(cut_into_parts(files, 12))
-    assert [[piece.path.stem for piece in part.pieces] for part in parts] == [["0", "1"], ["2"], ["3", "4"]]
-    assert [part.size for part in parts] == [15, 30, 7]
-
-
 def test_every_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
     text = "def f(x):\n    return x\n" * 150
     for name in ("one", "two"):
         write_json_lines(
             tmp_path / f"{name}.jsonl", [{"text": f"{i}{text}", "title": f"{name} {i}"} for i in range(1700)]
         )
-    for workers in (1, 2, 3):
-        command = ["--input", tmp_path, "--include", "*.jsonl", "--json-keys", "text", "title", "--append-eod"]
+    for workers in (1, 2):
+        command = ["--input", tmp_path, "--include", "*.jsonl", "--json_keys", "text", "title", "--append-eod"]
         command += ["--output-prefix", tmp_path / f"out{workers}", "--workers", workers]
         assert preprocess(*command) == 0
     for key in ("text", "title"):
         for kind in ("bin", "idx", "manifest.json"):
-            files = [(tmp_path / f"out{workers}_{key}_document.{kind}").read_bytes() for workers in (1, 2, 3)]
-            assert files[0] == files[1] == files[2]
+            files = [(tmp_path / f"out{workers}_{key}_document.{kind}").read_bytes() for workers in (1, 2)]
+            assert files[0] == files[1]
     assert texts_of(tmp_path / "out2_title_document") == [
         f"{name} {i}" for name in ("one", "two") for i in range(1700)
     ]
@@ -81,7 +74,7 @@ def test_text_files_are_documents_in_sorted_order(tmp_path: Path) -> None:
     assert manifest is not None
     assert (manifest.tokenizer, manifest.vocabulary_size, manifest.end_of_document) == ("bytes", 257, 256)
     assert (manifest.num_documents, manifest.num_tokens, manifest.dtype) == (3, dataset.num_tokens, "uint16")
-    assert manifest.tokenizer_fingerprint == open_tokenizer("bytes").fingerprint()
+    assert manifest.tokenizer_fingerprint == open_tokenizer("bytes").fingerprint
 
 
 def test_inputs_keep_their_order_and_are_read_once(tmp_path: Path) -> None:
@@ -90,21 +83,22 @@ def test_inputs_keep_their_order_and_are_read_once(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     found = find_inputs([str(tmp_path / "z.txt"), str(tmp_path / "**/*.txt"), str(tmp_path)], exclude=["*.md"])
     assert [file.path.relative_to(tmp_path).as_posix() for file in found] == ["z.txt", "a.txt", "m/b.txt"]
+    # Parts depend only on sizes, and text files are not cut.
+    files = [InputFile(Path(f"{index}.txt"), size) for index, size in enumerate([10, 5, 30, 0, 7])]
+    parts = list(cut_into_parts(files, 12))
+    assert [[piece.path.stem for piece in part.pieces] for part in parts] == [["0", "1"], ["2"], ["3", "4"]]
+    assert [part.size for part in parts] == [15, 30, 7]
 
 
-def test_the_standard_library_is_a_corpus_everywhere() -> None:
-    names = [file.path.as_posix() for file in find_inputs(["python-stdlib"])]
-    assert len(names) > 300
-    assert any(name.endswith("/argparse.py") for name in names)
-    assert not [name for name in names if "site-packages" in name or "/test" in name or "/idlelib/" in name]
-    assert names == [file.path.as_posix() for file in find_inputs(["python-stdlib"])]
-
-
-def test_the_tool_turns_the_standard_library_into_a_shard_from_any_folder(tmp_path: Path) -> None:
+def test_the_tool_makes_a_shard_of_the_standard_library(tmp_path: Path) -> None:
     arguments = ["--input", "python-stdlib", "--output-prefix", "data/python", "--tokenizer", "bytes", "--append-eod"]
     finished = subprocess.run([*TOOL, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     files = find_inputs(["python-stdlib"])
+    names = [file.path.as_posix() for file in files]
+    assert len(names) > 300
+    assert any(name.endswith("/argparse.py") for name in names)
+    assert not [name for name in names if "site-packages" in name or "/test" in name or "/idlelib/" in name]
     num_tokens = sum(file.size + 1 for file in files if file.size)
     assert f"data/python_text_document: {len(files):,} documents, {num_tokens:,} tokens (uint16)" in finished.stdout
     dataset = IndexedDataset(tmp_path / "data" / "python_text_document")
@@ -127,9 +121,9 @@ BROKEN = {
 def test_a_broken_line_is_named_and_can_be_skipped(
     tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = b'{"text": "fine"}\n'
+    good = b'{"text": "fine", "more": "x"}\n'
     (tmp_path / "in.jsonl").write_bytes(good + b"\n" + good + BROKEN[reason] + b"\n" + good)
-    arguments = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out"]
+    arguments = ["--input", tmp_path / "in.jsonl", "--json-keys", "text", "more", "--output-prefix", tmp_path / "out"]
     assert preprocess(*arguments) == 2
     message = capsys.readouterr().err
     assert f"{tmp_path}/in.jsonl, line 4: " in message
@@ -140,14 +134,7 @@ def test_a_broken_line_is_named_and_can_be_skipped(
     assert "in.jsonl, line 4: " in captured.err
     assert "1 documents skipped" in captured.err
     assert texts_of(tmp_path / "out_text_document") == ["fine"] * 3
-
-
-def test_a_skipped_line_is_left_out_of_every_field(tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "in.jsonl", [{"a": "1", "b": "2"}, {"a": "3"}, {"a": "5", "b": "6"}])
-    keys = ["--json-keys", "a", "b", "--on-error", "skip"]
-    assert preprocess("--input", tmp_path / "in.jsonl", *keys, "--output-prefix", tmp_path / "out") == 0
-    assert texts_of(tmp_path / "out_a_document") == ["1", "5"]
-    assert texts_of(tmp_path / "out_b_document") == ["2", "6"]
+    assert texts_of(tmp_path / "out_more_document") == ["x"] * 3
 
 
 @pytest.mark.parametrize(
@@ -210,8 +197,72 @@ def test_help_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
 
 
-def test_both_spellings_of_flags(tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "in.jsonl", [{"my_text": "x"}])
-    command = ["--input", tmp_path / "in.jsonl", f"--output_prefix={tmp_path}/under_score", "--json_keys", "my_text"]
-    assert preprocess(*command, "--append_eod") == 0
-    assert texts_of(tmp_path / "under_score_my_text_document") == ["x"]
+any_text = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [". ", "? ", "!", "\n", "\n\n", " \n \n", "Dr. ", "A", "b", '"', "\u2028", "\x85", "。", "\r\n"]
+        ),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=3),
+    ),
+    max_size=40,
+).map("".join)
+
+
+@settings(max_examples=400)
+@given(text=any_text, language=st.sampled_from(["en", "de", "zh"]))
+def test_sentences_together_are_the_text(text: str, language: str) -> None:
+    sentences = split_sentences(text, language)
+    assert "".join(sentences) == text
+    assert all(sentence.strip() for sentence in sentences[1:])
+
+
+def test_sentences_of_plain_english() -> None:
+    text = 'Dr. Smith paid 3.50 dollars. "Why?" he\nasked.\n\nA heading\n\nThe end!  Really.'
+    assert [sentence.strip() for sentence in split_sentences(text)] == [
+        "Dr. Smith paid 3.50 dollars.",
+        '"Why?" he\nasked.',
+        "A heading",
+        "The end!",
+        "Really.",
+    ]
+    repeated = split_sentences(f"{text}\n\n" * 3000)  # longer than what the library looks at in one go
+    assert len(repeated) == 3000 * len(split_sentences(text))
+
+
+@settings(max_examples=30)
+@given(numbers=st.lists(st.integers(0, 30), min_size=1, max_size=60), parts=st.integers(1, 6))
+def test_duplicates_are_found_across_parts_and_crashes(
+    tmp_path_factory: pytest.TempPathFactory, numbers: list[int], parts: int
+) -> None:
+    path = tmp_path_factory.mktemp("seen") / "seen.sqlite"
+    digests = [digest_of([str(number)]) for number in numbers]
+    chunks = [digests[len(digests) * n // parts : len(digests) * (n + 1) // parts] for n in range(parts)]
+    expected = [number not in numbers[:index] for index, number in enumerate(numbers)]
+    seen = SeenDocuments(path)
+    flags = [seen.are_new(b"".join(chunk), part).tolist() for part, chunk in enumerate(chunks)]
+    assert [flag for part in flags for flag in part] == expected
+    assert len({digest_of(texts) for texts in (["ab", "c"], ["a", "bc"], ["ab"], ["ab", ""])}) == 4
+    seen.flush()
+    seen.close()
+    again = SeenDocuments(path)  # the journal contains all but the last part
+    again.forget_from(parts - 1)
+    assert again.are_new(b"".join(chunks[-1]), parts - 1).tolist() == flags[-1]
+    again.close()
+
+
+def test_duplicates_are_left_out_of_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [{"a": str(n % 350), "b": "ab"[n % 2] + "x" * 18000} for n in range(1400)]
+    write_json_lines(tmp_path / "in.jsonl", records)
+    for workers in (1, 2):
+        arguments = ["--json-keys", "a", "b", "--drop-duplicates", "--workers", workers]
+        assert (
+            preprocess("--input", tmp_path / "in.jsonl", *arguments, "--output-prefix", tmp_path / f"o{workers}") == 0
+        )
+    assert "1,050 duplicates left out" in capsys.readouterr().out
+    assert texts_of(tmp_path / "o1_a_document") == [str(n) for n in range(350)]
+    assert IndexedDataset(tmp_path / "o1_b_document").num_documents == 350
+    for name in ("a_document.bin", "a_document.idx", "b_document.bin", "b_document.idx"):
+        assert (tmp_path / f"o1_{name}").read_bytes() == (tmp_path / f"o2_{name}").read_bytes()
+    manifest = read_manifest(tmp_path / "o1_a_document")
+    assert manifest is not None
+    assert manifest.num_duplicates == 1050

@@ -1,4 +1,4 @@
-"""A run that is killed and given again ends with the bytes of one that nobody disturbed, and does not start over."""
+"""A run that is killed or interrupted continues when it is repeated, and ends with the bytes of an undisturbed run."""
 
 import os
 import random
@@ -10,25 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.data.errors import DataError
+from megapipe.data.preprocess import command as program
 from megapipe.data.preprocess import run as preprocess_run
 from megapipe.data.preprocess.inputs import find_inputs
-from megapipe.data.preprocess.journal import read_journal
-from megapipe.data.preprocess.run import preprocess
+from megapipe.data.preprocess.run import interrupts_put_off, map_in_order, read_journal
+from megapipe.data.preprocess.run import preprocess as preprocess_files
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
-from tests.data.preprocess_runs import write_json_lines
+from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
+from tests.support.patience import wait_until
 
 SETTINGS = TokenizeSettings(tokenizer="bytes", append_end_of_document=True, json_keys=("a", "b"), drop_duplicates=True)
 KINDS = [f"{key}_document.{kind}" for key in "ab" for kind in ("bin", "idx", "manifest.json")]
 
 
 def write_input(folder: Path, megabytes: int) -> Path:
-    """Every seventh document is an earlier one, in another part."""
+    """Write documents; every seventh is equal to an earlier one, in another part."""
     records = [{"a": str(n % 7 and n), "b": f"{n % 7 and n} " * 20_000} for n in range(megabytes * 9)]
     return write_json_lines(folder / "in.jsonl", records)
 
 
 class Stop(BaseException):
-    """Ends a run as SIGKILL would, as far as files are concerned: nothing is cleaned up on the way."""
+    """Ends a run like SIGKILL: no files are cleaned up."""
 
 
 def stopped_after(files: list, prefix: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,14 +46,14 @@ def stopped_after(files: list, prefix: Path, parts: int, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_run, "JOURNAL_SECONDS", 0.0)
         with pytest.raises(Stop):
-            preprocess(files, str(prefix), SETTINGS, on_part=stop)
+            preprocess_files(files, str(prefix), SETTINGS, on_part=stop)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     write_input(folder, 24)
-    preprocess(find_inputs([str(folder / "in.jsonl")]), str(folder / "out"), SETTINGS)
+    preprocess_files(find_inputs([str(folder / "in.jsonl")]), str(folder / "out"), SETTINGS)
     return folder
 
 
@@ -60,20 +63,18 @@ def same_as_undisturbed(prefix: Path, undisturbed: Path) -> None:
     assert not list(prefix.parent.glob("*.part*"))
 
 
-def test_a_run_continues_behind_its_journal(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_continues_after_its_journal(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, prefix = find_inputs([str(undisturbed / "in.jsonl")]), tmp_path / "out"
     stopped_after(files, prefix, 3, monkeypatch)
     assert not list(tmp_path.glob("*.idx"))
-    begun: list[int] = []
-    preprocess(files, str(prefix), SETTINGS, on_start=lambda journal: begun.append(journal.next_part))
-    assert begun == [3]
+    started: list[int] = []
+    preprocess_files(files, str(prefix), SETTINGS, on_start=lambda journal: started.append(journal.next_part))
+    assert started == [3]
     same_as_undisturbed(prefix, undisturbed)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "journal", "parts", "other job"])
-def test_what_was_damaged_is_not_trusted(
+def test_damaged_files_are_not_used(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     files, prefix = find_inputs([str(undisturbed / "in.jsonl")]), tmp_path / "out"
@@ -89,7 +90,7 @@ def test_what_was_damaged_is_not_trusted(
     elif damage == "journal":
         (tmp_path / "out.parts" / "journal.json").write_text("{")
     elif damage == "parts":
-        (tmp_path / "out.parts" / "00000002_0.bin").write_bytes(b"left behind")
+        (tmp_path / "out.parts" / "00000002_0.bin").write_bytes(b"left over")
         tokens.write_bytes(content + b"more than the journal knows")
     else:
         path = tmp_path / "out.parts" / "journal.json"
@@ -97,29 +98,29 @@ def test_what_was_damaged_is_not_trusted(
         assert journal is not None
         journal.job = "sha256:0"
         journal.save(path)
-    begun: list[int] = []
-    preprocess(files, str(prefix), SETTINGS, on_start=lambda journal: begun.append(journal.next_part))
-    assert begun == [2 if damage == "parts" else 0]
+    started: list[int] = []
+    preprocess_files(files, str(prefix), SETTINGS, on_start=lambda journal: started.append(journal.next_part))
+    assert started == [2 if damage == "parts" else 0]
     same_as_undisturbed(prefix, undisturbed)
 
 
-def test_two_runs_with_one_output_do_not_meet(tmp_path: Path, undisturbed: Path) -> None:
+def test_two_runs_cannot_write_one_output(tmp_path: Path, undisturbed: Path) -> None:
     files = find_inputs([str(undisturbed / "in.jsonl")])
     refused = []
 
     def again(part: TokenizedPart, writer: object) -> None:
         try:
-            preprocess(files, str(tmp_path / "out"), SETTINGS)
+            preprocess_files(files, str(tmp_path / "out"), SETTINGS)
         except ValueError as error:
             refused.append(str(error))
 
-    preprocess(files, str(tmp_path / "out"), SETTINGS, on_part=again)
+    preprocess_files(files, str(tmp_path / "out"), SETTINGS, on_part=again)
     assert refused
     assert all("another run is writing" in message for message in refused)
     same_as_undisturbed(tmp_path / "out", undisturbed)
 
 
-# The tool with a journal behind every part: how many parts a killed run finished then depends on no clock.
+# The tool with a journal after every part: the parts of a killed run do not depend on the clock.
 JOURNALS_ALWAYS = """
 import sys
 from megapipe.data.preprocess import command, run
@@ -129,7 +130,7 @@ sys.exit(command.main(sys.argv[1:]))
 
 
 def wait_for_another_part(process: subprocess.Popen, journal: Path) -> None:
-    """Returns when `journal` has changed, or `process` has ended."""
+    """Return when `journal` has changed, or `process` has ended."""
     before = journal.read_bytes() if journal.exists() else b""
     while process.poll() is None and (not journal.exists() or journal.read_bytes() == before):
         time.sleep(0.005)
@@ -162,11 +163,158 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
             kills += 1
         assert process.stderr is not None
         continued += "continuing a run" in process.stderr.read()
-        if process.wait() == 0:  # it came to the end: begin anew
+        if process.wait() == 0:  # it is complete: start over
             same_as_undisturbed(prefix, tmp_path)
             for kind in KINDS:
                 Path(f"{prefix}_{kind}").unlink()
     subprocess.run([*command, str(prefix)], check=True, capture_output=True, timeout=300)
     same_as_undisturbed(prefix, tmp_path)
-    assert expected >= 5  # half of the kills found a part finished, unless the run came to its end first
-    assert continued >= expected // 2  # the others were killed again before they had come to say it
+    assert expected >= 5  # half of the kills came after a finished part
+    assert continued >= expected // 2  # the others were killed before they printed it
+
+
+def test_leftovers_of_a_killed_run_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("good")
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "000000_0.bin").write_bytes(b"bad")
+    (tmp_path / "out_text_document.bin.partial").write_bytes(b"bad")
+    assert preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out") == 0
+    assert texts_of(tmp_path / "out_text_document") == ["good"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def held_tool(folder: Path) -> list[str]:
+    """Return a tool that waits after the first part that it has joined, and never ends."""
+    program = folder / "held.py"
+    program.write_text(
+        "import runpy, time\n"
+        "from megapipe.data.preprocess import command\n"
+        "command.ProgressLine.show = lambda *_: time.sleep(1000)\n"
+        f"if __name__ == '__main__': runpy.run_path({TOOL[1]!r}, run_name='__main__')\n"
+    )
+    return [sys.executable, str(program)]
+
+
+def test_an_interrupted_run_can_be_repeated(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 200)
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes"]
+    arguments += ["--output-prefix", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [*held_tool(tmp_path), *arguments, "--workers", "2"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    wait_until(lambda: list(tmp_path.glob("out.parts/0*")) != [])
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
+    assert process.returncode == 130
+    assert not list(tmp_path.glob("*.idx"))
+    assert preprocess(*arguments) == 0
+    assert texts_of(tmp_path / "out_text_document") == ["x" * 100_000] * 200
+    (tmp_path / "held.py").unlink()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
+    """A terminal sends it to every process of the command; a worker that imports would print a traceback."""
+    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 800)
+    options = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "2"]
+    command = [*held_tool(tmp_path), *options, "--output-prefix", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
+    wait_until(lambda: num_children(process.pid) >= 2)  # the first one tracks the others
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
+    assert process.returncode == 130
+
+
+def ctrl_c_is_blocked() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_ctrl_c_is_blocked_in_workers_and_delayed_at_their_start() -> None:
+    assert list(map_in_order(ctrl_c_is_blocked, [(), ()], workers=2)) == [True, True]
+    assert not ctrl_c_is_blocked()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    reached = []
+
+    def start() -> None:
+        with interrupts_put_off():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert reached
+    assert not ctrl_c_is_blocked()
+
+
+def test_ctrl_c_while_a_tokenizer_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "train_tokenizer", interrupted)
+    options = ["--input", str(tmp_path), "--type", "byte-level-bpe", "--vocabulary-size", "300"]
+    assert program.main(["train-tokenizer", *options, "--output", str(tmp_path / "t.json")]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing was written\n"
+
+
+def test_ctrl_c_while_the_program_starts_is_one_line() -> None:
+    code = (
+        "import runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'numpy': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"runpy.run_path({TOOL[1]!r}, run_name='__main__')\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (finished.returncode, finished.stderr) == (130, "interrupted\n")
+
+
+def num_children(process: int) -> int:
+    return len(Path(f"/proc/{process}/task/{process}/children").read_text().split())
+
+
+def die(number: int) -> int:
+    if number == 3:
+        os._exit(1)
+    return number
+
+
+def test_a_worker_that_dies_ends_the_run() -> None:
+    with pytest.raises(DataError, match="--workers"):
+        list(map_in_order(die, ((number,) for number in range(8)), workers=2))
+
+
+def wait_long(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(120)
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    code = "from tests.data.test_preprocess_restart import wait_long, map_in_order\n"
+    code += f"if __name__ == '__main__': list(map_in_order(wait_long, [({str(tmp_path / 'pid')!r},)], 2))"
+    (tmp_path / "parent.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    parent = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    worker = int((tmp_path / "pid").read_text())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not alive(worker))
+
+
+def alive(process: int) -> bool:
+    """Return whether a process runs; zombies, which may have no parent to reap them, do not count."""
+    status = Path(f"/proc/{process}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

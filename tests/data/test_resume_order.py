@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.data.batches import MicrobatchSource
-from megapipe.data.blend import BlendedSamples
-from megapipe.data.blend_order import BlendOrder
-from megapipe.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleRule
 from megapipe.data.megatron_order import MegatronSamples
+from megapipe.data.mixing import BlendedSamples, BlendOrder, FillInTheMiddle, FillInTheMiddleRule
 from megapipe.data.packed_samples import PackedSamples
-from megapipe.data.sample_set import SampleSet
-from megapipe.data.samples import GptSamples
+from megapipe.data.samples import GptSamples, SampleSet
 from tests.data.shards import numbered_documents, write_shard
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))  # data size, micro size, micro-batches

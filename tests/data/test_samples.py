@@ -1,6 +1,7 @@
-"""Samples are windows over the split's documents, in a keyed order, against a brute-force concatenation."""
+"""Samples are windows over the split's documents in a keyed order, compared with a plain concatenation."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data.errors import DataError
-from megapipe.data.samples import GptSamples
-from megapipe.data.splits import SPLIT_NAMES, SplitName, parse_shares, split_documents
+from megapipe.data.megatron_order import MegatronSamples
+from megapipe.data.packed_samples import PackedSamples
+from megapipe.data.samples import SPLIT_NAMES, GptSamples, parse_shares, split_documents
 from tests.data.shards import numbered_documents, write_shard
 
 fresh_files = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -74,7 +76,7 @@ def test_sequential_order_scores_every_prediction_once(tmp_path: Path, shards: l
     assert labels == list(range(2, sum(lengths) + 1))
 
 
-def test_epochs_are_ordered_anew_and_seeds_differ(tmp_path: Path) -> None:
+def test_epochs_and_seeds_have_different_orders(tmp_path: Path) -> None:
     prefix = write_shard(tmp_path / "shard", numbered_documents([4001]))
     samples = open_samples(prefix)
     first, second = (samples.windows(np.arange(1000) + epoch * 1000) for epoch in range(2))
@@ -85,21 +87,25 @@ def test_epochs_are_ordered_anew_and_seeds_differ(tmp_path: Path) -> None:
     assert samples.windows(mixed).tolist() == [[second[500], first[3]], [first[999], second[0]]]
 
 
-def test_tokens_are_int64_whatever_the_shard_holds(tmp_path: Path) -> None:
-    prefix = write_shard(tmp_path / "shard", [[[65_535] * 9]])
-    assert open_samples(prefix).tokens(0).dtype == np.int64
-    assert open_samples(prefix).tokens(0).tolist() == [65_535] * 5
-
-
 @pytest.mark.parametrize(("bad", "dtype"), [(300, "<u2"), (-7, "<i4")])
-def test_ids_beyond_the_vocabulary_are_located(tmp_path: Path, bad: int, dtype: str) -> None:
-    write_shard(tmp_path / "fine", [[[1, 2, 3, 4]]], dtype)
-    write_shard(tmp_path / "wrong", [[[5, 6, bad, 8, 9]]], dtype)
-    samples = open_samples([tmp_path / "fine", tmp_path / "wrong"], vocabulary_size=300, shuffle=False)
-    samples.tokens(0)
-    with pytest.raises(DataError, match=rf"token 2 of .*wrong.bin is {bad}, outside the model's vocabulary of 300"):
-        samples.tokens(1)
-    assert open_samples([tmp_path / "fine", tmp_path / "wrong"]).tokens(1).shape == (5,)
+@pytest.mark.parametrize("kind", [GptSamples, PackedSamples, MegatronSamples])
+def test_ids_beyond_the_vocabulary_are_located(tmp_path: Path, kind: Any, bad: int, dtype: str) -> None:
+    prefix = write_shard(tmp_path / "wrong", [[[1, 2]], [[3, 4, bad, 8, 9, 7]]], dtype)
+    more = {"num_samples": 1} if kind is MegatronSamples else {"shuffle": False}
+    where: dict[str, Any] = {"split": "train", "shares": "1", "sequence_length": 7, "seed": 5, **more}
+    with pytest.raises(DataError, match=rf"token 4 of .*wrong.bin is {bad}, outside the model's vocabulary of 300"):
+        kind(prefix, **where, vocabulary_size=300).tokens(0)
+    tokens = kind(prefix, **where).tokens(0)
+    assert tokens.dtype == np.int64
+    assert bad in tokens
+
+
+def test_negative_ordinals_and_empty_samples_are_refused(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path / "shard", numbered_documents([9]))
+    with pytest.raises(DataError, match="ordinal -1"):
+        open_samples(prefix).tokens(-1)
+    with pytest.raises(DataError, match="sequence_length is 0"):
+        open_samples(prefix, sequence_length=0)
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "0,0", "-1,2", "nan", "inf,1", "9;1"])
@@ -112,26 +118,10 @@ def test_unusable_shares_are_refused(text: str) -> None:
 @given(num=st.integers(0, 10**9), shares=st.lists(st.floats(0, 1e6), min_size=1, max_size=3).filter(any))
 def test_splits_partition_the_documents(num: int, shares: list[float]) -> None:
     ranges = split_documents(num, ",".join(map(repr, shares)))
-    bounds: list[SplitName] = list(ranges)
-    assert bounds == list(SPLIT_NAMES)
+    assert list(ranges) == list(SPLIT_NAMES)
     assert ranges["train"].start == 0
     assert ranges["train"].stop == ranges["validation"].start
     assert ranges["validation"].stop == ranges["test"].start
     assert ranges["test"].stop == num or shares[2:] == []
+    assert split_documents(1000, "949,50,1")["validation"] == range(949, 999)
     assert all(0 <= documents.start <= documents.stop <= num for documents in ranges.values())
-
-
-def test_shares_in_the_usual_spelling() -> None:
-    assert split_documents(1000, "949,50,1") == {
-        "train": range(949),
-        "validation": range(949, 999),
-        "test": range(999, 1000),
-    }
-
-
-def test_negative_ordinals_and_empty_samples_are_refused(tmp_path: Path) -> None:
-    prefix = write_shard(tmp_path / "shard", numbered_documents([9]))
-    with pytest.raises(DataError, match="ordinal -1"):
-        open_samples(prefix).tokens(-1)
-    with pytest.raises(DataError, match="sequence_length is 0"):
-        open_samples(prefix, sequence_length=0)

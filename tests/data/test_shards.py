@@ -1,22 +1,28 @@
-"""Shards: byte for byte Megatron-LM's, whole or absent, and clear about damage."""
+"""Shards: byte for byte those of Megatron-LM, whole or absent, with clear errors for damage."""
 
-import resource
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.run import PretrainConfig
 from megapipe.data.errors import DataError
-from megapipe.data.index_writer import ShardWriter
-from megapipe.data.indexed_dataset import IndexedDataset
-from megapipe.data.shard_format import DTYPE_OF_CODE, token_dtype
+from megapipe.data.shard_writer import ShardWriter
+from megapipe.data.shards import DTYPE_OF_CODE, IndexedDataset, token_dtype
+from megapipe.training.loop.batches import open_samples
+from tests.checkpoint.disks import no_larger_files
 from tests.data.shards import joined, write_shard
+from tests.support.bert_runs import make_bert_config, write_corpus
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import write_shard as write_random_shard
 
 REFERENCE_DOCUMENTS = [[[1, 2, 3], [4, 5]], [[6]]]
 REFERENCE_BIN = bytes.fromhex("010002000300040005000600")
@@ -37,18 +43,12 @@ def test_reference_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "shard.bin").read_bytes() == REFERENCE_BIN
     assert (tmp_path / "shard.idx").read_bytes() == REFERENCE_IDX
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.bin", "shard.idx"]
-
-
-def test_reference_bytes_are_read(tmp_path: Path) -> None:
-    (tmp_path / "shard.bin").write_bytes(REFERENCE_BIN)
-    (tmp_path / "shard.idx").write_bytes(REFERENCE_IDX)
     dataset = IndexedDataset(tmp_path / "shard")
     assert [dataset[index].tolist() for index in range(len(dataset))] == [[1, 2, 3], [4, 5], [6]]
     assert documents_of(dataset) == [[1, 2, 3, 4, 5], [6]]
-    assert dataset.num_tokens == 6
-    assert dataset.document_starts_between(0, 6).tolist() == [5]
-    assert dataset.document_starts_between(0, 5).tolist() == []
-    assert dataset.document_starts_between(5, 6).tolist() == []
+    with ShardWriter(tmp_path / "wide", np.dtype("<i4")) as writer, pytest.raises(DataError, match=r"uint16.*int32"):
+        writer.append_shard(tmp_path / "shard")
+    assert len(list(tmp_path.iterdir())) == 2, "without a commit, nothing is left"
 
 
 documents_strategy = st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=3), max_size=8)
@@ -79,7 +79,7 @@ def test_round_trip_and_joining(tmp_path: Path, parts: list, code: int) -> None:
 
 
 @pytest.mark.parametrize("code", sorted(DTYPE_OF_CODE))
-def test_extreme_tokens_of_each_dtype_survive_and_wider_ones_are_refused(tmp_path: Path, code: int) -> None:
+def test_extreme_tokens_fit_and_wider_ones_are_refused(tmp_path: Path, code: int) -> None:
     dtype = DTYPE_OF_CODE[code]
     limits = np.iinfo(dtype)
     write_shard(tmp_path / "shard", [[[limits.min, limits.max]]], dtype.str)
@@ -138,74 +138,48 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "corpus_text_document")
 
 
-def test_a_shard_of_another_dtype_is_not_joined(tmp_path: Path) -> None:
-    write_shard(tmp_path / "wide", REFERENCE_DOCUMENTS, "<i4")
-    with ShardWriter(tmp_path / "narrow", np.dtype("<u2")) as writer, pytest.raises(DataError, match=r"int32.*uint16"):
-        writer.append_shard(tmp_path / "wide")
+class Killed(BaseException):
+    """Replaces SIGKILL: no handler may run."""
 
 
-def test_leaving_without_commit_leaves_nothing(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "shard", np.dtype("<u2")) as writer:
-        writer.add_document([[1, 2]])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """Files cannot grow beyond 100,000 bytes."""
-    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, previous[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, previous)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-@pytest.mark.parametrize("tokens", [60_000, 600_000])  # within the buffer, beyond it
-def test_a_full_disk_leaves_the_old_shard_alone(tmp_path: Path, small_files: None, tokens: int) -> None:
-    prefix = write_shard(tmp_path / "shard", REFERENCE_DOCUMENTS)
-    with pytest.raises(OSError, match="too large"):
-        write_shard(prefix, [[range(tokens)]], "<i4")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.bin", "shard.idx"]
-    assert documents_of(IndexedDataset(prefix)) == [[1, 2, 3, 4, 5], [6]]
-
-
-KILLED_WRITER = """
-import os, sys
-from pathlib import Path
-from tests.data.shards import write_shard
-
-calls = 0
-def killing(function):
-    def wrapped(*arguments, **named):
-        global calls
-        if calls == int(sys.argv[2]):
-            os._exit(9)
-        calls += 1
-        return function(*arguments, **named)
-    return wrapped
-
-os.fsync, os.replace, Path.unlink = killing(os.fsync), killing(os.replace), killing(Path.unlink)
-write_shard(Path(sys.argv[1]), [[[7, 8, 9, 10]]] * 5)
-"""
-
-
-def test_killed_at_any_step_of_publishing_there_is_the_old_shard_none_or_the_new(tmp_path: Path) -> None:
-    old, new = [[[1, 2]], [[3]]], [[7, 8, 9, 10]] * 5
+@pytest.mark.parametrize("limit", [None, 100_000, 1_000_000])
+def test_old_none_or_new_shard_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """Killed before every change of the disk, or with a full disk, within the buffer and beyond it."""
+    old, new = [[[1, 2]], [[3]]], [[[7, 8, 9, 10]]] * 5
+    if limit is not None:
+        prefix = write_shard(tmp_path / "shard", old)
+        with no_larger_files(100_000), pytest.raises(OSError, match="too large"):
+            write_shard(prefix, [[range(limit)]], "<i4")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.bin", "shard.idx"]
+        assert documents_of(IndexedDataset(prefix)) == [[1, 2], [3]]
+        return
     seen = []
-    for step in range(40):
+    for step in itertools.count():
         prefix = write_shard(tmp_path / f"shard{step}", old)
-        command = [sys.executable, "-c", KILLED_WRITER, str(prefix), str(step)]
-        finished = subprocess.run(command, timeout=60, cwd=Path(__file__).parents[2])
-        if (tmp_path / f"shard{step}.idx").exists():
-            state = documents_of(IndexedDataset(prefix))
-            assert state in ([[1, 2], [3]], new)
-            seen.append("old" if state == [[1, 2], [3]] else "new")
-        else:
+        calls = itertools.count()
+
+        def killing(function: Callable[..., object], step: int = step, calls: Iterator[int] = calls) -> object:
+            def run(*arguments: object, **named: object) -> object:
+                if next(calls) >= step:
+                    raise Killed
+                return function(*arguments, **named)
+
+            return run
+
+        with monkeypatch.context() as patch, suppress(Killed):
+            for owner, name in ((os, "fsync"), (os, "replace"), (Path, "unlink")):
+                patch.setattr(owner, name, killing(getattr(owner, name)))
+            write_shard(prefix, new)
+        if not Path(f"{prefix}.idx").exists():
             seen.append("none")
-        if finished.returncode == 0:
+            continue
+        found = documents_of(IndexedDataset(prefix))
+        assert found in ([[1, 2], [3]], [[7, 8, 9, 10]] * 5)
+        seen.append("old" if found == [[1, 2], [3]] else "new")
+        if next(calls) <= step:
             break
-        assert finished.returncode == 9
     assert seen == sorted(seen, key=["old", "none", "new"].index)
     assert {"old", "none", "new"} == set(seen)
     assert documents_of(IndexedDataset(write_shard(tmp_path / "shard0", old))) == [[1, 2], [3]]
@@ -228,3 +202,56 @@ def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
     assert dataset.num_tokens == 3 * length
     assert dataset.document(2)[-2:].tolist() == [0, 42]
     assert dataset.document_starts_between(1, 3 * length).tolist() == [length, 2 * length]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "concat": {},
+    "best_fit": {"pack": "best_fit"},
+    "megatron": {"order": "megatron"},
+    "bert": {"pairs": "next"},
+}
+
+
+def configured(kind: str, folder: Path) -> PretrainConfig:
+    if kind == "bert":
+        return make_bert_config(replace(write_corpus(folder), **KINDS[kind]))
+    return make_config(write_random_shard(folder), GPT2_SHAPE, data=KINDS[kind])
+
+
+def read_all(samples: Any) -> None:
+    for ordinal in range(len(samples)):
+        if hasattr(samples, "batch"):
+            samples.batch([ordinal])
+        else:
+            samples.tokens([ordinal]), samples.boundaries([ordinal])
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_truncated_file_is_named(tmp_path: Path, kind: str, suffix: str) -> None:
+    config = configured(kind, tmp_path)
+    samples = open_samples(config, "train")
+    read_all(samples)
+    path = f"{config.data.prefix}.{suffix}"
+    size = os.path.getsize(path)
+    os.truncate(path, 0)
+    if (kind, suffix) == ("best_fit", "idx"):  # its pieces are in memory: the index is not read again
+        read_all(samples)
+        return
+    message = rf"{path} has 0 bytes now and had {size:,} when it was opened.*restore the file"
+    with pytest.raises(DataError, match=message):
+        read_all(samples)
+
+
+def test_a_file_that_grew_is_named_and_a_replaced_one_is_not(tmp_path: Path) -> None:
+    prefix = write_random_shard(tmp_path)
+    shard = IndexedDataset(prefix)
+    content = Path(f"{prefix}.bin").read_bytes()
+    copy = tmp_path / "copy"
+    copy.write_bytes(content[:-2])
+    copy.rename(f"{prefix}.bin")  # the mapped file is still whole
+    assert shard.tokens.tobytes() == content
+    with Path(f"{prefix}.idx").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match=r"corpus.idx has .* it was changed while in use"):
+        shard.document(0)

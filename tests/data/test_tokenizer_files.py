@@ -16,7 +16,7 @@ from megapipe.data.errors import DataError
 from megapipe.data.preprocess.inputs import find_inputs
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS
-from megapipe.data.tokenizers.tiktoken_files import ENCODINGS
+from megapipe.data.tokenizers.model_files import ENCODINGS
 from megapipe.data.tokenizers.training import train_byte_level_bpe, train_word_piece
 
 any_text = st.one_of(
@@ -66,7 +66,7 @@ def test_a_bert_vocabulary_knows_its_special_tokens(word_piece: tuple[Path, bool
     assert [tokenizer.special_tokens[name] for name in BERT_SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
     assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (600, 3)
     assert opened(str(path.with_name("tokenizer.json"))).special_tokens["[unused1]"] == 5
-    assert tokenizer.fingerprint() != opened(f"bert-cased:{path}").fingerprint()
+    assert tokenizer.fingerprint != opened(f"bert-cased:{path}").fingerprint
     copy = tmp_path / "vocab.txt"
     copy.write_bytes(path.read_bytes())
     with pytest.raises(DataError, match=r"give it as bert-uncased:.*vocab\.txt or bert-cased:"):

@@ -1,8 +1,7 @@
 """Features in pairs: each pair of values of tests/support/layouts.py in some run, beside one process and the formulas.
 
 Losses, first gradients and weights are those of one process, bit for bit where no sum is reordered. What every rank
-exchanges, keeps between steps and holds of shared state for a while is what megapipe/layout/rank.py predicts, to the
-byte; activations are within a tenth.
+exchanges, keeps between steps and holds for a while is what megapipe/layout/prediction.py predicts, to the byte.
 """
 
 import itertools
@@ -14,9 +13,8 @@ import pytest
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
-from megapipe.layout.prediction import predict_rank
-from megapipe.layout.rank import RankPrediction
-from megapipe.training.validate import validate
+from megapipe.layout.prediction import RankPrediction, predict_rank
+from megapipe.training.validation import validate
 from tests.support.bert_runs import write_corpus
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case, completed, covering_array, possible_pairs
@@ -40,10 +38,7 @@ from tests.support.meshes import run_mesh, run_threads
 
 MOST_CASES = 60
 CASES = covering_array(AXES, allowed)
-FAST = [
-    min((case for case in CASES if case["schedule"] == name), key=world_size)
-    for name in ("1f1b", "interleaved_1f1b", "2bw")
-]
+FAST = [min((case for case in CASES if case["schedule"] == name), key=world_size) for name in ("1f1b", "2bw")]
 """The first of such a schedule with the fewest ranks."""
 EVERY_CASE = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 PAIRS_OF_SAMPLES = {"micro_size": 2}
@@ -80,7 +75,11 @@ OPTIONS: list[tuple[Case, Change]] = [
 ]
 """What the array leaves out: a case, and what else is changed."""
 SCALARS = 4096
-"""Bytes: a few of them live on beside the buffers."""
+"""Bytes of tables and numbers that live on between steps besides the buffers."""
+NUMBERS = 256
+"""Bytes of a step's own numbers: how many tokens count in each update, and the terms of a BERT's losses."""
+TABLES = 1024
+"""Bytes of the rotary tables of two blocks, of which activations that return from host memory bring copies."""
 
 Corpora = tuple[str, BertDataConfig]
 Oracles = Callable[[tuple[tuple[str, str], ...]], RankRun]
@@ -138,16 +137,17 @@ def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Cas
 
 
 def check_costs(predicted: RankPrediction, rank: LayoutRun) -> None:
-    """Everything to the byte but activations, some of whose small tensors no formula counts."""
+    """Everything to the byte, but for the few numbers of a step that no op of a layer declares."""
     assert counts_of(rank.traffic) == predicted.traffic()
     assert rank.state == predicted.state()
     assert rank.state.total <= rank.lasting - rank.host <= rank.state.total + SCALARS
     *found, activations = rank.peak
     peak = predicted.peak()
     assert found == [peak.weights, peak.gradients, peak.summands, peak.reloaded]
-    assert activations == pytest.approx(peak.activations, rel=0.1)
-    on_device = rank.lasting - rank.host - predicted.in_host() + rank.together
-    assert on_device == pytest.approx(predicted.device_bytes() - predicted.messages - predicted.temporaries(), rel=0.1)
+    tables = TABLES if predicted.costs.config.offload.activations != "none" else 0
+    assert activations == pytest.approx(peak.activations, abs=NUMBERS + tables)
+    beside_state = predicted.device_bytes() - predicted.messages - predicted.temporaries() - predicted.state().total
+    assert rank.together == pytest.approx(beside_state + predicted.in_host(), abs=NUMBERS + tables)
 
 
 def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:

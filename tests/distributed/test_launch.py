@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gpt_runs import write_shard
 from tests.support.launch import launch, launch_with_torchrun, rest_of, start
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 def records(folder: Path) -> list[dict[str, object]]:
@@ -24,7 +18,7 @@ def records(folder: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("num_processes", "layout"),
     [
-        pytest.param(1, [], id="plain"),
+        pytest.param(1, [], id="plain", marks=pytest.mark.exhaustive),
         pytest.param(2, ["--parallel.pipeline", "2"], id="pipeline"),
         pytest.param(2, ["--parallel.tensor", "2"], id="tensor", marks=pytest.mark.exhaustive),
     ],

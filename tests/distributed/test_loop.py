@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gpt_runs import write_shard
 from tests.support.launch import command, environment, launch
 
 RUN = ["--training.steps=6", "--batch.global_size=8", "--batch.ramp_start=2", "--batch.ramp_samples=12",
        "--evaluation.every=3", "--evaluation.samples=8", "--checkpoint.every=2", "--data.split=80,20,0",
        "--model.hidden_dropout=0.1", "--tracking.tensorboard=true"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 def told(folder: Path) -> list[tuple[object, ...]]:

@@ -1,43 +1,26 @@
 """Samples, replicas and whole batches without a single loss token."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.layers import model_layers
-from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.replica import Replica
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.replica import Replica
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.meshes import run_threads
 
 LAYOUTS = [{}, {"data": 2}, {"data": 2, "pipeline": 2}, {"tensor": 2}]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Sums are split over torch's threads, so bits depend on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[StepResult]:
     """Three steps, in which samples of the batch before number `first_kept` have no loss token."""
     sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
     config = replace(config, parallel=replace(config.parallel, **sizes))
-    replica = Replica(config, mesh, model_layers(config.model))
-    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    replica = Replica(config, mesh)
+    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
     results = []
     for step in range(3):
         contexts = loader.load(step * config.batch.global_size).contexts

@@ -8,32 +8,27 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.zero import ZeroConfig
+from megapipe.engine.assembly import Assembly
 from megapipe.engine.step import StepInput
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.units import StateBytes, flat_elements
 from megapipe.parallel.groups import Group, Work
+from megapipe.parallel.memory import is_allocated
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.sharding import is_allocated
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.layers import model_layers
-from megapipe.training import replica as replica_module
-from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.replica import Replica
+from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import CountingGroup, Traffic
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_mesh
 
 LLAMA = replace(LLAMA_SHAPE, num_layers=4)
 UNITS = 6
 """Embedding, blocks, head."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 ONE_COEFFICIENT = 4
@@ -89,7 +84,7 @@ def bytes_of(states: list[UnitState]) -> StateBytes:
 def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
     """One rank's second step; where the pipeline never empties, what is done between two feeds."""
     counts, traffic, states = Counts(), Traffic(), []  # type: ignore[var-annotated]
-    communicators = replica_module.communicators
+    communicators = Assembly.communicators
 
     def look() -> None:
         full = [state for state in states if state.table.num_elements and state.sharding.gradients]
@@ -103,13 +98,13 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
 
     def watching(*arguments: Any) -> Any:
         groups = communicators(*arguments)
-        if groups.shards is None:
+        if not groups.shards:
             return replace(groups, data=CountingGroup(groups.data, traffic))
-        return replace(groups, shards=Watched(groups.shards, traffic, look))
+        return replace(groups, shards={size: Watched(each, traffic, look) for size, each in groups.shards.items()})
 
-    replica_module.communicators = watching  # type: ignore[attr-defined]
+    Assembly.communicators = watching  # type: ignore[method-assign]
     with LiveBytes() as live:
-        replica = Replica(config, mesh, model_layers(config.model))
+        replica = Replica(config, mesh)
         counts.created = live.current
     states.extend(replica.states())
     rank = predict_rank(config, replica.schedule, mesh.rank)
@@ -118,7 +113,7 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
         lasting, weights=lasting.weights + whole.weights, gradients=lasting.gradients + whole.gradients
     )
     counts.predicted_new = lasting.total - lasting.moments + ONE_COEFFICIENT
-    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
     for step in range(2):
         batch = loader.load(step * config.batch.global_size)
         traffic.clear()
@@ -150,7 +145,7 @@ def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str
     """Whatever the micro-batches (arXiv 2106.02679); layers that the forward ended with are still there. Buffers of
     one step's end are its own: the next one starts with none."""
     sizes = [flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in model_layers(LLAMA)]
-    cases = [(microbatches, buffers) for microbatches in (1, 5) for buffers in (1, 2, 3)]
+    cases = [(1, 3), (5, 1), (5, 2)]
     configs = [
         config_of(corpus, microbatches, LAYERED, stage=3, weight_buffers=buffers, gradient_buffers=min(buffers, 2))
         for microbatches, buffers in cases
@@ -163,6 +158,7 @@ def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str
             assert (counts.whole_weights, counts.whole_gradients) == (buffers, min(buffers, 2))
 
 
+@pytest.mark.exhaustive
 def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: str) -> None:
     cases = (1, 3)
     configs = [config_of(corpus, microbatches, {"name": "gpipe"}, stage=3) for microbatches in cases]
@@ -195,6 +191,7 @@ def test_versions_are_gathered_and_reduced_as_if_no_other_were_there(corpus: str
             assert (counts.state, counts.created) == (counts.predicted, counts.predicted_new)
 
 
+@pytest.mark.exhaustive
 def test_whole_gradients_are_reduced_once(corpus: str) -> None:
     configs = [config_of(corpus, 3, {"name": "1f1b"}, stage=stage) for stage in (0, 1)]
     for plain, shared in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
@@ -202,9 +199,13 @@ def test_whole_gradients_are_reduced_once(corpus: str) -> None:
         assert shared.calls == {"all_gather": UNITS, "reduce_scatter": UNITS}
 
 
-def test_state_takes_the_predicted_bytes(corpus: str) -> None:
-    cases = [(*case, "adamw") for case in itertools.product((1, 2, 3), (False, True), ("fp32", "bf16"))]
-    cases += [(1, True, "bf16", "muon"), (3, False, "fp32", "muon")]
+FEW_STATES = [(1, True, "bf16", "muon"), (2, True, "fp32", "adamw"), (3, False, "bf16", "adamw")]
+MORE_STATES = [(*case, "adamw") for case in itertools.product((1, 2, 3), (False, True), ("fp32", "bf16"))]
+MORE_STATES += [(3, False, "fp32", "muon")]
+
+
+@pytest.mark.parametrize("cases", [FEW_STATES, pytest.param(MORE_STATES, marks=pytest.mark.exhaustive)])
+def test_state_takes_the_predicted_bytes(corpus: str, cases: list[tuple[int, bool, str, str]]) -> None:
     configs = []
     for stage, tied, precision, optimizer in cases:
         config = config_of(corpus, 2, LAYERED, stage=stage)

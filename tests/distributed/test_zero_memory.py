@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.zero import ZeroConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.layers import model_layers
-from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.replica import Replica
+from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.replica import Replica
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
 from tests.support.ranks import RankError
@@ -55,8 +55,8 @@ def trained(mesh: Mesh, config: PretrainConfig) -> list[float]:
 
 
 def train(mesh: Mesh, config: PretrainConfig) -> list[float]:
-    replica = Replica(config, mesh, model_layers(config.model))
-    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    replica = Replica(config, mesh)
+    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
     losses = []
     for step in range(2):
         batch = loader.load(step * config.batch.global_size)

@@ -7,32 +7,25 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.zero import ZeroConfig
+from megapipe.engine.assembly import Assembly
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules.measured.trace_file import Event
-from megapipe.spec.layers import model_layers
-from megapipe.training import replica as replica_module
-from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.replica import Replica
-from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
+from megapipe.schedules.measured.traces import Event
+from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.replica import Replica
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config
 from tests.support.meshes import run_mesh
 from tests.support.sleeping_groups import SleepingGroup
 
 UNITS = 5
 COLLECTIVE, LAYER = 0.01, 0.02
 Log = list[tuple[str, int, int]]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 class Slow(torch.autograd.Function):
@@ -62,20 +55,20 @@ def slow(unit: Any) -> Any:
 def traced(mesh: Mesh, config: PretrainConfig) -> tuple[list[Event], Log]:
     """A rank's second step, and what its group of shards did in it."""
     made: list[SleepingGroup] = []
-    communicators = replica_module.communicators
+    communicators = Assembly.communicators
 
     def slowed(*arguments: Any) -> Any:
         groups = communicators(*arguments)
-        assert groups.shards is not None
-        made.append(SleepingGroup(groups.shards, COLLECTIVE))
-        return replace(groups, shards=made[-1])
+        ((size, group),) = groups.shards.items()
+        made.append(SleepingGroup(group, COLLECTIVE))
+        return replace(groups, shards={size: made[-1]})
 
-    replica_module.communicators = slowed  # type: ignore[attr-defined]
-    replica = Replica(config, mesh, model_layers(config.model))
+    Assembly.communicators = slowed  # type: ignore[method-assign]
+    replica = Replica(config, mesh)
     for stage in replica.stages.values():
         stage.units = [[slow(twin) for twin in twins] for twins in stage.units]
     engine = replica.engine_for(config.batch.global_size)
-    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
     batch = loader.load(0)
     engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
     recorder = Recorder(engine.schedule, replica.rank, mesh.device)

@@ -23,12 +23,12 @@ RUN_HERE = (
 RUN_BY = {
     "bert.md": "tests/test_readme.py",
     "conversion.md": "tests/conversion/test_command.py",
-    "data.md": "tests/data/test_data_guide.py",
-    "migrate/megatron_lm.md": "tests/config/test_migration_pages.py",
-    "migrate/nanogpt.md": "tests/config/test_migration_pages.py",
-    "migrate/torchtitan.md": "tests/config/test_migration_pages.py",
+    "data.md": "tests/docs/test_pages.py",
+    "migrate/megatron_lm.md": "tests/docs/test_pages.py",
+    "migrate/nanogpt.md": "tests/docs/test_pages.py",
+    "migrate/torchtitan.md": "tests/docs/test_pages.py",
     "parallelism.md": "tests/test_examples.py",
-    "planning.md": "tests/planner/command/test_guide.py",
+    "planning.md": "tests/docs/test_figures.py",
 }
 """Pages whose commands another test runs, or checks as runs that can start."""
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     ROOT / "examples/recipes/README.md",
     ROOT / "benchmarks/results/cpu.md",
 ]
@@ -52,6 +52,18 @@ def problems(page: Path) -> list[str]:
 
 def test_every_link_and_picture_of_the_pages_resolves() -> None:
     assert [problem for page in PAGES for problem in problems(page)] == []
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Paths in backticks that start with a folder of the repository, except the library that a compiler writes and the
+    schedule that a reader of CONTRIBUTING.md adds."""
+    pattern = re.compile(r"`((?:benchmarks|csrc|docs|examples|kernels|megapipe|tests|tools)/[\w./]+)(?<!\.so)`")
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    named = {(page.name, path) for page in pages for path in re.findall(pattern, page.read_text(encoding="utf-8"))}
+    named.remove(("CONTRIBUTING.md", "megapipe/schedules/generators/last_in_first_out.py"))
+    assert len(named) > 100
+    missing = [each for each in named if not (ROOT / each[1]).exists() and not list(ROOT.glob(f"{each[1]}.*"))]
+    assert missing == []
 
 
 class Targets(HTMLParser):

@@ -13,15 +13,15 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput, StepResult
-from megapipe.engine.wiring import LinkPool, connect
-from megapipe.optim.clipping import clip_coefficient
-from megapipe.optim.make import make_optimizer
+from megapipe.engine.transfers import LinkPool, connect
+from megapipe.optim.muon import make_optimizer
 from megapipe.optim.optimizer import FlatOptimizer
+from megapipe.optim.scaling import clip_coefficient
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
-from megapipe.schedules.generators.registry import Options
+from megapipe.schedules.registry import Options
 from megapipe.schedules.schedule import Mode
 from megapipe.spec.parameters import Init, ParameterSpec
 from tests.engine.serial_recursion import (
@@ -195,7 +195,7 @@ class Replica:
                 tied,
                 mesh.second_world() if scalars is None else scalars,
                 counts_loss=self.rank == len(self.case.layers_per_stage) - 1,
-                counts_norm=mesh.coordinate("data") == 0,
+                replica=mesh.coordinate("data"),
             ),
             torch.ones_like if limit is None else partial(clip_coefficient, limit=limit),
             self.optimizer,

@@ -16,7 +16,7 @@ from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.schedules.generators.registry import Options
+from megapipe.schedules.registry import Options
 
 WORDS, WIDTH, LENGTH, ROWS = 11, 16, 5, 2
 SAMPLE = torch.empty(ROWS, LENGTH, dtype=torch.int64, device="meta")
@@ -149,17 +149,20 @@ def train(
 def record_gradients(pipeline: Pipeline) -> list[dict[str, Tensor]]:
     """A list that gets the reduced gradients of every update of this rank, by parameter."""
     record: list[dict[str, Tensor]] = []
+    versions: list[int] = []
     update = pipeline.optimizer.update
 
     def recording(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
         newest = states[0].newest + 1 - len(states[0].weights)
-        record.append(
-            {
-                segment.spec.name: state.owned_view(state.gradients_of(newest)[0], segment).clone()
-                for state in states
-                for segment in state.table
-            }
-        )
+        if versions[-1:] != [version]:  # offloaded states are updated one by one
+            versions.append(version)
+            record.append({})
+        record[-1] |= {
+            segment.spec.name: state.owned_view(state.gradients_of(newest)[0], segment).clone()
+            for state in states
+            if not state.sharding.gradients  # those are freed when they are reduced
+            for segment in state.table
+        }
         update(states, version, rate, coefficient)
 
     pipeline.optimizer.update = recording  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.engine.background import Turns, run_beside, run_now
+from megapipe.engine.reductions import Turns, run_beside, run_now
 
 CPU = torch.device("cpu")
 

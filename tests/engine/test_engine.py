@@ -1,16 +1,27 @@
-"""The engine against plain autograd, and every layout of a toy model against one rank, bit for bit."""
+"""The engine against plain autograd, and every layout of a toy model against one rank, bit for bit.
+
+Also with split backwards, whose weight halves run as late as possible, and with reductions that start early.
+"""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
+from megapipe.parallel.groups import ReduceOperation, SoloGroup, Work
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
+from megapipe.schedules import Kind, Schedule
+from megapipe.schedules.actions import KIND
+from megapipe.schedules.schedule import Sections
 from tests.engine.toy import ROWS, Outcome, contexts, merged, reference_gradients, toy, train
 from tests.support.meshes import Backend, in_mesh, run_mesh, run_threads
 from tests.support.ranks import run_ranks
@@ -35,30 +46,55 @@ def test_gradients_equal_plain_autograd() -> None:
         torch.testing.assert_close(replica.gradients[0][name].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def check_bits(outcome: Outcome, expected: Outcome) -> None:
+    assert outcome.losses == expected.losses
+    assert outcome.norms == expected.norms
+    for step, gradients in enumerate(expected.gradients):
+        for layer, gradient in gradients.items():
+            assert torch.equal(outcome.gradients[step][layer], gradient)
+    assert outcome.weights.keys() == expected.weights.keys()
+    for layer, weight in expected.weights.items():
+        assert torch.equal(outcome.weights[layer], weight)
+
+
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pipeline", "num_microbatches"), [(2, 1), (2, 5), (3, 2), (4, 8)])
 def test_every_pipeline_equals_one_rank_bit_for_bit(
     backend: Backend, name: str, pipeline: int, num_microbatches: int
 ) -> None:
-    outcome = merged(
-        run_mesh({"pipeline": pipeline}, train, name, num_microbatches, SPLITS[pipeline], backend=backend)
-    )
-    expected = one_rank(num_microbatches)
-    assert outcome.losses == expected.losses
-    assert outcome.norms == expected.norms
-    assert outcome.weights.keys() == expected.weights.keys()
-    for step, gradients in enumerate(expected.gradients):
-        for layer, gradient in gradients.items():
-            assert torch.equal(outcome.gradients[step][layer], gradient)
-    for layer, weight in expected.weights.items():
-        assert torch.equal(outcome.weights[layer], weight)
+    ranks = run_mesh({"pipeline": pipeline}, train, name, num_microbatches, SPLITS[pipeline], backend=backend)
+    check_bits(merged(ranks), one_rank(num_microbatches))
 
 
+def unchanged(schedule: Schedule) -> Schedule:
+    return schedule
+
+
+def weight_halves_last(schedule: Schedule) -> Schedule:
+    """Every backward split, and all weight halves at the end of the step."""
+    body = []
+    for rows in schedule.sections.body:
+        weight = rows[rows[:, KIND] == Kind.BACKWARD].copy()
+        weight[:, KIND] = Kind.BACKWARD_WEIGHT
+        inputs = rows.copy()
+        inputs[inputs[:, KIND] == Kind.BACKWARD, KIND] = Kind.BACKWARD_INPUT
+        body.append(np.concatenate([inputs, weight]))
+    return Schedule(schedule.header, Sections.flushing(tuple(body)))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_late_weight_halves_equal_whole_backwards_bit_for_bit(pipeline: int) -> None:
+    ranks = run_threads({"pipeline": pipeline}, train, "1f1b", 6, SPLITS[pipeline], weight_halves_last)
+    check_bits(merged(ranks), one_rank(6))
+
+
+@pytest.mark.parametrize("change", [unchanged, weight_halves_last])
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "pipeline": 2}])
-def test_replicas_sum_to_the_same_gradient(sizes: dict[str, int]) -> None:
+def test_replicas_sum_to_the_same_gradient(sizes: dict[str, int], change: Callable[[Schedule], Schedule]) -> None:
     pipeline = sizes.get("pipeline", 1)
-    outcomes = run_mesh(sizes, train, "1f1b", 2, SPLITS[pipeline])
+    outcomes = run_mesh(sizes, train, "1f1b", 2, SPLITS[pipeline], change)
     expected = one_rank(4)
     for replica in (outcomes[:pipeline], outcomes[pipeline:]):
         outcome = merged(replica)
@@ -169,3 +205,39 @@ def test_stages_of_another_rank_are_refused() -> None:
     assert len(mesh) == 2
     with pytest.raises(EngineError, match=r"places stages \[\d\] on pipeline rank"):
         run_threads({"pipeline": 2}, build_wrong, timeout=10.0)
+
+
+class RecordingGroup(SoloGroup):
+    """A group of one that notes when a sum starts and when it is awaited."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__("data")
+        self.events = events
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        assert async_op
+        self.events.append("start")
+        return RecordingWork(self.events)
+
+
+class RecordingWork(Work):
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def wait(self) -> None:
+        self.events.append("wait")
+
+
+def over_replicas(schedule: Schedule) -> Schedule:
+    return Schedule(replace(schedule.header, data_parallel=True), schedule.sections)
+
+
+def test_each_unit_is_reduced_once_while_the_backward_goes_on() -> None:
+    events: list[str] = []
+    replica = toy(solo(), "1f1b", 3, [LAYERS], change=over_replicas, data_group=RecordingGroup(events))
+    for index, module in enumerate(replica.modules):
+        module.weight.register_post_accumulate_grad_hook(lambda _, layer=index: events.append(f"gradient {layer}"))
+    replica.engine.run(StepInput(0, contexts(0, 3), [float(ROWS)] * 3, learning_rate=0.01))
+    descending = [f"gradient {layer}" for layer in reversed(range(LAYERS))]
+    last = [event for gradient in descending for event in (gradient, "start")]
+    assert events == [*descending, *descending, *last, *["wait"] * LAYERS]

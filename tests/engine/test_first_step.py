@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import megapipe.parallel.links.make as make
+from megapipe.parallel import pipeline_links
 from megapipe.parallel.mesh import Mesh
 from tests.engine.library_models import adoptable, assert_same_bits, merged, plain, train
 from tests.support.meshes import run_mesh
@@ -34,7 +34,7 @@ def train_over_connecting_links(mesh: Mesh, layers: list[nn.Module]) -> Any:
         return first_use_waits
 
     dist.isend, dist.irecv = connecting(send, True), connecting(receive, False)
-    make.host_identity = lambda: ("", "")  # as on several hosts, without shared memory
+    pipeline_links.host_identity = lambda: ("", "")  # as on several hosts, without shared memory
     return train(mesh, layers, "interleaved_1f1b", 4, {"chunks": 2}), used
 
 

@@ -4,6 +4,8 @@ import gc
 import os
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from megapipe.engine.errors import EngineError, PipelineError
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepResult
 from megapipe.parallel.mesh import Mesh
+from megapipe.schedules import ScheduleError, dumps, order
+from megapipe.schedules.states import StateTable, StateUnit
 from tests.engine.library_models import SAMPLE, SGD, WIDTH, adoptable, batch, loss, solo
 from tests.support.meshes import run_mesh, run_threads
 
@@ -103,7 +107,7 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "muon": (
         [nn.Linear(8, 8)],
         {"optimizer": OptimizerConfig(name="muon")},
-        "the library does not know which matrices of a module are embeddings or heads",
+        "optimizer muon has no matrix to update: no layer between the first and the last has a 2-D weight",
     ),
     "no file": ([nn.Linear(8, 8)], {"schedule": "mine.txt"}, "cannot read mine.txt: No such file or directory"),
     "file and options": (
@@ -125,20 +129,22 @@ def test_what_cannot_run_is_named_before_the_first_step(case: str) -> None:
         Pipeline(layers, solo(), **arguments)
 
 
+def test_a_file_with_several_state_units_in_a_layer_is_refused(tmp_path: Path) -> None:
+    """A layer of a library user is one state unit that is kept whole: nothing says which weights a second one has."""
+    states = StateTable(((StateUnit(0), StateUnit(0)),))
+    plain = order("gpipe", 1, 2)
+    path = tmp_path / "apart.txt"
+    path.write_text(dumps(replace(plain, header=replace(plain.header, states=states))))
+    with pytest.raises(ScheduleError, match=r"it was made for state units .* but this run has"):
+        Pipeline([nn.Embedding(8, 8)], solo(), loss=loss, sample=SAMPLE, microbatches=2, schedule=str(path))
+
+
 def test_ranks_with_different_layers_are_refused() -> None:
     def build(mesh: Mesh) -> None:
         Pipeline(adoptable(3 + mesh.rank), mesh, loss=loss, sample=SAMPLE, microbatches=2)
 
     with pytest.raises(PipelineError, match=r"rank \d was given other layers or another sample than rank \d"):
         run_threads({"pipeline": 2}, build)
-
-
-def test_tensor_ranks_are_refused() -> None:
-    def build(mesh: Mesh) -> None:
-        Pipeline(adoptable(1), mesh, loss=loss, sample=SAMPLE, microbatches=2)
-
-    with pytest.raises(PipelineError, match="the mesh has 2 tensor ranks, but a rank holds its modules completely"):
-        run_threads({"tensor": 2}, build)
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
@@ -277,7 +283,7 @@ def files_of_closed_pipelines(mesh: Mesh, schedule: str) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "2bw"])
 def test_a_closed_pipeline_leaves_no_open_files(schedule: str) -> None:
     for counts in run_mesh({"pipeline": 2}, files_of_closed_pipelines, schedule, backend="processes", timeout=120.0):
         assert len(set(counts)) == 1, counts

@@ -9,14 +9,14 @@ from itertools import accumulate
 import pytest
 import torch
 
-from megapipe.config.offload import OffloadConfig
+from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import EngineError
-from megapipe.engine.host_copies import Copy, Move, ThreadCopies
-from megapipe.engine.program import Closure, Instruction
+from megapipe.engine.forwards import Closure
+from megapipe.engine.host_memory import Copy, Move, Swaps, ThreadCopies
+from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepInput, StepState
-from megapipe.engine.swaps import Swaps
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.parallel.mesh import Mesh
@@ -25,8 +25,8 @@ from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.schedule import SectionName
 from megapipe.spec.layers import model_layers
-from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.replica import Replica
+from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.replica import Replica
 from tests.optim.test_optimizer import SPECS
 from tests.spec.sizes import predicted_bytes
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -99,7 +99,7 @@ class CountingRecorder(Recorder):
 
 
 def two_steps(replica: Replica, config: PretrainConfig, mesh: Mesh) -> list[StepInput]:
-    batch = batch_loader(config, mesh, replica, split_samples(config, "train")).load(0)
+    batch = BatchLoader(config, mesh, replica, split_samples(config, "train")).load(0)
     return [StepInput(step, batch.contexts, batch.token_counts, 1e-3) for step in range(2)]
 
 
@@ -107,7 +107,7 @@ def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool
     config = replace(config, parallel=replace(config.parallel, data=1))
     progress = Progress()
     out, back = SlowCopies("offload", progress), SlowCopies("reload", progress)
-    replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, out, back))
+    replica = Replica(config, mesh, Swaps(CPU, out, back))
     recorder = CountingRecorder(replica.schedule, 0, CPU)
     recorder.progress = progress
     replica.engine.record(recorder)
@@ -117,7 +117,7 @@ def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool
 
 def plain_run(mesh: Mesh, config: PretrainConfig) -> list[float]:
     config = replace(config, offload=OffloadConfig(), parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh, model_layers(config.model))
+    replica = Replica(config, mesh)
     return [replica.engine.run(each).loss for each in two_steps(replica, config, mesh)]
 
 
@@ -135,7 +135,7 @@ def test_compute_goes_on_while_copies_are_under_way(config: PretrainConfig, sche
 def counted_run(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
     """The most bytes that the second step made and held at once, bytes of host memory, and most units away at once."""
     config = replace(config, parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh, model_layers(config.model), swaps := Swaps(CPU))
+    replica = Replica(config, mesh, swaps := Swaps(CPU))
     first, second = two_steps(replica, config, mesh)
     replica.engine.run(first)
     with LiveBytes() as live:
@@ -219,7 +219,7 @@ class BrokenCopies(ThreadCopies):
 
 def broken_run(mesh: Mesh, config: PretrainConfig) -> str:
     config = replace(config, parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, BrokenCopies("offload")))
+    replica = Replica(config, mesh, Swaps(CPU, BrokenCopies("offload")))
     with pytest.raises(EngineError) as error:
         replica.engine.run(two_steps(replica, config, mesh)[0])
     return str(error.value)
@@ -233,7 +233,7 @@ def test_a_copy_that_fails_names_the_action_that_waited_for_it(config: PretrainC
 
 def test_an_engine_without_swaps_refuses_a_schedule_that_moves(config: PretrainConfig) -> None:
     def bare(mesh: Mesh) -> None:
-        replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh, model_layers(config.model))
+        replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh)
         Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
 
     with pytest.raises(EngineError, match="gpipe offloads, but this engine was created without swaps"):

@@ -7,25 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config.offload import OffloadConfig
+from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.errors import EngineError
-from megapipe.engine.host_copies import Copy, Move, ThreadCopies
+from megapipe.engine.host_memory import Copy, Move, Swaps, ThreadCopies
 from megapipe.engine.step import StepInput
-from megapipe.engine.swaps import Swaps
 from megapipe.engine.transfers import Transfers
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.layout.units import flat_elements
-from megapipe.parallel.host_weights import HostWeights
+from megapipe.parallel.memory import is_allocated
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.sharding import is_allocated
-from megapipe.parallel.unit_state import UnitState
+from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.layers import model_layers
-from megapipe.training.replica import Replica
+from megapipe.training.loop.replica import Replica
 from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
 from tests.optim.test_optimizer import SPECS
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -82,7 +80,7 @@ class Found:
 def counted_run(mesh: Mesh, config: PretrainConfig) -> Found:
     out, back = Counted("offload"), Counted("reload")
     with LiveBytes() as live:
-        replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, out, back))
+        replica = Replica(config, mesh, Swaps(CPU, out, back))
         created = live.current
     states = replica.states()
     moving = [state.weights[0] for state in states if isinstance(state, HostWeights)]
@@ -202,7 +200,7 @@ def copies_in(replica: Replica) -> list[bool]:
 def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool], list[bool], list[Tensor]]:
     progress = Progress()
     back = PrefetchedCopies("reload", progress)
-    replica = Replica(config, mesh, model_layers(config.model), Swaps(CPU, None, back))
+    replica = Replica(config, mesh, Swaps(CPU, None, back))
     back.hidden = copies_in(replica)
     recorder = CountingRecorder(replica.schedule, 0, CPU)
     recorder.progress = progress
@@ -218,7 +216,7 @@ def evaluated(replica: Replica, step: StepInput) -> list[Tensor]:
 
 
 def plain_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[Tensor]]:
-    replica = Replica(replace(config, offload=OffloadConfig()), mesh, model_layers(config.model))
+    replica = Replica(replace(config, offload=OffloadConfig()), mesh)
     steps = two_steps(replica, config, mesh)
     return [replica.engine.run(each).loss for each in steps], evaluated(replica, steps[0])
 
@@ -239,7 +237,7 @@ def test_weights_come_while_the_unit_before_computes(config: PretrainConfig, sch
 
 def test_an_engine_without_swaps_refuses_weights_in_host_memory(config: PretrainConfig) -> None:
     def bare(mesh: Mesh) -> None:
-        replica = Replica(config, mesh, model_layers(config.model))
+        replica = Replica(config, mesh)
         schedule = replica.forward_engine().schedule
         Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
 

@@ -57,8 +57,14 @@ def check_bits(case: Case, outcomes: Sequence[Outcome], history: History) -> Non
             assert torch.equal(weight, history.weights[max(0, len(history.rows) - age)][name]), (rank, name, age)
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize(
+    ("backend", "pipeline"),
+    [
+        ("threads", 4),
+        ("processes", 2),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("threads", 2), ("processes", 4))),
+    ],
+)
 def test_equals_the_serial_recursion_bit_for_bit(backend: Backend, pipeline: int) -> None:
     cases = [
         pipedream(pipeline, num_microbatches, optimizer, vertical_sync=vertical_sync)

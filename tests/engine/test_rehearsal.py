@@ -14,12 +14,11 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.engine.transfers import Sender
-from megapipe.optim.learning_rate import learning_rate
+from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import Kind
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
 from tests.distributed.test_covering import CASES, name_of
 from tests.support.bert_runs import write_corpus
 from tests.support.covering import Case
@@ -32,7 +31,7 @@ FIRST = [
     next(case for case in PIPELINES if case["schedule"] == name)
     for name in dict.fromkeys(case["schedule"] for case in CASES)
 ]
-FAST = [case for case in FIRST if case["schedule"] in ("zb_v", "2bw", "pipedream")]
+FAST = [case for case in FIRST if case["schedule"] in ("zb_v", "2bw")]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def run(
     mesh: Mesh, config: PretrainConfig, rehearsed: Sequence[int]
 ) -> tuple[list[StepResult], list[Shard], set[Kind]]:
     """Train for two steps, some of them rehearsed; the results, the weights, and what the rehearsals ran."""
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     results, ran = [], set()
     for step in range(2):
@@ -111,7 +110,7 @@ def test_nothing_crosses_between_stages(corpora: tuple[str, BertDataConfig], mon
 
 
 def _rehearse_alone(mesh: Mesh, config: PretrainConfig) -> None:
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
     replica.engine.rehearse(StepInput(0, batch.contexts, batch.token_counts))
 

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 from megapipe.engine.compute import SavedGraph, backward, backward_input
-from megapipe.engine.host_copies import HostPool
-from megapipe.engine.saved_tensors import SavedTensors, address_of
+from megapipe.engine.host_memory import HostPool, SavedTensors, address_of
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
 from megapipe.spec.layers import model_layers
-from megapipe.training.memory_report import saved_bytes
+from megapipe.training.resilience.failures import saved_bytes
 from tests.layers.bound import GPT2, LLAMA, bind, small_model
 from tests.spec.sizes import predicted_bytes
 from tests.support.live_bytes import LiveBytes

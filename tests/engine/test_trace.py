@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from concurrent.futures import Future
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,17 @@ import torch
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.clocks import HostClock, clock_offset
-from megapipe.engine.host_copies import ThreadCopies
+from megapipe.engine.host_memory import ThreadCopies
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.step import Scalars, StepInput, StepState
-from megapipe.engine.trace import Recorder, Stopwatch, _WatchedGroup
+from megapipe.engine.trace import HostClock, Recorder, Stopwatch, _WatchedGroup, clock_offset
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules.measured.trace_file import Event
-from megapipe.schedules.tokens import write_action
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.schedules.actions import write_action
+from megapipe.schedules.measured.traces import Event
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
 from tests.engine.toy import ROWS, contexts, toy
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import Backend, run_mesh, run_threads
@@ -117,7 +116,7 @@ def test_waiting_for_a_slow_peer_is_told_from_working() -> None:
 
 def recorded_training(mesh: Mesh, config: PretrainConfig) -> list[Event]:
     """Events of two steps."""
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     recorder = Recorder(replica.schedule, mesh.coordinate("pipeline"), mesh.device)
     replica.engine.record(recorder)
@@ -129,14 +128,24 @@ def recorded_training(mesh: Mesh, config: PretrainConfig) -> list[Event]:
 
 
 def test_an_update_waits_for_the_sums_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a schedule that never flushes, which are found beside its actions."""
-    shared = Reductions._shared
+    """Those of a schedule that never flushes, which are computed alongside its actions: here until 20 ms after the
+    update has asked for them, however slow the machine is."""
+    shared, result = Reductions._shared, Future.result
+    asked: set[int] = set()
 
     def late(self: Reductions, step: StepState, scalars: torch.Tensor) -> Scalars:
-        time.sleep(0.1)
-        return shared(self, step, scalars)
+        found = shared(self, step, scalars)
+        while id(step.scalars) not in asked:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        return found
+
+    def noted(self: Future[Any], timeout: float | None = None) -> Any:
+        asked.add(id(self))
+        return result(self, timeout)
 
     monkeypatch.setattr(Reductions, "_shared", late)
+    monkeypatch.setattr(Future, "result", noted)
     config = make_config(write_shard(tmp_path), GPT2_SHAPE, schedule={"name": "2bw"}, parallel={"pipeline": 2})
     for events in run_threads({"pipeline": 2}, recorded_training, config):
         updates = [event for event in events if event.action.startswith("U")]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.step import StepResult
-from megapipe.parallel.groups import Group, SoloGroup, Work
-from megapipe.parallel.groups.group import ReduceOperation
+from megapipe.parallel.groups import Group, ReduceOperation, SoloGroup, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import ScheduleError
 from tests.engine.asynchronous_runs import Outcome, train, train_after_a_restart, train_each
@@ -57,8 +56,14 @@ def check_weights(outcomes: list[Outcome], history: History) -> None:
         assert torch.equal(weight, history.weights[max(0, len(history.rows) - age)][name]), (name, age)
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize(
+    ("backend", "pipeline"),
+    [
+        ("threads", 4),
+        ("processes", 2),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("threads", 2), ("processes", 4))),
+    ],
+)
 def test_equals_the_serial_recursion_bit_for_bit(backend: Backend, pipeline: int) -> None:
     cases = [
         with_options(two_buffered(pipeline, num_microbatches, OPTIMIZERS[optimizer], tied=False), update=update)
@@ -80,6 +85,7 @@ def test_the_recursion_is_not_the_one_without_a_delay() -> None:
     assert not torch.equal(delayed.weights[2]["layers.0.weight"], plain.weights[2]["layers.0.weight"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_clipping_and_a_tied_weight_keep_every_bit(backend: Backend, pipeline: int) -> None:

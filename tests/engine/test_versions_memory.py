@@ -35,6 +35,7 @@ def bytes_by_rank(case: Case) -> list[int]:
     return run_threads({"pipeline": PIPELINE}, most_bytes, case)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dtype", "weight_bytes", "gradient_bytes"),
     [

@@ -12,10 +12,10 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import Stage, TensorSpec
 from megapipe.engine.step import StepInput
-from megapipe.engine.wiring import LinkPool, connect
+from megapipe.engine.transfers import LinkPool, connect
 from megapipe.layers.split import SplitModule, SplitTape
-from megapipe.optim.clipping import clip_coefficient
 from megapipe.optim.optimizer import FlatAdamW
+from megapipe.optim.scaling import clip_coefficient
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -148,7 +148,7 @@ def toy(
             {},
             mesh.world if schedule.flushes else mesh.second_world(),
             counts_loss=len(layers_per_stage) - 1 in stages,
-            counts_norm=mesh.coordinate("data") == 0,
+            replica=mesh.coordinate("data"),
         ),
         partial(clip_coefficient, limit=0.5),
         RecordingAdamW(OptimizerConfig(), gradients),

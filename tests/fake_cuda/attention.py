@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from megapipe.layers import document_blocks
+from megapipe.layers import attention as layers_attention
 from tests.fake_cuda.mode import Watch
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -23,7 +23,7 @@ PLAIN = functional.scaled_dot_product_attention
 def install(watch: Watch) -> None:
     """Put the stand-ins in place, for the rest of the process."""
     functional.scaled_dot_product_attention = _chosen
-    document_blocks._compiled = lambda: lambda *given, **named: _flex(watch, *given, **named)  # type: ignore[assignment]
+    layers_attention._compiled = lambda: lambda *given, **named: _flex(watch, *given, **named)  # type: ignore[assignment]
 
 
 def _chosen(

@@ -24,7 +24,8 @@ def install(watch: Watch) -> None:
         tensors = {name: each for name, each in launch.arguments.items() if isinstance(each, Tensor)}
         reads = [each for name, each in tensors.items() if name in loaded]
         writes = [each for name, each in tensors.items() if name in stored]
-        watch.launch(f"triton {launch.kernel.fn.__name__.lstrip('_')}", reads, writes)
+        module, name = launch.kernel.fn.__module__.rpartition(".")[2], launch.kernel.fn.__name__.lstrip("_")
+        watch.launch(f"triton {module}.{name}", reads, writes)
 
     Launch._run = run  # type: ignore[method-assign]
     opaque._PLAIN = (*opaque._PLAIN, FakeTensor)  # type: ignore[misc]  # run as a GPU would, not as a compiler traces

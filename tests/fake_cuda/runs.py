@@ -25,23 +25,23 @@ from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine import engine
-from megapipe.engine.clocks import DeviceClock
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepInput
-from megapipe.layers import compiled, rotary
-from megapipe.optim.learning_rate import learning_rate
+from megapipe.engine.trace import DeviceClock
+from megapipe.inference.generation import Limits, SamplingSettings, generate
+from megapipe.inference.trained_model import LoadedModel
+from megapipe.layers import attention as layers_attention
+from megapipe.layers import compiled
+from megapipe.optim.scaling import learning_rate
 from megapipe.parallel import launch, unit_state
-from megapipe.parallel.groups.threads import Deposit
+from megapipe.parallel.in_process import Deposit
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.evaluation import Evaluator
-from megapipe.training.families import family_of
-from megapipe.training.generate import Limits, generate
-from megapipe.training.kernel_choices import kernel_choices
-from megapipe.training.passes import LoadedModel
+from megapipe.spec import linear
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
+from megapipe.training.loop.steps import Evaluator
 from megapipe.training.pretrain import pretrain, rehearse
-from megapipe.training.replica import Replica
-from megapipe.training.sampling import SamplingSettings
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.validation import kernel_choices
 from tests.fake_cuda import attention, extensions, kernels
 from tests.fake_cuda.communicators import Exchanged, Nccl
 from tests.fake_cuda.device import Device
@@ -96,7 +96,7 @@ class FakeRank:
         self.nccl.install()
         self.watch.install()
         unit_state.fill_box = _no_weights  # type: ignore[assignment]
-        TensorFile.tensor = _without_modes(TensorFile.tensor)  # type: ignore[method-assign]
+        TensorFile.whole = _without_modes(TensorFile.whole)  # type: ignore[method-assign]
         torch.set_num_threads(1)
 
     @contextmanager
@@ -171,14 +171,14 @@ def _capture_graphs(watch: Watch) -> None:
     compiled.CompiledForward.__init__ = (  # type: ignore[method-assign]
         lambda self, **options: forward(self, **options, backend="eager")
     )
-    tables = rotary._cached_tables
+    tables = layers_attention._cached_tables
 
     @functools.lru_cache(maxsize=8)
     def within_modes(*constants: Any) -> Any:
         with watch.entered():
             return tables(*constants)
 
-    rotary._cached_tables = within_modes
+    layers_attention._cached_tables = within_modes
 
 
 @on_fake_device
@@ -190,11 +190,15 @@ def train(
     dropped: str | None = None,
     rehearsed: bool = True,
     spare: int = SPARE,
+    chunk_bytes: int | None = None,
 ) -> None:
     """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
 
     dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: bytes beside a step.
+    chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`.
     """
+    if chunk_bytes is not None:
+        linear.CHUNK_BYTES = chunk_bytes
     engine.SPARE = (spare,)
     fake.timeline.dropped = dropped
     installs = {"cuda": extensions.install_csrc, "apex": extensions.install_apex}
@@ -206,7 +210,7 @@ def train(
     if config.training.compile:
         _capture_graphs(fake.watch)
     with fake.phase("build"):
-        replica = Replica(config, mesh, family_of(config).layers)
+        replica = Replica(config, mesh)
         kernel_choices(config, mesh.device, replica.kernels)
         samples = open_samples(config, "train")
         loader = open_loader(config, mesh, replica, samples)

@@ -1,11 +1,9 @@
-"""The table of docs/gpu_without_gpu.md: `python -m tests.fake_cuda.table` runs every row and writes it.
+"""The rows of docs/gpu_without_gpu.md: training steps on a fake GPU.
 
-A row's peak is compared with the prediction that a run checks before it starts (`layout.rank`).
+A row's peak is compared with the prediction that a run checks before it starts (`layout.prediction`).
 """
 
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,11 @@ import numpy as np
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.index_writer import ShardWriter
+from megapipe.data.shard_writer import ShardWriter
 from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
 from tests.fake_cuda.server import run_fake
-from tests.fake_cuda.timeline import ROOT
-
-GUIDE = ROOT / "docs" / "gpu_without_gpu.md"
-BEGIN, END = "<!-- table: python -m tests.fake_cuda.table -->", "<!-- end of table -->"
-HEADER = (
-    "| model | run | ranks | launches | GB moved | host waits | peak GB | predicted GB | difference |",
-    "|---|---|---|---|---|---|---|---|---|",
-)
 
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 50304, length: int = 1024) -> ModelConfig:
@@ -63,8 +53,6 @@ ROWS: tuple[tuple[str, str, Changes], ...] = (
 )
 SPARE = 2**21
 """Bytes that a step may have beside what its rehearsal had: samples of the steps before and after it."""
-FAST_ROWS = 1
-"""Rows, from the first on, that a fast test compares."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +65,6 @@ class Measured:
     peak: int
     predicted: int
     ranks: int
-
-    def line(self, model: str, name: str) -> str:
-        """The row as the guide has it."""
-        difference = self.peak / self.predicted - 1
-        return (
-            f"| {model} | {name} | {self.ranks} | {self.launches:,} | {self.moved / 1e9:.1f} | {self.waits} | "
-            f"{self.peak / 1e9:.2f} | {self.predicted / 1e9:.2f} | {difference:+.1%} |"
-        )
 
 
 def config_of(prefix: str, model: str, changes: Changes) -> PretrainConfig:
@@ -128,33 +108,3 @@ def write_corpus(folder: Path) -> str:
             writer.add_document([generator.integers(0, 8000, size=2048).astype(np.uint16)])
         writer.commit()
     return str(prefix)
-
-
-def all_measured(folder: Path, rows: int = len(ROWS)) -> list[Measured]:
-    """The first rows of the table."""
-    prefix = write_corpus(folder)
-    return [measured(prefix, model, changes) for model, _, changes in ROWS[:rows]]
-
-
-def lines(found: Sequence[Measured]) -> list[str]:
-    """The first rows of the table as the guide should have them."""
-    return [each.line(model, name) for each, (model, name, _) in zip(found, ROWS, strict=False)]
-
-
-def written() -> list[str]:
-    """The rows of the table as they are."""
-    inside = GUIDE.read_text().split(BEGIN)[1].split(END)[0]
-    return inside.strip().splitlines()[len(HEADER) :]
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        found = lines(all_measured(Path(folder)))
-    before, rest = GUIDE.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    GUIDE.write_text("\n".join([before + BEGIN, "", *HEADER, *found, "", END + after]))
-    sys.stdout.write("\n".join((*HEADER, *found)) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -61,12 +61,13 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
 LATE_OPTIONS = tuple(OPTIONS)[-14:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
-    "megapipe/engine/reductions.py": 1,  # one read of losses, norm and flags at the end of a step
-    "megapipe/engine/background.py": 1,  # a thread of its own waits for the sums of a schedule that never flushes
-    "megapipe/engine/host_copies.py": 2,  # at the end of a section optimizer state is whole in host memory
+    # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never
+    # flushes.
+    "megapipe/engine/reductions.py": 2,
+    "megapipe/engine/host_memory.py": 2,  # at the end of a section optimizer state is whole in host memory
 }
 """Files that wait for the device in a step, and how often at most."""
-EXPERTS = "megapipe/layers/dispatch.py"
+EXPERTS = "megapipe/layers/feed_forward.py"
 """Waits for the device in each layer: experts have to know how many rows they get."""
 
 

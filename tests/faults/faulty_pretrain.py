@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from megapipe.checkpoint import background
-from megapipe.cli.rank import run_program
+from megapipe.cli.train import run_program
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
-from megapipe.parallel.groups.distributed import DistributedGroup
+from megapipe.parallel.groups import DistributedGroup
 from megapipe.training import pretrain
-from megapipe.training.batches import BatchLoader
-from megapipe.training.evaluation import Evaluator
-from megapipe.training.guards import Guards
-from megapipe.training.replica import Replica
+from megapipe.training.loop.batches import BatchLoader
+from megapipe.training.loop.replica import Replica
+from megapipe.training.loop.steps import Evaluator
+from megapipe.training.resilience.guards import Guards
 
 VARIABLE = "MEGAPIPE_FAULT"
 MARK = "the fault is here"
@@ -145,7 +145,9 @@ PLACES: dict[str, Callable[[Fault], None]] = {
     "model": lambda fault: wrap(pretrain, "Replica", once(fault)),
     "compile": in_compile,
     "evaluation": lambda fault: wrap(Evaluator, "run", once(fault)),
-    "save": lambda fault: wrap(importlib.import_module("megapipe.checkpoint.save"), "write_share", once(fault)),
+    "save": lambda fault: wrap(
+        importlib.import_module("megapipe.checkpoint.save_and_load"), "write_share", once(fault)
+    ),
     "save beside training": beside_training,
     "step": lambda fault: wrap(Engine, "feed", lambda _, given: fault.strike() if given.step == fault.step else None),
     "collective": in_collective,

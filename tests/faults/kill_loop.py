@@ -18,7 +18,7 @@ from megapipe.checkpoint.directory import set_aside
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import connected_mesh
-from megapipe.training import resume
+from megapipe.training.loop import checkpoints
 from tests.checkpoint.disks import CountingDisk
 from tests.checkpoint.runs import assert_same_bits, config_in, run, train
 from tests.support.gpt_runs import GPT2_SHAPE, write_shard
@@ -58,7 +58,7 @@ def survives(folder: Path, kills: int, seed: int, asynchronous: bool, save_on: C
         training={"steps": kills * STEPS_A_LIFE + 1},
         parallel={"pipeline": 2, "data": 1, "timeout_seconds": 20.0},
     )
-    directory = resume.checkpoint_directory(config)
+    directory = checkpoints.checkpoint_directory(config)
     done, interrupted_saves, step = 0, 0, 0
     while done < kills:
         delay = chosen.uniform(0.0, 1.5) if done % 2 else None
@@ -101,5 +101,5 @@ def _live(
 
 
 def _newest_step(config: PretrainConfig) -> int:
-    newest = newest_valid(resume.checkpoint_directory(config))
+    newest = newest_valid(checkpoints.checkpoint_directory(config))
     return 0 if newest is None else int(newest.name.removeprefix("step-"))

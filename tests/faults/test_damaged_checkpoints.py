@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.resume import Checkpointer, checkpoint_directory
+from megapipe.training.loop.checkpoints import Checkpointer, checkpoint_directory
+from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import config_in, kept, train
 from tests.support.gpt_runs import GPT2_SHAPE, Shard, write_shard
 from tests.support.meshes import run_threads
@@ -131,7 +130,7 @@ def same(found: dict[str, list[Shard]], expected: dict[str, list[Shard]]) -> boo
 def resumed_from_each(mesh: Mesh, config: PretrainConfig, template: Path, other: Path) -> list[Seen]:
     """One rank of a run that finds each damaged directory in turn."""
     directory = checkpoint_directory(config)
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     held, losses = {}, {}
 
     def prepared(damage: Damage | None, upto: int) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.resume import Checkpointer
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.checkpoints import Checkpointer
+from megapipe.training.loop.replica import Replica
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_threads
 
@@ -19,7 +18,7 @@ STEPS_A_LIFE = 2
 def life(mesh: Mesh, config: PretrainConfig) -> list[tuple[int, list[int], list[list[int]]]]:
     """Two steps from the last checkpoint on, and another checkpoint: step, this rank's samples, their tokens."""
     with Checkpointer(config, mesh, lambda line: None) as checkpointer:
-        replica = Replica(config, mesh, family_of(config).layers)
+        replica = Replica(config, mesh)
         run = checkpointer.restore(replica)
         step, consumed = (0, 0) if run is None else (run.step, run.consumed_samples)
         loader = open_loader(config, mesh, replica, open_samples(config, "train"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.training.exit_codes import ExitCode
+from megapipe.training.resilience.signals import ExitCode
 from tests.faults.faulty_pretrain import Fault
 from tests.faults.jobs import RUN, needs_proc, saved_steps, statuses, told_by
 from tests.support.gpt_runs import write_shard

@@ -22,13 +22,14 @@ from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.mesh import Mesh
-from megapipe.training import output, resume, saving
 from megapipe.training import pretrain as program
-from megapipe.training.display import PlainLines
-from megapipe.training.loop import TrainingLoop
+from megapipe.training.loop import checkpoints
+from megapipe.training.loop.batches import open_samples
+from megapipe.training.loop.steps import TrainingLoop
+from megapipe.training.observe import records
+from megapipe.training.observe.display import PlainLines
 from megapipe.training.pretrain import _train, named_recompute, pretrain
-from megapipe.training.sources import open_samples
-from megapipe.training.watchdog import Heartbeat
+from megapipe.training.resilience.watchdog import Heartbeat
 from tests.faults.jobs import saved_steps, told_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
@@ -87,9 +88,9 @@ class FillingDisk(StorageWriter):
 def on_disk(disk: FillingDisk, at_step: Callable[[int], None]) -> Iterator[None]:
     """Redirect saves and all files of lines to a disk. at_step: called after each step with its number."""
     with pytest.MonkeyPatch.context() as patched:
-        write, report = output.LineFile.write, TrainingLoop._report
+        write, report = records.LineFile.write, TrainingLoop._report
 
-        def written(self: output.LineFile, line: str) -> None:
+        def written(self: records.LineFile, line: str) -> None:
             disk.take(len(line))
             write(self, line)
 
@@ -99,11 +100,11 @@ def on_disk(disk: FillingDisk, at_step: Callable[[int], None]) -> Iterator[None]
                 at_step(position.step)
             return stopped
 
-        saver, save = saving.BackgroundSaver, resume.save
-        patched.setattr(output.LineFile, "write", written)
+        saver, save = checkpoints.BackgroundSaver, checkpoints.save
+        patched.setattr(records.LineFile, "write", written)
         patched.setattr(TrainingLoop, "_report", reported)
-        patched.setattr(saving, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=disk))
-        patched.setattr(resume, "save", lambda *args: save(*args, storage=disk))
+        patched.setattr(checkpoints, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=disk))
+        patched.setattr(checkpoints, "save", lambda *args: save(*args, storage=disk))
         yield
 
 
@@ -148,7 +149,7 @@ def test_a_disk_that_fills_at_any_moment_ends_no_run(
 
     config = configuration(corpus, tmp_path / "run", asynchronous=asynchronous, retry_seconds=60.0)
     with pytest.MonkeyPatch.context() as patched, on_disk(disk, at_step):
-        patched.setattr("megapipe.training.loop.RETRY_PAUSE_SECONDS", 0.01)
+        patched.setattr("megapipe.training.loop.steps.RETRY_PAUSE_SECONDS", 0.01)
         freed = threading.Timer(
             2.0, disk.free
         )  # a disk that becomes full in the save at the end, which is tried again

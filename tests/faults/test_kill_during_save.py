@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.checkpoint import newest_valid
-from megapipe.training import resume
+from megapipe.training.loop import checkpoints
 from tests.faults.jobs import LIMIT_SECONDS, RUN, children, needs_proc, saved_steps
 from tests.faults.kill_loop import DeadlyDisk, survives
 from tests.support.gpt_runs import write_shard
@@ -22,12 +22,14 @@ from tests.support.patience import wait_until
 
 
 def save_on(disk: DeadlyDisk) -> None:
-    resume.save = partial(resume.save, storage=disk)
+    checkpoints.save = partial(checkpoints.save, storage=disk)
+    checkpoints.BackgroundSaver = partial(checkpoints.BackgroundSaver, storage=disk)  # type: ignore[misc]
 
 
 @pytest.mark.slow
-def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
-    survives(tmp_path, kills=30, seed=0, asynchronous=False, save_on=save_on)
+@pytest.mark.parametrize(("kills", "seed", "asynchronous"), [(30, 0, False), (10, 2, True)])
+def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int, asynchronous: bool) -> None:
+    survives(tmp_path, kills, seed, asynchronous, save_on)
 
 
 @needs_proc

@@ -39,8 +39,15 @@ def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str,
             process.communicate()
 
 
-@pytest.mark.parametrize("links", ["shared_memory", "gloo"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("links", "victim"),
+    [
+        ("shared_memory", 1),
+        pytest.param("shared_memory", 0, marks=pytest.mark.exhaustive),
+        pytest.param("gloo", 0, marks=pytest.mark.exhaustive),
+        pytest.param("gloo", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, links: str, victim: int) -> None:
     arguments = ["--parallel.pipeline=2", f"--parallel.links={links}"]
     # torchrun kills what does not end by itself after 30 s: the survivor does, in spite of torchrun's SIGTERM.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.training.exit_codes import ExitCode
+from megapipe.training.resilience.signals import ExitCode
 from tests.faults.jobs import (
     LIMIT_SECONDS,
     assert_same_run,
@@ -60,14 +60,17 @@ def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Path) -> None:
-    """Rank 1's watcher is held up until the other one has told: the first of them ends the job a few seconds later."""
+    """Each watcher is stopped while the other one reports, because the first of them to end its rank ends the job."""
     watchdog = ["--watchdog.floor_seconds=5", "--watchdog.factor=20"]
     with endless_job(tmp_path, "--parallel.pipeline=2", *watchdog) as (process, workers):
-        (watcher,) = children_of(workers[1])
-        for stopped in (watcher, workers[1]):
+        watchers = {rank: children_of(worker)[0] for rank, worker in workers.items()}
+        for stopped in (watchers[1], workers[1]):
             os.kill(stopped, signal.SIGSTOP)
         wait_until(lambda: "watchdog: rank 0 " in (tmp_path / "errors").read_text())
-        os.kill(watcher, signal.SIGCONT)
+        os.kill(watchers[0], signal.SIGSTOP)
+        os.kill(watchers[1], signal.SIGCONT)
+        wait_until(lambda: "watchdog: rank 1 " in (tmp_path / "errors").read_text())
+        os.kill(watchers[0], signal.SIGCONT)
         assert process.wait(timeout=LIMIT_SECONDS) != 0
         wait_for_the_end([*workers.values()])
     errors = (tmp_path / "errors").read_text()

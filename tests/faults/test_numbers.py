@@ -17,18 +17,15 @@ from megapipe.engine.reductions import Reductions
 from megapipe.engine.step import StepInput, StepResult, StepState
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.batches import BatchLoader
-from megapipe.training.families import family_of
-from megapipe.training.guards import NonFiniteCount, NonFiniteError
-from megapipe.training.loader import StepBatch
-from megapipe.training.metrics import FILE_NAME
+from megapipe.training.loop.batches import BatchLoader, open_loader, open_samples
+from megapipe.training.loop.loader import SKIPPED_SAMPLES as SKIPPED
+from megapipe.training.loop.loader import StepBatch
+from megapipe.training.loop.replica import Replica
+from megapipe.training.observe.metrics import METRICS
+from megapipe.training.observe.records import RANKS, TIME_PARTS
+from megapipe.training.observe.traces import StragglerWatch
 from megapipe.training.pretrain import pretrain
-from megapipe.training.records import RANKS, TIME_PARTS
-from megapipe.training.replica import Replica
-from megapipe.training.skipping import FILE_NAME as SKIPPED
-from megapipe.training.sources import open_loader, open_samples
-from megapipe.training.spikes import SpikeError
-from megapipe.training.stragglers import StragglerWatch
+from megapipe.training.resilience.guards import NonFiniteCount, NonFiniteError, SpikeError
 from tests.faults.jobs import told_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, shards, write_shard
 from tests.support.meshes import run_threads
@@ -60,7 +57,7 @@ def poison_gradient(replica: Replica, reductions: Reductions) -> None:
 
 def poisoned_run(mesh: Mesh, config: PretrainConfig, where: str) -> tuple[list[StepResult], list[list[torch.Tensor]]]:
     """Three steps, of which rank 1 spoils the second; results, and the weights after each."""
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     spoils = mesh.rank == 1
     if spoils and where == "gradient":
@@ -174,7 +171,7 @@ def test_a_spike_is_gone_round_as_if_its_samples_had_been_left_out_by_hand(
     for folder, step in (("rewound", 6), ("by hand", 6)):
         lines = (tmp_path / folder / SKIPPED).read_text().splitlines()
         assert [json.loads(line) for line in lines] == [{"step": step, "first": 40, "stop": 56}]
-    events = [json.loads(line) for line in (tmp_path / "rewound" / FILE_NAME).read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "rewound" / METRICS).read_text().splitlines()]
     (rewind,) = [event for event in events if event.get("event") == "rewind"]
     assert (rewind["step"], rewind["spiked"], rewind["first"], rewind["stop"]) == (4, 7, 40, 56)
     # What was left out is part of the next checkpoint: a run that goes on from it replays nothing and skips the same.
@@ -193,7 +190,7 @@ def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path, corpus: str, monkey
 
 
 def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int) -> list[str]:
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     said: list[str] = []
     measured: list[dict[str, Any]] = []

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.manifest_file import MANIFEST
+from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.config.run import PretrainConfig
-from megapipe.data.index_writer import ShardWriter
 from megapipe.data.samples import GptSamples
+from megapipe.data.shard_writer import ShardWriter
 from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.pretrain import pretrain
-from megapipe.training.resume import Checkpointer
 from tests.checkpoint.disks import no_larger_files
 from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config
 from tests.training.records import TIMES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.training.signals import ECHO_SECONDS
+from megapipe.training.resilience.signals import ECHO_SECONDS
 from tests.faults.faulty_pretrain import MARK, Fault
 from tests.faults.jobs import RUN, Job, assert_same_run, needs_proc, saved_steps, statuses, told_by
 from tests.support.gpt_runs import write_shard

@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from megapipe.checkpoint import CheckpointError
-from megapipe.cli.rank import run_program
+from megapipe.cli.train import run_program
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.folders import locked_folder
 from megapipe.training.pretrain import pretrain
+from megapipe.training.resilience.run_identity import locked_folder
 from tests.faults.jobs import LIMIT_SECONDS, RUN, needs_proc, statuses
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import ROOT, TINY, command, environment, rest_of, start
@@ -159,7 +159,7 @@ def test_a_refused_second_start_changes_no_file(folder: Path, every: int | None)
         training={"directory": str(directory), "steps": 2},
         checkpoint={"every": every},
     )
-    with locked_folder(config, LaunchEnvironment(), None):
+    with locked_folder(directory, 0, None):
         (directory / "stacks").mkdir()
         (directory / "stacks/rank-0-pid-1.txt").write_text("")
         (directory / "metrics.jsonl").write_text("a line of the first start\n")
@@ -196,7 +196,7 @@ PROGRAM = """
 import os, signal, sys
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
-from megapipe.cli.rank import run_program
+from megapipe.cli.train import run_program
 if os.environ["RANK"] == "1":
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == int(os.environ["DIFFERS_AT_START"]):
         sys.argv += ["--training.seed=7"]

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megapipe.cli.plan import main as plan
+from megapipe.cli.main import plan
 
 ANSWERS = Path(__file__).parent / "answers.json.xz"
 DENSE = ("gpt2_124m", "gpt3_1.3b", "gpt3_6.7b", "llama3.2_1b", "llama3_8b", "qwen3_8b", "mistral_7b", "megatron_18.4b")

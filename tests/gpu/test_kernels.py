@@ -1,13 +1,11 @@
 """Compiled kernels at the sizes of training: the checks of tests/kernels, and what only a GPU shows."""
 
-import importlib
-from types import ModuleType
-
 import pytest
 import torch
 
+from megapipe.kernels.registry import Implementation
 from tests.kernels import norm_checks, softmax_checks
-from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw
+from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, implementation
 from tests.kernels.norm_checks import EPSILON, Norm
 from tests.kernels.softmax_checks import MASKS
 
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def norm(request: pytest.FixtureRequest) -> Norm:
     """One of the two ops in Triton."""
     pytest.importorskip("triton")
-    return Norm(request.param, importlib.import_module(f"megapipe.kernels.triton_backend.{request.param}"))
+    return Norm(request.param, implementation(request.param, "triton"))
 
 
 class TestNorms:
@@ -34,13 +32,8 @@ class TestNorms:
         norm_checks.check_against_double(norm, (513, 4096), torch.bfloat16, "cuda", layout)
 
     @pytest.mark.parametrize("shape", [(4099, 768), (4099, 8192), (257, 16384)])
-    def test_two_runs_and_a_row_alone(self, norm: Norm, shape: tuple[int, ...]) -> None:
-        norm_checks.check_two_runs(norm, shape, torch.bfloat16, "cuda")
-
-    def test_special_cases(self, norm: Norm) -> None:
-        norm_checks.check_empty(norm, "cuda")
-        norm_checks.check_not_a_number(norm, "cuda")
-        norm_checks.check_autograd(norm, "cuda")
+    def test_rules(self, norm: Norm, shape: tuple[int, ...]) -> None:
+        norm_checks.check_rules(norm, shape, torch.bfloat16, "cuda")
 
     def test_more_elements_than_32_bits_count(self, norm: Norm) -> None:
         x = torch.ones(2**21 + 3, 1024, dtype=torch.bfloat16, device="cuda")
@@ -68,10 +61,10 @@ class TestNorms:
 
 
 @pytest.fixture
-def softmax() -> ModuleType:
+def softmax() -> Implementation:
     """The op in Triton."""
     pytest.importorskip("triton")
-    return importlib.import_module("megapipe.kernels.triton_backend.softmax")
+    return implementation("softmax", "triton")
 
 
 class TestSoftmax:
@@ -79,30 +72,22 @@ class TestSoftmax:
     @pytest.mark.parametrize("shape", [(2, 4, 512, 512), (1, 2, 100, 2047), (1, 2, 64, 16384), (1, 1, 16, 65536)])
     @pytest.mark.parametrize("causal", [False, True])
     def test_against_double(
-        self, softmax: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, causal: bool
+        self, softmax: Implementation, shape: tuple[int, ...], dtype: torch.dtype, causal: bool
     ) -> None:
         softmax_checks.check_against_double(softmax, shape, dtype, "cuda", causal=causal)
 
     @pytest.mark.parametrize("mask", MASKS)
     @pytest.mark.parametrize("window", [None, 700])
     @pytest.mark.parametrize("keys", [1023, 4096, 40000])
-    def test_masks(self, softmax: ModuleType, mask: str, window: int | None, keys: int) -> None:
+    def test_masks(self, softmax: Implementation, mask: str, window: int | None, keys: int) -> None:
         softmax_checks.check_against_double(softmax, (2, 2, 50, keys), torch.bfloat16, "cuda", mask, True, window)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_awkward_layouts(self, softmax: ModuleType, layout: Layout) -> None:
+    def test_awkward_layouts(self, softmax: Implementation, layout: Layout) -> None:
         softmax_checks.check_against_double(
             softmax, (2, 2, 50, 1024), torch.bfloat16, "cuda", "general", layout=layout
         )
 
-    @pytest.mark.parametrize("keys", [24, 2048, 20001])
-    def test_special_values(self, softmax: ModuleType, keys: int) -> None:
-        softmax_checks.check_special_values(softmax, keys, "cuda")
-
-    @pytest.mark.parametrize("keys", [2048, 65536])
-    def test_two_runs(self, softmax: ModuleType, keys: int) -> None:
-        softmax_checks.check_two_runs(softmax, (1, 2, 60, keys), torch.bfloat16, "cuda")
-
-    def test_empty_and_autograd(self, softmax: ModuleType) -> None:
-        softmax_checks.check_empty(softmax, "cuda")
-        softmax_checks.check_autograd(softmax, "cuda")
+    @pytest.mark.parametrize(("length", "keys"), [(2048, 24), (2048, 2048), (65536, 20001)])
+    def test_rules(self, softmax: Implementation, length: int, keys: int) -> None:
+        softmax_checks.check_rules(softmax, (1, 2, 60, length), torch.bfloat16, "cuda", keys)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.config.offload import OffloadConfig
+from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from tests.support.equality import check_bits

@@ -1,24 +1,23 @@
 """Compiled kernels of the optimizer's flat buffers and of attention weights, and what a GPU is given by default."""
 
-import importlib
 import math
-from types import ModuleType
 
 import pytest
 import torch
 
 from megapipe.kernels.ops import OPS
-from megapipe.kernels.reference import attention_probabilities as reference
+from megapipe.kernels.reference import attention as reference_attention
+from megapipe.kernels.registry import Implementation
 from tests.kernels import adamw_checks
-from tests.kernels.cases import DTYPES, assert_as_exact_as_torch, draw
+from tests.kernels.cases import DTYPES, assert_as_exact_as_torch, draw, implementation
 
 pytestmark = pytest.mark.gpu
 
 
-def backend(op: str) -> ModuleType:
+def backend(op: str) -> Implementation:
     """The op in Triton."""
     pytest.importorskip("triton")
-    return importlib.import_module(f"megapipe.kernels.triton_backend.{op}")
+    return implementation(op, "triton")
 
 
 @pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)
@@ -28,19 +27,17 @@ def test_adamw(moments: torch.dtype) -> None:
 
 
 def test_rules_of_adamw() -> None:
-    adamw_checks.check_parameter_copy(backend("adamw"), "cuda")
-    adamw_checks.check_skip(backend("adamw"), "cuda")
-    adamw_checks.check_not_a_number(backend("adamw"), "cuda")
+    adamw_checks.check_rules(backend("adamw"), "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [65_537, 50_000_001])
 def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
     values = torch.randn(size, device="cuda").to(dtype)
-    found = backend("gradient_norm").squared_norm(values)
+    found = backend("gradient_norm").apply(values)
     assert found.item() == pytest.approx(values.double().square().sum().item(), rel=1e-13)
     values[-1] = torch.inf
-    assert not math.isfinite(backend("gradient_norm").squared_norm(values).item())
+    assert not math.isfinite(backend("gradient_norm").apply(values).item())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,8 +45,8 @@ def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
 def test_attention_probabilities(window: int | None, dtype: torch.dtype) -> None:
     query, key = (draw(2, rows, 64, seed=rows, dtype=dtype, device="cuda") for rows in (3 * 1024, 1024))
     found = backend("attention_probabilities").apply(query, key, 0.125, window)
-    expected = reference.apply(query, key, 0.125, window)
-    exact = reference.apply(query.double(), key.double(), 0.125, window)
+    expected = reference_attention.attention_probabilities(query, key, 0.125, window)
+    exact = reference_attention.attention_probabilities(query.double(), key.double(), 0.125, window)
     assert_as_exact_as_torch(found, expected, exact)
     if window is not None:
         assert found[:, -1, : 1024 - window].count_nonzero() == 0

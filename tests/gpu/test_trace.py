@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.engine.clocks import DeviceClock
+from megapipe.engine.trace import DeviceClock
 from megapipe.schedules.command.main import main
-from megapipe.schedules.measured.trace_file import read_rank
+from megapipe.schedules.measured.traces import read_rank
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_threads
 from tests.training.test_profile import trained

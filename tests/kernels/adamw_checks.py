@@ -1,15 +1,16 @@
 """What a backend of AdamW must do, on any device."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megapipe.kernels.reference import adamw as reference
-from megapipe.kernels.reference.adamw import Coefficients
-from tests.kernels.cases import assert_same_bits, draw
+from megapipe.kernels.reference.optimizer import Coefficients
+from megapipe.kernels.registry import Implementation
+from tests.kernels.cases import assert_same_bits, draw, implementation
+
+REFERENCE = implementation("adamw", "reference")
 
 BUFFERS = ("master", "gradient", "first", "second")
 MOMENTS = [torch.float32, torch.bfloat16]
@@ -27,7 +28,9 @@ def buffers(size: int, moments: torch.dtype, device: str) -> dict[str, Tensor]:
     return {name: drawn[name].to(device, dtype) for name, dtype in zip(BUFFERS, dtypes, strict=True)}
 
 
-def stepped(module: ModuleType, state: dict[str, Tensor], update: Coefficients, **options: Any) -> dict[str, Tensor]:
+def stepped(
+    module: Implementation, state: dict[str, Tensor], update: Coefficients, **options: Any
+) -> dict[str, Tensor]:
     """Copies of the buffers after one step."""
     copies = {name: tensor.clone() for name, tensor in state.items()}
     module.step(*(copies[name] for name in BUFFERS), update, **options)
@@ -35,7 +38,7 @@ def stepped(module: ModuleType, state: dict[str, Tensor], update: Coefficients, 
 
 
 def check_against_double(
-    module: ModuleType,
+    module: Implementation,
     size: int,
     moments: torch.dtype,
     device: str,
@@ -50,8 +53,13 @@ def check_against_double(
     scale = torch.full((), 0.37, device=device)
     update = coefficients(weight_decay=weight_decay)
     found = stepped(module, state, update, gradient_scale=scale)
-    torchs = stepped(reference, state, update, gradient_scale=scale)
-    exact = stepped(reference, {name: tensor.double() for name, tensor in state.items()}, update, gradient_scale=scale)
+    torchs = stepped(REFERENCE, state, update, gradient_scale=scale)
+    exact = stepped(
+        REFERENCE,
+        {name: tensor.double() for name, tensor in state.items()},
+        update,
+        gradient_scale=scale,
+    )
     left = state["gradient"] * scale if scales_gradient else state["gradient"]
     assert torch.equal(found["gradient"], left)
     for name in ("master", "first", "second"):
@@ -60,7 +68,15 @@ def check_against_double(
         assert ((found[name].double() - exact[name]).abs() <= allowed).all(), name
 
 
-def check_parameter_copy(module: ModuleType, device: str) -> None:
+def check_rules(module: Implementation, device: str) -> None:
+    """Check the parameter copy, the skip flag, special numbers and refusals."""
+    check_parameter_copy(module, device)
+    check_skip(module, device)
+    check_not_a_number(module, device)
+    check_refusals(module, device)
+
+
+def check_parameter_copy(module: Implementation, device: str) -> None:
     """The working copy is the rounded master. The interpreter truncates, hence a unit in the last place."""
     state = buffers(1000, torch.bfloat16, device)
     parameter = torch.zeros(1000, dtype=torch.bfloat16, device=device)
@@ -71,7 +87,7 @@ def check_parameter_copy(module: ModuleType, device: str) -> None:
         assert_same_bits(found[name], plain[name])
 
 
-def check_cuts(module: ModuleType, moments: torch.dtype, device: str) -> None:
+def check_cuts(module: Implementation, moments: torch.dtype, device: str) -> None:
     """The same bits in one piece and in pieces that start anywhere."""
     state = buffers(1500, moments, device)
     whole = stepped(module, state, coefficients())
@@ -82,7 +98,7 @@ def check_cuts(module: ModuleType, moments: torch.dtype, device: str) -> None:
         assert_same_bits(whole[name], cut[name])
 
 
-def check_skip(module: ModuleType, device: str) -> None:
+def check_skip(module: Implementation, device: str) -> None:
     """A skip flag that is not 0 leaves all as it was; 0 changes nothing about the step."""
     state = buffers(1300, torch.float32, device)
     parameter = torch.full((1300,), 7.0, dtype=torch.bfloat16, device=device)
@@ -96,7 +112,7 @@ def check_skip(module: ModuleType, device: str) -> None:
     assert not torch.equal(plain["master"], state["master"])
 
 
-def check_not_a_number(module: ModuleType, device: str) -> None:
+def check_not_a_number(module: Implementation, device: str) -> None:
     """A NaN in the gradient reaches its own element and no other."""
     state = buffers(1100, torch.float32, device)
     clean = stepped(module, state, coefficients())
@@ -108,7 +124,7 @@ def check_not_a_number(module: ModuleType, device: str) -> None:
         assert_same_bits(poisoned[name][others], clean[name][others])
 
 
-def check_refusals(module: ModuleType, device: str) -> None:
+def check_refusals(module: Implementation, device: str) -> None:
     """Wrong buffers and coefficients are refused by name, and an empty buffer is no error."""
     state = buffers(64, torch.float32, device)
     module.step(*(tensor[:0] for tensor in state.values()), coefficients())

@@ -20,8 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megapipe.kernels.triton_backend.launch import OPTIONS
-from megapipe.kernels.triton_backend.specimens import Specimen
+from megapipe.kernels.triton_backend.launch import OPTIONS, Specimen
 
 ARCHITECTURES = (80, 90, 100)
 _SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.apex_backend.signatures import FUNCTIONS, Form, Function
-from megapipe.kernels.reference import layer_norm, rms_norm, softmax
+from megapipe.kernels.reference import attention as reference_attention
+from megapipe.kernels.reference import norms as reference_norms
 
 BUILDS = ("oldest", "newest")
 
@@ -95,7 +96,7 @@ def _layer_norm(
 ) -> list[Tensor]:
     _rows(input)
     _same_dtype(input, gamma, beta)
-    y, mean, rstd = layer_norm.forward(input, gamma, beta, epsilon)
+    y, mean, rstd = reference_norms.layer_norm_forward(input, gamma, beta, epsilon)
     return [y, mean.flatten(), rstd.flatten()]
 
 
@@ -112,13 +113,13 @@ def _layer_norm_backward(
 ) -> list[Tensor]:
     assert not memory_efficient  # the fourth argument would be the result
     _same_dtype(dout, input, gamma, beta)
-    return list(layer_norm.backward(dout, input, *_rows(input, mean, invvar), gamma))
+    return list(reference_norms.layer_norm_backward(dout, input, *_rows(input, mean, invvar), gamma))
 
 
 def _rms_norm(input: Tensor, normalized_shape: torch.Size, gamma: Tensor, epsilon: float) -> list[Tensor]:
     _rows(input)
     _same_dtype(input, gamma)
-    y, rstd = rms_norm.forward(input, gamma, epsilon)
+    y, rstd = reference_norms.rms_norm_forward(input, gamma, epsilon)
     return [y, rstd.flatten()]
 
 
@@ -133,7 +134,7 @@ def _rms_norm_backward(
 ) -> list[Tensor]:
     assert not memory_efficient
     _same_dtype(dout, input, gamma)
-    return list(rms_norm.backward(dout, input, *_rows(input, invvar), gamma))
+    return list(reference_norms.rms_norm_backward(dout, input, *_rows(input, invvar), gamma))
 
 
 def _flag(noop_flag: Tensor) -> int:
@@ -203,12 +204,12 @@ def _check_scores(*tensors: Tensor) -> None:
 
 def _causal_softmax(input: Tensor, scale_factor: float) -> Tensor:
     _check_scores(input)
-    return softmax.forward(input.unsqueeze(0), None, scale_factor, True, None)[0]
+    return reference_attention.softmax_forward(input.unsqueeze(0), None, scale_factor, True, None)[0]
 
 
 def _causal_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
     _check_scores(output_grads, softmax_results)
-    return output_grads.copy_(softmax.input_gradient(output_grads, softmax_results, scale_factor))
+    return output_grads.copy_(reference_attention.softmax_input_gradient(output_grads, softmax_results, scale_factor))
 
 
 def _weight_gradient(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels import triton_backend
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Implementation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where tests/kernels runs kernels: on a GPU, or else in the interpreter."""
@@ -19,6 +21,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 needs_triton = pytest.mark.skipif(not triton_backend.installed(), reason="triton is not installed")
+
+
+def implementation(op: str, backend: str) -> Implementation:
+    """An op's functions by a backend, imported now."""
+    (entry,) = (each for each in OPS.ops if each.name == op)
+    return entry.implementation(next(each for each in entry.backends if each.name == backend))
 
 
 def draw(

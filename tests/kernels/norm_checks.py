@@ -1,16 +1,16 @@
 """What a backend of the norms must do, on any device."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe.kernels.registry import Implementation
 from tests.kernels.cases import Layout, as_is, assert_as_exact_as_torch, assert_same_bits, draw
 
 EPSILON = 1e-5
-MOST_OF_A_TEST = [(7, 33), (1, 1), (1, 1023), (3, 2, 256), (37, 96), (65, 17), (2, 3000)]
+SHAPES = [(7, 33), (1, 1), (1, 1023), (3, 2, 256), (37, 96), (65, 17), (2, 3000)]
 """Shapes with odd widths, one row, several rows a program, and several groups of rows."""
 
 LONG = [(2, 8193), (1, 16400)]
@@ -20,7 +20,7 @@ LONG = [(2, 8193), (1, 16400)]
 class Norm:
     """One op of one backend, with torch's own function for comparison. Parameters: weight and, in layer_norm, bias."""
 
-    def __init__(self, op: str, module: ModuleType) -> None:
+    def __init__(self, op: str, module: Implementation) -> None:
         self.op = op
         self.module = module
         self.num_parameters = 2 if op == "layer_norm" else 1
@@ -89,6 +89,14 @@ def widened(value: object) -> object:
     if isinstance(value, Tensor):
         return value.double()
     return type(value)(widened(entry) for entry in value)  # type: ignore[attr-defined, call-arg]
+
+
+def check_rules(norm: Norm, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Check two runs of x with this shape, an empty x, special numbers, and autograd."""
+    check_two_runs(norm, shape, dtype, device)
+    check_empty(norm, device)
+    check_not_a_number(norm, device)
+    check_autograd(norm, device)
 
 
 def check_two_runs(norm: Norm, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -1,12 +1,11 @@
 """What a backend of the masked softmax must do, on any device."""
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from megapipe.kernels.reference import attention_probabilities, softmax
-from tests.kernels.cases import Layout, as_is, assert_as_exact_as_torch, assert_same_bits, draw
+from megapipe.kernels.reference import attention as reference_attention
+from megapipe.kernels.registry import Implementation
+from tests.kernels.cases import Layout, as_is, assert_as_exact_as_torch, assert_same_bits, draw, implementation
 
 SCALE = 0.125
 
@@ -38,7 +37,7 @@ def torchs(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 def check_against_double(
-    module: ModuleType,
+    module: Implementation,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: str,
@@ -53,7 +52,7 @@ def check_against_double(
     dy = layout(draw(*shape, seed=1, dtype=dtype, device=device))
     visible = mask_of(mask, shape, device)
     # The reference's masks are right: its own tests compare them with loops.
-    hidden = softmax.forward(torch.ones_like(scores), visible, 1.0, causal, window) == 0
+    hidden = reference_attention.softmax_forward(torch.ones_like(scores), visible, 1.0, causal, window) == 0
     low, exact = scores.detach().clone().requires_grad_(), scores.double().requires_grad_()
     expected = [torchs(leaf, hidden) for leaf in (low, exact)]
     y = module.forward(scores, visible, SCALE, causal, window)
@@ -67,7 +66,17 @@ def check_against_double(
     assert_as_exact_as_torch(module.input_gradient(dy, expected[0].detach(), SCALE), *gradients)
 
 
-def check_two_runs(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def check_rules(
+    module: Implementation, shape: tuple[int, ...], dtype: torch.dtype, device: str, keys: int = 24
+) -> None:
+    """Check two runs of scores with this shape, special numbers among so many keys, empty scores, and autograd."""
+    check_two_runs(module, shape, dtype, device)
+    check_special_values(module, keys, device)
+    check_empty(module, device)
+    check_autograd(module, device)
+
+
+def check_two_runs(module: Implementation, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """The same bits twice."""
     scores = draw(*shape, dtype=dtype, device=device)
     mask = mask_of("general", shape, device)
@@ -76,7 +85,7 @@ def check_two_runs(module: ModuleType, shape: tuple[int, ...], dtype: torch.dtyp
     assert_same_bits(*(module.input_gradient(scores, first, SCALE) for _ in range(2)))
 
 
-def check_special_values(module: ModuleType, keys: int, device: str) -> None:
+def check_special_values(module: Implementation, keys: int, device: str) -> None:
     """NaN and infinities act in their row alone, hidden ones nowhere; rows that see nothing, or nothing finite: 0."""
     scores = draw(1, 1, 6, keys, dtype=torch.float32, device=device)
     mask = torch.ones(6, keys, dtype=torch.bool, device=device)
@@ -99,7 +108,7 @@ def check_special_values(module: ModuleType, keys: int, device: str) -> None:
     assert_same_bits(y[5], clean[0, 0, 5])
 
 
-def check_empty(module: ModuleType, device: str) -> None:
+def check_empty(module: Implementation, device: str) -> None:
     """No batch, no queries, no keys."""
     for shape in [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)]:
         scores = torch.empty(shape, device=device)
@@ -107,7 +116,7 @@ def check_empty(module: ModuleType, device: str) -> None:
         assert module.input_gradient(y, y, SCALE).shape == y.shape == shape
 
 
-def check_autograd(module: ModuleType, device: str) -> None:
+def check_autograd(module: Implementation, device: str) -> None:
     """The forward is differentiable, and gives what the backward gives."""
     scores = draw(1, 2, 5, 7, dtype=torch.float32, device=device).requires_grad_()
     dy = draw(1, 2, 5, 7, seed=1, dtype=torch.float32, device=device)
@@ -116,17 +125,17 @@ def check_autograd(module: ModuleType, device: str) -> None:
     assert_same_bits(found, module.input_gradient(dy, y.detach(), SCALE))
 
 
-def check_attention_probabilities(module: ModuleType, dtype: torch.dtype, window: int | None, device: str) -> None:
+def check_attention_probabilities(module: Implementation, dtype: torch.dtype, window: int | None, device: str) -> None:
     """Against the reference, which does the product and the masks in one step: weights and both gradients."""
     query, key = draw(2, 3 * 6, 4, dtype=dtype, device=device), draw(2, 6, 4, seed=1, dtype=dtype, device=device)
-    exact = attention_probabilities.apply(query.double(), key.double(), 0.3, window)
+    exact = reference_attention.attention_probabilities(query.double(), key.double(), 0.3, window)
     found = module.apply(query, key, 0.3, window)
-    assert_as_exact_as_torch(found, attention_probabilities.apply(query, key, 0.3, window), exact)
+    assert_as_exact_as_torch(found, reference_attention.attention_probabilities(query, key, 0.3, window), exact)
     leaves = [tensor.float().requires_grad_() for tensor in (query, key)]
     dy = draw(*found.shape, seed=2, dtype=torch.float32, device=device)
     ours, theirs = (
         torch.autograd.grad(entry.apply(*leaves, 0.3, window), leaves, dy)
-        for entry in (module, attention_probabilities)
+        for entry in (module, implementation("attention_probabilities", "reference"))
     )
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

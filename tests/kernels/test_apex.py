@@ -2,33 +2,30 @@
 
 import importlib
 import sys
-from types import ModuleType
+import types
 
 import pytest
 import torch
 
 from megapipe.kernels import apex_backend
-from megapipe.kernels.apex_backend import (
-    adamw,
-    attention_probabilities,
-    gradient_norm,
-    layer_norm,
-    rms_norm,
-    signatures,
-    softmax,
-    weight_gradient,
-)
+from megapipe.kernels.apex_backend import kernels as apex_kernels
+from megapipe.kernels.apex_backend import signatures
 from megapipe.kernels.ops import OPS
-from megapipe.kernels.reference import gradient_norm as gradient_norm_reference
-from megapipe.kernels.reference import softmax as softmax_reference
+from megapipe.kernels.reference import attention as reference_attention
+from megapipe.kernels.reference import optimizer as reference_optimizer
 from megapipe.kernels.registry import KernelError
-from megapipe.training.kernel_choices import told
+from megapipe.training.validation import told
 from tests.kernels import adamw_checks, apex_stand_in, norm_checks, softmax_checks
 from tests.kernels.apex_stand_in import BUILDS
-from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, misaligned
+from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, implementation, misaligned
 from tests.kernels.norm_checks import Norm
 
-NORMS = [Norm("layer_norm", layer_norm), Norm("rms_norm", rms_norm)]
+ADAMW = implementation("adamw", "apex")
+
+NORMS = [
+    Norm("layer_norm", implementation("layer_norm", "apex")),
+    Norm("rms_norm", implementation("rms_norm", "apex")),
+]
 each_build = pytest.mark.parametrize("_apex", BUILDS, indirect=True)
 each_norm = pytest.mark.parametrize("norm", NORMS, ids=str)
 
@@ -53,7 +50,7 @@ def test_gradients_and_empty_inputs_of_norms(norm: Norm) -> None:
     norm_checks.check_autograd(norm, "cpu")
     norm_checks.check_empty(norm, "cpu")
     x, weight = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(8)
-    with pytest.raises(ValueError, match=r"weight is torch\.float32 \[8\] beside x, torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"weight is torch\.float32 \[8\], but x is torch\.bfloat16"):
         norm.module.forward(x, *[weight] * norm.num_parameters, 1e-5)
 
 
@@ -61,17 +58,14 @@ def test_gradients_and_empty_inputs_of_norms(norm: Norm) -> None:
 @pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_adamw(moments: torch.dtype, decay: float) -> None:
-    adamw_checks.check_against_double(adamw, 1037, moments, "cpu", decay, scales_gradient=True)
-    adamw_checks.check_cuts(adamw, moments, "cpu")
+    adamw_checks.check_against_double(ADAMW, 1037, moments, "cpu", decay, scales_gradient=True)
+    adamw_checks.check_cuts(ADAMW, moments, "cpu")
 
 
 @pytest.mark.usefixtures("_apex")
 def test_rules_of_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "_LONGEST", 333)  # long buffers are lists of shorter ones
-    adamw_checks.check_parameter_copy(adamw, "cpu")
-    adamw_checks.check_skip(adamw, "cpu")
-    adamw_checks.check_not_a_number(adamw, "cpu")
-    adamw_checks.check_refusals(adamw, "cpu")
+    monkeypatch.setattr(apex_kernels, "_ADAMW_LONGEST", 333)  # long buffers are lists of shorter ones
+    adamw_checks.check_rules(ADAMW, "cpu")
 
 
 @pytest.mark.usefixtures("_apex")
@@ -79,13 +73,13 @@ def test_rules_of_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [0, 1, 65_536, 140_000])
 def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
     values = draw(size, dtype=dtype)
-    found = gradient_norm.squared_norm(misaligned(values))
+    found = apex_kernels.gradient_norm(misaligned(values))
     assert (found.dtype, found.shape) == (torch.float64, ())
     assert found.item() == pytest.approx(values.double().square().sum().item(), rel=1e-5)
     if size:
         values[size // 2] = torch.nan
-        assert gradient_norm.squared_norm(values).isnan()
-        assert gradient_norm_reference.squared_norm(values).isnan()
+        assert apex_kernels.gradient_norm(values).isnan()
+        assert reference_optimizer.gradient_norm(values).isnan()
 
 
 @pytest.mark.usefixtures("_apex")
@@ -94,18 +88,20 @@ def test_weight_gradient(dtype: torch.dtype) -> None:
     x, dy = (draw(2, 5, width, seed=width, dtype=dtype) for width in (16, 24))
     total = draw(24, 16, dtype=torch.float32)
     exact = total.double() + dy.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
-    weight_gradient.accumulate(x.transpose(0, 1), dy.transpose(0, 1), total)
+    apex_kernels.weight_gradient(x.transpose(0, 1), dy.transpose(0, 1), total)
     torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=1e-5)  # bf16 products are not rounded to bf16
-    weight_gradient.accumulate(x[:0], dy[:0], total)
+    apex_kernels.weight_gradient(x[:0], dy[:0], total)
     with pytest.raises(ValueError, match="apex needs x and dy of one dtype with the same rows"):
-        weight_gradient.accumulate(x, dy, total.bfloat16())
+        apex_kernels.weight_gradient(x, dy, total.bfloat16())
 
 
 @pytest.mark.usefixtures("_apex")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 4, 20, 20), (1, 4, 132, 132)])
 def test_causal_softmax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    softmax_checks.check_against_double(softmax, shape, dtype, "cpu", causal=True, layout=misaligned)
+    softmax_checks.check_against_double(
+        implementation("softmax", "apex"), shape, dtype, "cpu", causal=True, layout=misaligned
+    )
 
 
 @pytest.mark.usefixtures("_apex")
@@ -113,11 +109,13 @@ def test_attention_weights_and_gradients() -> None:
     query, key = (draw(2, rows, 4, seed=rows, dtype=torch.bfloat16).requires_grad_() for rows in (4 * 20, 20))
     dy = draw(2, 4 * 20, 20, dtype=torch.bfloat16)
     kept = dy.clone()
-    weights = attention_probabilities.apply(query, key, 0.3, None)
+    weights = apex_kernels.attention_probabilities.apply(query, key, 0.3, None)
     found = torch.autograd.grad(weights, (query, key), dy)
     assert_same_bits(dy, kept)  # apex's backward writes over its argument
     scores = torch.matmul(query, key.transpose(1, 2)) * 0.3
-    expected = softmax_reference.forward(scores.view(2, 4, 20, 20), None, 1.0, True, None).view(weights.shape)
+    expected = reference_attention.softmax_forward(scores.view(2, 4, 20, 20), None, 1.0, True, None).view(
+        weights.shape
+    )
     torch.testing.assert_close(weights, expected, rtol=2e-2, atol=1e-2)
     gradients = torch.autograd.grad(expected, (query, key), dy)
     for one, other in zip(found, gradients, strict=True):
@@ -142,11 +140,11 @@ def test_what_the_causal_softmax_does_not_take(
     shape: tuple[int, ...], arguments: tuple[object, ...], message: str
 ) -> None:
     with pytest.raises(KernelError, match=message):
-        softmax.forward(torch.zeros((), dtype=torch.bfloat16).expand(shape), *arguments)
+        apex_kernels.softmax.forward(torch.zeros((), dtype=torch.bfloat16).expand(shape), *arguments)
 
 
 def test_the_apex_of_pypi_is_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
     assert apex_backend.unavailable("layer_norm")("cuda") == (
         "NVIDIA's apex is not installed with its extension fused_layer_norm_cuda"
     )
@@ -173,9 +171,9 @@ def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
     assert set(backends) == set(apex_backend.EXTENSIONS)
     for name, backend in backends.items():
         dtype = torch.float32 if name == "adamw" else torch.bfloat16
-        assert backend.module.refusal("cuda", dtype, 64) is None
+        assert backend.refusal(name, "cuda", dtype, 64) is None
         assert backend.only_requested == (name in ("softmax", "attention_probabilities", "weight_gradient"))
-        assert "float64" in backend.module.refusal("cuda", torch.float64, 64)
+        assert "float64" in backend.refusal(name, "cuda", torch.float64, 64)
 
 
 @pytest.mark.usefixtures("_apex")
@@ -185,15 +183,17 @@ def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytes
     longer = signatures.Form("later", "2030", (*known.arguments, "more:int"))
     monkeypatch.setattr(extension, "backward_affine", lambda *arguments: None)
     expected = "fused_layer_norm_cuda.backward_affine takes unknown arguments instead of 8 or 9; build apex at commit"
-    assert layer_norm.refusal("cuda", torch.float32, 8) == f"{expected} 6ff45486f"
+    assert apex_kernels.REFUSALS["layer_norm"]("cuda", torch.float32, 8) == f"{expected} 6ff45486f"
     extension.backward_affine.__doc__ = apex_stand_in.docstring("backward_affine", longer)
     monkeypatch.setattr(extension, "backward_affine", apex_stand_in.checked(signatures.LAYER_NORM_BACKWARD, longer))
-    assert layer_norm.refusal("cuda", torch.float32, 8) == f"{expected} 6ff45486f".replace("unknown", "10")
+    assert apex_kernels.REFUSALS["layer_norm"]("cuda", torch.float32, 8) == f"{expected} 6ff45486f".replace(
+        "unknown", "10"
+    )
     x = torch.ones(2, 8)
     with pytest.raises(ValueError, match="takes 10 arguments instead of 8 or 9"):
-        layer_norm.backward(x, x, x[:, :1], x[:, :1], x[0])
+        apex_kernels.layer_norm.backward(x, x, x[:, :1], x[:, :1], x[0])
     monkeypatch.delattr(importlib.import_module("amp_C"), "multi_tensor_adam_capturable")
-    assert adamw.refusal("cuda", torch.float32, 8) == (
+    assert apex_kernels.REFUSALS["adamw"]("cuda", torch.float32, 8) == (
         "amp_C has no function multi_tensor_adam_capturable; build an apex that has it "
         "(pull request 1560, January 2023)"
     )

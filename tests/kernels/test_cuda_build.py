@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,7 @@ from tests.kernels.emulated import SOURCES
 
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 
-BUILDS = [
-    pytest.param(source, number, marks=[] if (source.stem, number) == ("rms_norm", 90) else [pytest.mark.slow])
-    for source in SOURCES
-    for number in (80, 90, 100)
-]
+BUILDS = list(product(SOURCES, (80, 90, 100)))
 
 
 def compiled(source: Path, architecture: int, folder: Path) -> tuple[Path, str]:
@@ -46,6 +43,7 @@ def machine_code(library: Path) -> dict[str, str]:
 
 @needs_nvcc
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "architecture"), BUILDS, ids=lambda part: getattr(part, "stem", str(part)))
 def test_machine_code(source: Path, architecture: int, tmp_path: Path) -> None:
     """No warning, no spill; kernels that take aligned rows read and write them 16 bytes at a time."""
@@ -115,28 +113,3 @@ def test_a_demand_that_cannot_be_met_is_an_error(monkeypatch: pytest.MonkeyPatch
         environment(monkeypatch, "1", None, True)()
     with pytest.raises(build.BuildError, match="MEGAPIPE_CUDA is 'yes'; 1 builds"):
         environment(monkeypatch, "yes", "nvcc", True)()
-
-
-def constant(name: str) -> int:
-    """What a header of csrc/ calls by this name."""
-    text = "".join(header.read_text() for header in SOURCES[0].parent.glob("*.cuh"))
-    (value,) = re.findall(rf"constexpr int {name}\b[^;]*?= (?:kVector \? )?(\d+)", text)
-    return int(value)
-
-
-@pytest.mark.parametrize(
-    ("row", "threads", "packs"),
-    [
-        ("norms, forward", "kOneTileThreads", "kPacks"),
-        ("norms, backward", "kTwoTileThreads", "kBackwardPacks"),
-        ("softmax, forward", "kOneTileThreads", "kPacks"),
-        ("softmax, backward", "kTwoTileThreads", "kPacks"),
-    ],
-)
-def test_the_guide_tells_what_stays_on_chip(row: str, threads: str, packs: str) -> None:
-    fp32 = constant(threads) * constant(packs) * constant("kAccessBytes") // 4
-    blocks = constant("kMaxClusterBlocks")
-    guide = (SOURCES[0].parents[1] / "docs" / "kernels.md").read_text()
-    (cells,) = re.findall(rf"\| {row} \|(.*)\|", guide)
-    found = [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", cells.replace("fp32", ""))]
-    assert found[1:] == [2 * fp32, fp32, 2 * fp32 * blocks, fp32 * blocks]

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ def part(name: str, *programs: str, seconds: float = 20.0) -> Part:
     return Part(name, [[sys.executable, "-c", program] for program in programs], seconds)
 
 
-def test_a_part_runs_its_commands_at_once(tmp_path: Path) -> None:
-    """Each waits for all."""
+def test_commands_of_a_part_run_at_once(tmp_path: Path) -> None:
+    """Each waits for all, and all print more than a pipe holds."""
     program = (
         "import os, pathlib, time\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "print('x' * 200_000)\n"
         "(folder / str(os.getpid())).touch()\n"
         "while len(list(folder.iterdir())) < 4: time.sleep(0.05)\n"
         "print('done')\n"
@@ -35,27 +37,27 @@ def test_a_part_runs_its_commands_at_once(tmp_path: Path) -> None:
     assert (outcome.result, outcome.detail) == ("ok", "done; done; done; done")
 
 
-def test_a_failure_is_told() -> None:
-    outcome = run(part("bad", "print('fine')", "raise SystemExit('broken')"), 30)
-    assert (outcome.result, outcome.detail) == ("FAILED", "fine; broken")
+def test_a_failure_is_reported_with_its_last_line() -> None:
+    """Commands see the repository without an installation, and the time that is left to them."""
+    program = "import megapipe, sys; print(megapipe.__file__, sys.argv[1])"
+    commands = [[sys.executable, "-c", program, "{seconds}"], [sys.executable, "-c", "raise SystemExit('broken')"]]
+    outcome = run(Part("bad", commands, 30, spare=12), 30)
+    assert outcome.result == "FAILED"
+    assert outcome.detail == f"{gpu_check.ROOT / 'megapipe' / '__init__.py'} 18; broken"
 
 
-def test_what_exceeds_its_limit_is_stopped_with_its_children() -> None:
-    child = "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', '{}'])"
-    outcome = run(part("slow", child.format("import time; time.sleep(60)")), 4)
-    assert (outcome.result, outcome.detail) == ("stopped", "after 4 s: begun")
-    assert outcome.seconds < 40
-
-
-def test_time_left_over_goes_on_and_time_overdrawn_is_missed() -> None:
-    parts = [part("first", "pass", seconds=4.0), part("second", "import time; time.sleep(60)", seconds=0.1)]
-    outcomes = run_all(parts, 4.5)
-    results = [outcome.result for outcome in outcomes]
-    assert results == ["ok", "stopped"]
-    assert outcomes[1].seconds > 0.2  # more than its own, since the first left some over
-    assert sum(outcome.seconds for outcome in outcomes) < 40
-    late = run_all(parts, 0.0)
-    assert [outcome.detail for outcome in late] == ["before it began: the time was up"] * 2
+def test_a_part_over_its_limit_is_stopped_with_its_children(tmp_path: Path) -> None:
+    """The table, and a report that is written before the next part starts, have what the part had printed."""
+    child = "import subprocess, sys; print('{\"summary\": \"one of two\"}', flush=True); print('more', flush=True); "
+    child += "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    report = tmp_path / "report.md"
+    reader = f"print(open({str(report)!r}).read().count('after 4 s: one of two'))"
+    stopped = Part("train_step, toy", [[sys.executable, "-c", child]], 4.0)
+    outcomes = run_all([stopped, part("reader", reader)], 24.0, report)
+    assert [outcome.detail for outcome in outcomes] == ["after 4 s: one of two", "1"]
+    assert outcomes[0].seconds < 20
+    assert "## train_step, toy\n\n```\nmore\n```" in report.read_text("utf-8")
+    assert "reader" in report.read_text("utf-8")
 
 
 def test_details() -> None:
@@ -63,36 +65,6 @@ def test_details() -> None:
     assert detail("3 passed in 1.0s") == "3 passed in 1.0s"
     assert detail('{"summary": "so far"}\ncompiling\n{"summary": "cut o') == "so far"
     assert detail("") == ""
-
-
-def test_what_was_told_before_a_stop_is_kept(tmp_path: Path) -> None:
-    """In the table, and in a report that stands before the next part begins."""
-    program = (
-        "import time; print('{\"summary\": \"one of two\"}', flush=True); print('more', flush=True); time.sleep(60)"
-    )
-    report = tmp_path / "report.md"
-    reader = f"print(open({str(report)!r}).read().count('after 4 s: one of two'))"
-    stopped = Part("train_step, toy", [[sys.executable, "-c", program]], 4.0)
-    outcomes = run_all([stopped, part("reader", reader)], 24.0, report)
-    assert [outcome.detail for outcome in outcomes] == ["after 4 s: one of two", "1"]
-    assert "## train_step, toy\n\n```\nmore\n```" in report.read_text("utf-8")
-    assert "reader" in report.read_text("utf-8")
-
-
-def test_much_output_stalls_nobody() -> None:
-    """More than a pipe holds, from the second while the first is waited for, which waits for the second."""
-    waits = "import os, time\nwhile not os.path.exists(path := {!r}): time.sleep(0.05)"
-    with tempfile.TemporaryDirectory() as folder:
-        done = str(Path(folder, "done"))
-        talks = f"print('x' * 1_000_000); open({done!r}, 'w')"
-        assert run(part("talk", waits.format(done), talks), 30).result == "ok"
-
-
-def test_commands_see_the_repository_and_their_own_time() -> None:
-    """Without an installation."""
-    program = "import megapipe, sys; print(megapipe.__file__, sys.argv[1])"
-    outcome = run(Part("where", [[sys.executable, "-c", program, "{seconds}"]], 30, spare=12), 30)
-    assert outcome.detail == f"{gpu_check.ROOT / 'megapipe' / '__init__.py'} 18"
 
 
 def test_the_parts_fit_and_name_every_marked_file() -> None:
@@ -108,45 +80,54 @@ def test_the_parts_fit_and_name_every_marked_file() -> None:
 SETTING = {"device": "a GPU", "versions": "torch 2"}
 
 
-def counted(folder: Path, name: str, then: str = "pass") -> Part:
-    """A part that counts its runs in a file, and then does something."""
-    return part(name, f"open({str(folder / name)!r}, 'a').write('x'); {then}", seconds=3.0)
+class Runs:
+    """Parts that take `seconds`, by name, of a clock that nothing else moves. results: of those that end in time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+        self.seconds, self.results, self.now = seconds, dict[str, str](), 0.0
+        self.started: list[str] = []
+        monkeypatch.setattr(gpu_check, "run", self._run)
+        monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def _run(self, chosen: Part, limit: float) -> Outcome:
+        self.started.append(chosen.name)
+        taken = min(limit, self.seconds[chosen.name])
+        self.now += taken
+        result = "stopped" if taken < self.seconds[chosen.name] else self.results.get(chosen.name, "ok")
+        return Outcome(chosen.name, result, "", taken)
 
 
-def runs(folder: Path, *names: str) -> list[int]:
-    return [len((folder / name).read_text()) if (folder / name).exists() else 0 for name in names]
-
-
-def test_a_restart_continues_and_repeats_only_on_request(tmp_path: Path) -> None:
-    """After parts that passed, failed and hung, and one during which the whole check was killed."""
-    file, names = tmp_path / "progress.json", ("good", "bad", "slow", "killed", "last")
-    parts = [
-        counted(tmp_path, "good"),
-        counted(tmp_path, "bad", "raise SystemExit('broken')"),
-        counted(tmp_path, "slow", "import time; time.sleep(60)"),
-        counted(tmp_path, "killed"),
-        counted(tmp_path, "last"),
+def test_a_part_may_use_what_others_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [part("first", seconds=4.0), part("second", seconds=0.5), part("third", seconds=1.0)]
+    Runs(monkeypatch, first=1.0, second=60.0, third=60.0)
+    outcomes = run_all(parts, 6.0)
+    assert [(outcome.result, outcome.seconds) for outcome in outcomes] == [
+        ("ok", 1.0),
+        ("stopped", 4.0),
+        ("stopped", 1.0),
     ]
-    run_all(parts[:3], 5.0, progress=Progress(file, SETTING))
+    assert [outcome.detail for outcome in run_all(parts, 0.0)] == ["before it began: the time was up"] * 3
+
+
+def test_a_restart_repeats_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After parts that passed, failed, were stopped or had no time, and one that was running when the check ended."""
+    names = ("good", "bad", "slow", "killed", "last")
+    parts, file = [part(name, seconds=3.0) for name in names], tmp_path / "progress.json"
+    runs = Runs(monkeypatch, good=1.0, bad=1.0, slow=60.0, killed=1.0, last=1.0)
+    runs.results["bad"] = "FAILED"
+    run_all(parts[:3], 8.0, progress=Progress(file, SETTING))
     Progress(file, SETTING).note_down(Outcome("killed", "running", "", 0.0))
+    assert run_all(parts[4:], 0.0, progress=Progress(file, SETTING))[0].result == "stopped"
     outcomes = run_all(parts, 9.0, progress=Progress(file, SETTING))
     assert [outcome.result for outcome in outcomes] == ["ok", "FAILED", "stopped", "FAILED", "ok"]
-    assert outcomes[1].detail == "broken"
     assert outcomes[3].detail == "the check ended while this part was running"
-    assert runs(tmp_path, *names) == [1, 1, 1, 0, 1]
-    parts[2] = counted(tmp_path, "slow")
+    assert runs.started == ["good", "bad", "slow", "last"]
+    runs.seconds["slow"] = 1.0
     outcomes = run_all(parts, 9.0, progress=Progress(file, SETTING), again="failed")
     assert [outcome.result for outcome in outcomes] == ["ok", "FAILED", "ok", "ok", "ok"]
-    assert runs(tmp_path, *names) == [1, 2, 2, 1, 1]
+    assert runs.started[4:] == ["bad", "slow", "killed"]
     run_all(parts[:1], 9.0, progress=Progress(file, SETTING), again="all")
-    assert runs(tmp_path, "good") == [2]
-
-
-def test_parts_without_time_are_run_by_the_next_start(tmp_path: Path) -> None:
-    file = tmp_path / "progress.json"
-    late = run_all([counted(tmp_path, "late")], 0.0, progress=Progress(file, SETTING))
-    assert late[0].result == "stopped"
-    assert run_all([counted(tmp_path, "late")], 9.0, progress=Progress(file, SETTING))[0].result == "ok"
+    assert runs.started[7:] == ["good"]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +249,7 @@ def test_more_gpus_add_a_run_for_each_check(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpu_check.ranks_parts("cuda") == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     parts = gpu_check.ranks_parts("cuda")
-    assert [part.name for part in parts[:3]] == ["8 ranks: links", "8 ranks: groups", "8 ranks: gpipe"]
+    assert [part.name for part in parts[:3]] == ["8 ranks: links", "8 ranks: groups", "8 ranks: 1f1b"]
     assert parts[-1].name == "8 ranks: tensor, pipeline, data"
     assert parts[-1].commands[0][-2:] == ["--checks", "tensor, pipeline, data"]
 

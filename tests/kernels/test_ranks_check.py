@@ -9,10 +9,8 @@ from torch import Tensor
 from benchmarks import ranks_check
 from benchmarks.gpu_check import detail
 from benchmarks.ranks_check import Check, Different, check_groups, check_links, checks, compared
-from megapipe.parallel.groups import ThreadGroup
-from megapipe.parallel.in_process import in_process_meshes, run_in_process
-from megapipe.parallel.links.in_process import InProcessLink
-from megapipe.schedules.generators.registry import GENERATORS
+from megapipe.parallel.in_process import InProcessLink, ThreadGroup, in_process_meshes, run_in_process
+from megapipe.schedules.registry import GENERATORS
 
 
 def run_check(name: str, ranks: int) -> list[str]:
@@ -92,6 +90,6 @@ def test_unknown_checks_and_single_ranks_are_refused(monkeypatch: pytest.MonkeyP
         ranks_check.main()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("sys.argv", ["ranks_check.py", "--checks", "linsk"])
-    with pytest.raises(SystemExit, match="there is no check 'linsk' for 2 ranks; choose from links; groups; gpipe"):
+    with pytest.raises(SystemExit, match="there is no check 'linsk' for 2 ranks; choose from links; groups; 1f1b"):
         ranks_check.main()
     assert not torch.distributed.is_initialized()

@@ -13,8 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from megapipe.layers import adopt
-from megapipe.layers.adopted import Adopted, SplitLinear, recording
-from megapipe.layers.adoption import adopted_modules, report
+from megapipe.layers.adoption import Adopted, SplitLinear, adopted_modules, recording, report
 from megapipe.layers.split import SplitTape, unsplit_parameters
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megapipe.layers.attention import choose_path
+from megapipe.layers.linear import RowParallelLinear
 from megapipe.models.gpt import build_layer
 from megapipe.parallel.groups import SoloGroup
 from tests.layers.bound import GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
@@ -108,3 +109,11 @@ def test_a_declaration_that_differs_from_the_module_is_named() -> None:
     extra = {**spec.parameters, "mlp.gate.weight": spec.parameters["mlp.up.weight"]}
     with pytest.raises(ValueError, match=r"blocks\.0.*differ in mlp\.gate\.weight"):
         build_layer(replace(spec, parameters=extra), model, SoloGroup("tensor"))
+
+
+def test_weights_of_own_tokens_must_be_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(bias="all")
+    spec = bind_model(model)[1].spec
+    monkeypatch.setattr(RowParallelLinear, "partial", ())
+    with pytest.raises(ValueError, match=r"own tokens alone.*'attention\.output\.bias', 'mlp\.down\.bias'"):
+        build_layer(spec, model, SoloGroup("tensor"))

@@ -99,7 +99,9 @@ def check(case: str, backend: str, group: Group | None = None) -> None:
     assert not torch.equal(fused[0][0], fused[1][0]), "the weights differ"
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama", "embedding", "head"])
+@pytest.mark.parametrize(
+    "case", ["gpt2", "head", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("llama", "embedding"))]
+)
 def test_traced(case: str) -> None:
     """Traced and differentiated by the compiler, run by torch's own operators."""
     check(case, "aot_eager")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.kernels.reference.linear_cross_entropy import CHUNK_ROWS
+from megapipe.kernels.reference.cross_entropy import CHUNK_ROWS
 from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
 
 

@@ -13,12 +13,10 @@ from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeT
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.dispatch import assign, assign_evenly, pick_rows, sum_rows
-from megapipe.layers.experts import Experts
-from megapipe.layers.mlp import MLP
+from megapipe.layers.feed_forward import MLP, Experts, assign, assign_evenly, pick_rows, sum_rows
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Group
-from megapipe.parallel.sharding import free
+from megapipe.parallel.memory import free
 from megapipe.spec.layers import model_layers
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, BoundLayer, bind, make_context, small_model
 from tests.support.meshes import run_threads

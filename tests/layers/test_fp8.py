@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.layers.fp8 import E4M3, E5M2, Fp8Products, Recipe, fp8_product, quantised
-from megapipe.layers.linear import Linear
+from megapipe.layers.linear import E4M3, E5M2, Fp8Products, Linear, Recipe, fp8_product, quantised
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megapipe.layers.graph import accumulate, gradient_edge, gradients_of
+from megapipe.layers.split import accumulate, gradient_edge, gradients_of
 
 
 class Doubled(torch.autograd.Function):

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.kernels.ops import OPS
-from megapipe.kernels.reference.linear_cross_entropy import CHUNK_ROWS
+from megapipe.kernels.reference.cross_entropy import CHUNK_ROWS
 from megapipe.layers.compiled import CompiledForward
-from megapipe.layers.cross_entropy import VocabParallelHead
-from megapipe.layers.masked_head import MaskedTokenHead
+from megapipe.layers.cross_entropy import MaskedTokenHead, VocabParallelHead
 from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.mesh import Mesh

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.layers import ring_attention, ring_pieces
+from megapipe.layers import context_parallel
 from megapipe.layers.attention_pieces import Seen, Weighing
-from megapipe.layers.ring_pieces import Visibility, pieces
-from megapipe.layout.token_order import TokenOrder, chunks_per_rank, token_numbers
-from megapipe.parallel.groups import ThreadGroup, Work
+from megapipe.parallel.groups import Work
+from megapipe.parallel.in_process import ThreadGroup
+from megapipe.spec import token_order
+from megapipe.spec.token_order import TokenOrder, Visibility, chunks_per_rank, pieces, token_numbers
 from tests.layers.test_shared_samples import Case, shared_attention
 from tests.support.meshes import run_threads
 
@@ -62,7 +63,7 @@ def test_pieces_cover_what_is_visible_once(
         visible = (distance >= 0) & (distance < (length if window is None else window))
     computed = np.zeros((length, length), dtype=int)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring_pieces, "STRIP", strip)
+        patch.setattr(token_order, "STRIP", strip)
         for rank in range(size):
             for other in range(size):
                 for piece in pieces(visibility, order, rank, other, size, num_local):
@@ -81,7 +82,7 @@ def test_pieces_cover_what_is_visible_once(
 def test_ranks_run_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where the products are, forward and backward."""
     done: Counter[str] = Counter()
-    forward, backward = ring_attention.piece_forward, ring_attention.piece_backward
+    forward, backward = context_parallel.piece_forward, context_parallel.piece_backward
 
     def count(query: Tensor, key: Tensor, seen: Seen) -> None:
         assert seen.visible is None
@@ -98,8 +99,8 @@ def test_ranks_run_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         count(query, key, rest[3])  # type: ignore[arg-type]
         return backward(gradient, query, key, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ring_attention, "piece_forward", counted_forward)
-    monkeypatch.setattr(ring_attention, "piece_backward", counted_backward)
+    monkeypatch.setattr(context_parallel, "piece_forward", counted_forward)
+    monkeypatch.setattr(context_parallel, "piece_backward", counted_backward)
     case = Case("ring", 4, 4, dtype=torch.float32)
     run_threads({"context": 4}, shared_attention, case)
     assert len(done) == 4
@@ -118,7 +119,7 @@ class _NotedWork(Work):
 
 def test_a_hop_is_under_way_while_its_predecessor_is_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     events: dict[str, list[str]] = defaultdict(list)
-    shift, forward, backward = ThreadGroup.shift, ring_attention.piece_forward, ring_attention.piece_backward
+    shift, forward, backward = ThreadGroup.shift, context_parallel.piece_forward, context_parallel.piece_backward
 
     def note(what: str) -> None:
         events[threading.current_thread().name].append(what)
@@ -135,8 +136,8 @@ def test_a_hop_is_under_way_while_its_predecessor_is_worked_on(monkeypatch: pyte
         return _NotedWork(shift(group, tensor, into), note)
 
     monkeypatch.setattr(ThreadGroup, "shift", noted_shift)
-    monkeypatch.setattr(ring_attention, "piece_forward", noted("forward", forward))
-    monkeypatch.setattr(ring_attention, "piece_backward", noted("backward", backward))
+    monkeypatch.setattr(context_parallel, "piece_forward", noted("forward", forward))
+    monkeypatch.setattr(context_parallel, "piece_backward", noted("backward", backward))
     run_threads({"context": 3}, shared_attention, Case("ring", 3, 4))
     hops = ["shift", "forward", "wait", "shift", "forward", "wait", "forward"]
     # Keys and values as forward; gradients leave behind each hop's work and are awaited behind the next one's.

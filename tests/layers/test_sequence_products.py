@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.layers.sequence_products import SequenceProducts
-from megapipe.layers.sequence_shard import SequenceShards, own_tokens, shard_sequence
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, SequenceShards, own_tokens, shard_sequence
+from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layers.split import SplitTape
-from megapipe.parallel.groups import Group
-from megapipe.parallel.groups.group import ReduceOperation, Work
+from megapipe.parallel.collectives import by_rank
+from megapipe.parallel.groups import Group, ReduceOperation, Work
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.sequence_collectives import by_rank
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, small_model
 from tests.support.meshes import run_threads
 from tests.support.partial_groups import PartialGroup

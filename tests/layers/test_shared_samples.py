@@ -11,15 +11,15 @@ from torch import Tensor
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.ops import OPS
-from megapipe.layers.attention import Attention
-from megapipe.layers.bidirectional_attention import BidirectionalAttention
+from megapipe.layers.attention import Attention, BidirectionalAttention
 from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.context_parallel import share_samples
 from megapipe.layers.linear import within
-from megapipe.layers.shared_samples import share_samples
-from megapipe.layout.token_order import ContextAttention, order_of, token_numbers
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.in_process import InProcessMesh
+from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.layers import model_layers
+from megapipe.spec.token_order import order_of, token_numbers
 from tests.support.meshes import run_mesh
 
 SEED = 11

@@ -1,16 +1,16 @@
 """Split backward against the fused one, bit for bit."""
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megapipe.kernels.ops import OPS
-from megapipe.kernels.reference import bias_gelu
+from megapipe.kernels.reference import activations as reference_activations
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitError, SplitTape, unsplit_parameters
-from megapipe.parallel.sharding import free
+from megapipe.parallel.memory import free
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
 
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "dropout": DROPOUT}
@@ -75,8 +75,7 @@ def test_what_the_weight_half_makes_again_needs_no_weights(shape: str) -> None:
     """Sharded ones are released by then. A fused kernel that adds the bias with GELU needs that too."""
     model = small_model(**SHAPES[shape])
     block, context = bind_model(model)[1], make_context(model)
-    fused = ModuleType("fused")
-    vars(fused).update(vars(bias_gelu))
+    fused = SimpleNamespace(apply=reference_activations.bias_gelu)
     block.module.mlp.kernels = SimpleNamespace(
         pick=lambda op, x: fused if op == "bias_gelu" else OPS.pick(op, x), reference=OPS.reference
     )

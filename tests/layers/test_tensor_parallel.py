@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.layers.sequence_products import SequenceProducts
-from megapipe.layers.sequence_shard import shard_sequence
+from megapipe.layers.linear import shard_sequence
+from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.partial_gradients import sum_partial_gradients
+from megapipe.parallel.unit_state import sum_partial_gradients
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, run, small_model
 from tests.support.meshes import run_mesh, run_threads
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.zero import ZeroConfig
 from megapipe.layout.costs import LayoutCosts
-from megapipe.layout.rank import RankPrediction
-from megapipe.layout.timeline import timeline
+from megapipe.layout.prediction import RankPrediction
 from megapipe.layout.units import StateBytes, flat_elements
 from megapipe.schedules import build
+from megapipe.schedules.states import StateTable
 from megapipe.spec.layers import model_layers
 
 MODEL = ModelConfig(
@@ -28,10 +28,10 @@ def layered(microbatches: int, buffers: int = 2, **groups: Any) -> RankPredictio
     config = PretrainConfig(model=MODEL, zero=ZeroConfig(stage=3, weight_buffers=buffers, **groups.pop("zero", {})))
     config.data = replace(config.data, sequence_length=32)
     config = replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
-    sharded = {"weight_buffers": buffers, "whole_gradients": 2}
     units = (1,) * UNITS
+    states = StateTable.uniform(units, weight_pool=buffers, gradient_pool=2)
     schedule = build(
-        "modular", 1, microbatches, units_per_stage=units, data_parallel=True, chunks=UNITS, **sharded  # type: ignore[arg-type]
+        "modular", 1, microbatches, units_per_stage=units, data_parallel=True, chunks=UNITS, states=states
     )  # fmt: skip
     costs = LayoutCosts(config, LAYERS, REPLICAS, "sdpa", alignment=64)
     return RankPrediction(costs, schedule, tuple(range(index, index + 1) for index in range(UNITS)), (), 0)
@@ -64,7 +64,7 @@ def test_state_and_what_comes_and_goes_of_it_are_the_peak_of_rajbhandari() -> No
 
 
 def test_a_step_begins_and_ends_without_activations() -> None:
-    held = [each.activations for each in timeline(layered(3))]
+    held = layered(3).timeline.activations
     assert held[0] == held[-1] == 0
     assert max(held) >= 3 * layered(3).costs.kept(LAYERS[1])
 

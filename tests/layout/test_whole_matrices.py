@@ -1,16 +1,11 @@
 """Shards that cut no matrix that fits in one: nothing overlaps, and the padding keeps within its bound."""
 
-import re
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.model import ModelConfig
 from megapipe.layout.whole_matrices import place
 from megapipe.parallel.segments import SegmentTable
-from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
 
 
@@ -69,31 +64,3 @@ def test_a_block_of_gpt2(count: int, shard: int, cut: str) -> None:
     found = place(specs, count)
     assert (found.shard_size, found.cut) == (shard * square, set(cut.split()))
     assert found.gathered_elements == (12 * square if cut else 0)
-
-
-LLAMA = {
-    "num_heads": 32,
-    "activation": "swiglu",
-    "bias": "none",
-    "normalization": "rms_norm",
-    "positions": "rotary",
-}
-MODELS = {
-    "GPT-2, ffn 4h": ModelConfig(num_layers=1, hidden_size=1024, num_heads=16),
-    "Llama 2 7B": ModelConfig(num_layers=1, hidden_size=4096, ffn_hidden_size=11008, **LLAMA),
-    "Llama 3 8B": ModelConfig(num_layers=1, hidden_size=4096, ffn_hidden_size=14336, num_kv_heads=8, **LLAMA),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_guide_has_the_padding_of_real_blocks(name: str) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
-    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", guide, re.MULTILINE)
-    specs = list(model_layers(MODELS[name])[1].parameters.values())
-    parameters = sum(spec.num_elements for spec in specs)
-    found = []
-    for count in (2, 3, 4, 8, 16):
-        placement = place(specs, count)
-        cut = f", {len(placement.cut)} cut" if placement.cut else ""
-        found.append(f"{placement.num_elements / parameters - 1:.1%}{cut}")
-    assert [cell.strip() for cell in row.split("|")] == found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.conversion.foreign.megatron_model import places
+from megapipe.conversion.megatron_model import places
 from megapipe.models.gpt_hugging_face import WeightMappingError, from_hugging_face, to_hugging_face
 from tests.layers.bound import all_gradients, bind_model, make_context, run
 from tests.models.hugging_face import mixtral

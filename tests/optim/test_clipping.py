@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megapipe.optim.clipping import clip_coefficient
+from megapipe.optim.scaling import clip_coefficient
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 17.0, 1e6])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.optim.learning_rate import learning_rate, learning_rate_problems
+from megapipe.optim.scaling import learning_rate, learning_rate_problems
 
 PEAK, FLOOR = 3e-4, 0.1
 Decay = Literal["constant", "linear", "cosine", "wsd"]
@@ -107,7 +107,8 @@ def test_rises_to_the_peak_and_never_again(
     ],
 )
 def test_settings_that_contradict_each_other_are_named(changes: dict[str, object], message: str) -> None:
-    [problem] = learning_rate_problems(OptimizerConfig(**changes), 100)  # type: ignore[arg-type]
+    config = OptimizerConfig(**changes)  # type: ignore[arg-type]
+    [problem] = config.problems() + learning_rate_problems(config, 100)
     assert message in problem
 
 

@@ -10,20 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.muon import MuonConfig
-from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.optimizer import MuonConfig, OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.layout.whole_matrices import place
-from megapipe.optim.make import make_optimizer
-from megapipe.optim.newton_schulz import orthogonalised
+from megapipe.optim.muon import make_optimizer, orthogonalised
 from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.sharding import WHOLE, Sharding
+from megapipe.parallel.segments import WHOLE, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Init, ParameterSpec
-from megapipe.training.muon_shards import muon_shards
-from megapipe.training.validate import validate
+from megapipe.training.loop.replica import muon_shards
+from megapipe.training.validation import validate
 from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.meshes import run_mesh
 
@@ -229,7 +227,10 @@ def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
     ("fields", "message"),
     [
         ({"name": "muon", "muon": MuonConfig(momentum=1.0)}, r"optimizer.muon.momentum is 1.0; it must be"),
-        ({"name": "muon", "muon": MuonConfig(newton_schulz_steps=0)}, r"newton_schulz_steps is 0; it must be from 1"),
+        (
+            {"name": "muon", "muon": MuonConfig(newton_schulz_steps=0)},
+            r"newton_schulz_steps is 0; it must be from 1 to 99",
+        ),
         ({"name": "muon", "muon": MuonConfig(elementwise_rate=0)}, r"elementwise_rate is 0; it must be above 0"),
         ({"name": "muon", "momentum": 0.9}, r"whose momentum is optimizer.muon.momentum; set that instead"),
         ({"muon": MuonConfig(momentum=0.9)}, r"optimizer.muon is set but optimizer.name is adamw"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.optim.make import make_optimizer
+from megapipe.optim.muon import make_optimizer
 from megapipe.optim.optimizer import FlatAdamW, FlatOptimizer, FlatSGD
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Init, ParameterSpec

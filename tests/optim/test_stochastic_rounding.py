@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.kernels.reference.stochastic_rounding import Elements, round_to
+from megapipe.kernels.reference.optimizer import Elements, stochastic_rounding
 from megapipe.layout.units import Unit, UnitCosts
-from megapipe.optim.make import make_optimizer
-from megapipe.optim.rounding import round_weights
+from megapipe.optim.muon import make_optimizer
+from megapipe.optim.optimizer import round_weights
 from megapipe.parallel.unit_state import UnitState
-from megapipe.random.rounding import rounding_key, rounding_words
+from megapipe.random.bits import rounding_key, rounding_words
 from megapipe.spec.parameters import Init, ParameterSpec
-from megapipe.training.validate import validate
+from megapipe.training.validation import validate
 
 WHOLE = Elements(0, 1, 1)
 
 
 def rounded(source: torch.Tensor, key: int, elements: Elements = WHOLE, block: int = 1 << 16) -> torch.Tensor:
     target = torch.zeros(source.numel(), dtype=torch.bfloat16)
-    round_to(target, source, key, elements, block)
+    stochastic_rounding(target, source, key, elements, block)
     return target
 
 

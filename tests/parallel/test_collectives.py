@@ -63,6 +63,7 @@ def test_copy_and_reduce_equal_one_rank(backend: Backend, size: int) -> None:
     check_against_one_rank(run_mesh({"tensor": size}, parallel_gradients, None, backend=backend))
 
 
+@pytest.mark.slow
 def test_copy_and_reduce_compile_into_one_graph() -> None:
     options = {"backend": "aot_eager", "fullgraph": True}
     check_against_one_rank(run_mesh({"tensor": 2}, parallel_gradients, options, timeout=120))
@@ -112,10 +113,8 @@ def check_with_finite_differences(mesh: Mesh) -> None:
     assert torch.autograd.gradcheck(lambda x: sliced_and_gathered(x, x, group, 1), (x,))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_equal_finite_differences(backend: Backend, size: int) -> None:
-    run_mesh({"tensor": size}, check_with_finite_differences, backend=backend)
+def test_gradients_equal_finite_differences() -> None:
+    run_mesh({"tensor": 3}, check_with_finite_differences, backend="threads")
 
 
 def test_one_rank_gets_its_input_back() -> None:

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.parallel.errors import CommunicationError
-from megapipe.parallel.groups import DistributedGroup
+from megapipe.parallel.groups import CommunicationError, DistributedGroup
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links.exchange import CHUNK_BYTES, SLOTS, SharedMemoryExchange
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.shared_memory import CHUNK_BYTES, SLOTS, SharedMemoryExchange
 from tests.support.meshes import run_mesh
 from tests.support.ranks import run_ranks
 

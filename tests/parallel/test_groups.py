@@ -10,8 +10,7 @@ import torch
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel.collectives import reduce_from_group
-from megapipe.parallel.errors import CommunicationError
-from megapipe.parallel.groups import Group, SoloGroup
+from megapipe.parallel.groups import CommunicationError, Group, SoloGroup
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh

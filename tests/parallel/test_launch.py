@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.parallel import launch
-from megapipe.parallel.errors import CommunicationError, LaunchError
-from megapipe.parallel.groups import DistributedGroup, SoloGroup
+from megapipe.parallel.groups import CommunicationError, DistributedGroup, LaunchError, SoloGroup
 from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, shutdown
 from tests.support.ranks import free_port, run_ranks
 

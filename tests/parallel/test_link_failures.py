@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.parallel.errors import CommunicationError
+from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links import Edge, LinkEnd, LinkKind, Transfer, make_links
-from megapipe.parallel.links.distributed import DistributedLink
+from megapipe.parallel.links import Edge, LinkEnd, Transfer
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.pipeline_links import DistributedLink, LinkKind, make_links
 from tests.support.meshes import run_mesh, run_threads
 from tests.support.patience import wait_until
 from tests.support.ranks import run_ranks

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.parallel.links import Edge, LinkEnd, LinkKind, Loan, make_links
+from megapipe.parallel.links import Edge, LinkEnd, Loan
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.pipeline_links import LinkKind, make_links
 from tests.support.meshes import Backend, run_mesh
 
 KINDS: list[LinkKind] = ["gloo", "shared_memory", "in_process"]
@@ -233,10 +234,10 @@ def test_auto_takes_memory_on_one_host() -> None:
 
 
 def chosen_kind_on_two_hosts(mesh: Mesh) -> str:
-    from megapipe.parallel.links import make
+    from megapipe.parallel import pipeline_links
 
     identity = (f"host {mesh.rank}", "net")
-    make.host_identity = lambda: identity
+    pipeline_links.host_identity = lambda: identity
     with pytest.raises(ValueError, match="not on one Linux host: use gloo links"):
         make_links(mesh, [Edge(0, 1, 4)], "shared_memory")
     return chosen_kind(mesh)

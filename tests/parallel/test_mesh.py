@@ -103,6 +103,7 @@ def sum_with_torch_tools(mesh: Mesh) -> torch.Tensor:
     return DTensor.from_local(local, device_mesh(mesh), [Replicate(), Partial()]).full_tensor()
 
 
+@pytest.mark.slow
 def test_torch_tools_work_on_the_device_mesh() -> None:
     totals = run_mesh({"pipeline": 2, "tensor": 2}, sum_with_torch_tools)
     assert [total.item() for total in totals] == [1.0, 1.0, 5.0, 5.0]

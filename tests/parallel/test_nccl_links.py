@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.groups import LaunchError
 from megapipe.parallel.links import Edge
-from megapipe.parallel.links.distributed import disjoint_rounds, nccl_links
+from megapipe.parallel.pipeline_links import disjoint_rounds, nccl_links
 from megapipe.schedules import build
 
 PAIRS = st.lists(
@@ -67,7 +67,7 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         properties = SimpleNamespace(multi_processor_count=multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr("megapipe.parallel.links.distributed.DistributedGroup", self.made)
+        monkeypatch.setattr("megapipe.parallel.pipeline_links.DistributedGroup", self.made)
         for name in ("isend", "irecv"):
             monkeypatch.setattr(dist, name, self.message(name))
 

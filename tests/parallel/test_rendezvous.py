@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.parallel import rendezvous
-from megapipe.parallel.errors import LaunchError
+from megapipe.parallel.groups import LaunchError
 from megapipe.parallel.rendezvous import Start, StartError, connect, in_words
 from tests.support.ranks import free_port
 

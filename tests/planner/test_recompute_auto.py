@@ -8,14 +8,13 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.layout.stages import StageLayout
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.table import LayoutTable
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.recompute_auto import RESERVE, limited, resolved
-from megapipe.planner.recompute_budget import GIB, least_recomputation, peak_bytes
+from megapipe.planner.recompute import GIB, RESERVE, least_recomputation, limited, peak_bytes, resolved
 from megapipe.planner.search.plan import search_speed
 from tests.planner.command.plan import json_of, output, refusal
 from tests.planner.measured.machines import ROWS, machine
@@ -140,8 +139,8 @@ def test_a_search_opens_the_method_on_devices_of_the_budget() -> None:
         ({"method": "auto", "parts": ["mlp"]}, {}, "recompute.parts is set but recompute.method is auto"),
         (
             {"method": "auto"},
-            {"schedule": {"file": "own.txt"}},
-            "recompute.method auto cannot be combined with schedule.file own.txt",
+            {"schedule": {"name": "./own.txt"}},
+            "recompute.method auto cannot be combined with the schedule file ./own.txt",
         ),
         ({"method": "auto"}, {"offload": {"activations": "blocks"}}, "with offload.activations blocks: both choose"),
     ],
@@ -162,9 +161,9 @@ def test_auto_is_never_taken_for_nothing() -> None:
         lambda: estimate(config, CPU),
         lambda: peak_bytes(config, "cpu"),
         lambda: search_speed(config, CPU, 1),
-        lambda: StageLayout.of(config).recomputed(config.recompute),
+        lambda: LayoutTable.of(config),
     ):
-        with pytest.raises(ConfigError, match=r"recompute.method auto.*planner.recompute_auto"):
+        with pytest.raises(ConfigError, match=r"recompute.method auto.*planner.recompute"):
             ask()
 
 

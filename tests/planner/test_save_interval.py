@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.planner.save_interval import lost_share, save_interval
+from megapipe.planner.command.planning import lost_share, save_interval
 
 
 def test_a_save_of_40_seconds_and_a_failure_every_3_hours() -> None:
@@ -15,9 +15,3 @@ def test_a_save_of_40_seconds_and_a_failure_every_3_hours() -> None:
 def test_no_other_interval_loses_less(save: float, between: float, factor: float) -> None:
     best = save_interval(save, between)
     assert lost_share(best, save, between) <= lost_share(factor * best, save, between) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("values", [(0.0, 1.0), (1.0, 0.0)])
-def test_times_must_be_above_zero(values: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        save_interval(*values)

@@ -31,7 +31,7 @@ from tests.ptx.numbers import (
 _HALVES = ("f16", "bf16")
 _PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
 _OF_FLOATS = frozenset({"rn", "full", "approx", "ftz", "sat", "NaN"})
-_OF_INTEGERS = {"mul": {"lo", "hi", "wide"}, "mad": {"lo", "hi", "wide"}, "shf": {"l", "r", "wrap", "clamp"}}
+_OF_INTEGERS = {"mul": {"lo", "wide"}, "mad": {"lo", "wide"}}
 """Modifiers that are known; the type comes last."""
 
 
@@ -66,23 +66,6 @@ def _remainder(x: Array, y: Array) -> Array:
     return np.where(y == 0, x, np.fmod(x, np.where(y == 0, np.ones_like(y), y)))
 
 
-def _high(x: Array, y: Array) -> Array:
-    """Upper half of the product."""
-    bits = 8 * x.dtype.itemsize
-    if bits < 64:
-        wide = np.dtype(f"{x.dtype.kind}{x.dtype.itemsize * 2}").type
-        return ((x.astype(wide) * y.astype(wide)) >> wide(bits)).astype(x.dtype)
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    a, b = bits_of(x), bits_of(y)
-    a0, a1, b0, b1 = a & low, a >> shift, b & low, b >> shift
-    middle = a1 * b0 + ((a0 * b0) >> shift)
-    other = a0 * b1 + (middle & low)
-    high = a1 * b1 + (middle >> shift) + (other >> shift)
-    if x.dtype.kind == "i":
-        high = high - np.where(x < 0, b, np.uint64(0)) - np.where(y < 0, a, np.uint64(0))
-    return high.view(x.dtype)
-
-
 def _shift(x: Array, count: Array, left: bool) -> Array:
     """Counts at or above the width leave 0, or the sign."""
     bits = 8 * x.dtype.itemsize
@@ -110,18 +93,6 @@ def _extracted(x: Array, position: Array, length: Array) -> Array:
     return field.astype(bits_of(x).dtype).view(x.dtype)
 
 
-def _inserted(x: Array, target: Array, position: Array, length: Array) -> Array:
-    """bfi: the low `length` bits of x put into target at `position`."""
-    bits = 8 * x.dtype.itemsize
-    position, length = (np.minimum(value & np.uint32(255), np.uint32(bits)) for value in (position, length))
-    wide = [value.astype(np.uint64) for value in (x, target)]
-    ones = np.where(
-        length >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1)
-    )
-    mask = _shift(ones, position, left=True)
-    return ((wide[1] & ~mask) | (_shift(wide[0], position, left=True) & mask)).astype(x.dtype)
-
-
 def _permuted(x: Array, y: Array, selector: Array) -> Array:
     """prmt: each nibble of the selector picks a byte of (y, x), or its sign eight times."""
     both = x.astype(np.uint64) | (y.astype(np.uint64) << np.uint64(32))
@@ -132,37 +103,6 @@ def _permuted(x: Array, y: Array, selector: Array) -> Array:
         signs = np.where(byte >> np.uint32(7), np.uint32(255), np.uint32(0))
         result = result | (np.where(nibble >> np.uint32(3), signs, byte) << np.uint32(8 * place))
     return result
-
-
-def _funnel(low: Array, high: Array, count: Array, left: bool, wrap: bool) -> Array:
-    """shf: 32 bits of (high, low), shifted by the count modulo 32 or at most 32."""
-    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-    count = (count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
-    return ((both << count) >> np.uint64(32) if left else both >> count).astype(np.uint32)
-
-
-def _looked_up(a: Array, b: Array, c: Array, table: Array) -> Array:
-    """lop3: bit by bit, entry (a b c) of the table."""
-    result = np.uint32(0)
-    for entry in range(8):
-        term = (a if entry & 4 else ~a) & (b if entry & 2 else ~b) & (c if entry & 1 else ~c)
-        result = result | np.where((table >> np.uint32(entry)) & np.uint32(1), term, np.uint32(0))
-    return result
-
-
-def _reversed(x: Array) -> Array:
-    result = np.zeros_like(x)
-    bits = 8 * x.dtype.itemsize
-    for place in range(bits):
-        result |= ((x >> x.dtype.type(place)) & x.dtype.type(1)) << x.dtype.type(bits - 1 - place)
-    return result
-
-
-def _leading_zeros(x: Array) -> Array:
-    count, bits = np.zeros(x.shape, np.uint32), 8 * x.dtype.itemsize
-    for place in range(bits):
-        count = np.where(x >> x.dtype.type(bits - 1 - place) == 0, count + np.uint32(1), count)
-    return count
 
 
 _COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
@@ -215,69 +155,27 @@ def _ulp(y: Array) -> Array:
     return np.spacing(np.abs(y).astype(np.float32)).astype(np.float64)
 
 
-def _angle_error(x: Array, y: Array) -> Array:
-    """Nothing is guaranteed of larger angles: any sine or cosine may come out."""
-    size = np.abs(x)
-    return np.where(size <= 2 * np.pi, 2.0**-20.5, np.where(size <= 100 * np.pi, 2.0**-14.7, 1.0))
-
-
-_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "rcp": lambda x: 1 / x,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sqrt": np.sqrt,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tanh": np.tanh,
+_APPROXIMATE: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
+    "ex2": (np.exp2, lambda y: 2 * _ulp(y)),
+    "rsqrt": (lambda x: 1 / np.sqrt(x), lambda y: np.abs(y) * 2.0**-22.9),
 }
-_ERRORS: dict[tuple[str, str], Callable[[Array, Array], Array]] = {
-    ("rcp", "f32"): lambda x, y: _ulp(y),
-    ("sqrt", "f32"): lambda x, y: np.abs(y) * 2.0**-23,
-    ("rsqrt", "f32"): lambda x, y: np.abs(y) * 2.0**-22.9,
-    ("sin", "f32"): _angle_error,
-    ("cos", "f32"): _angle_error,
-    ("lg2", "f32"): lambda x, y: np.where((x > 0.5) & (x < 2), 1, np.abs(y)) * 2.0**-22,
-    ("ex2", "f32"): lambda x, y: 2 * _ulp(y),
-    ("tanh", "f32"): lambda x, y: np.abs(y) * 2.0**-11,
-    ("tanh", "f16"): lambda x, y: np.full(y.shape, 2.0**-10.987),
-    ("tanh", "bf16"): lambda x, y: np.full(y.shape, 2.0**-8),
-    ("ex2", "f16"): lambda x, y: np.abs(y) * 2.0**-9.9,
-}
-"""(function, type) -> operand and exact result -> largest absolute error. PTX ISA 9.1, sections 9.7.3.13 rcp,
-.15 sqrt, .16 rsqrt, .18 sin, .19 cos, .20 lg2, .21 ex2, .22 tanh; of half precision, 9.7.4.9 tanh and 9.7.4.10 ex2."""
+"""Function of fp32 -> itself, and exact result -> largest absolute error (PTX ISA 9.1, sections 9.7.3.21 and .16)."""
 
 
-def _approximate(name: str, kind: str, x: Array) -> Array:
-    """The function with its largest error, but for the operands that the ISA gives results for: 0, infinity, NaN."""
-    wide = widened(x, kind) if kind in _HALVES else x.astype(np.float64)
-    y = _FUNCTIONS[name](wide)
-    error = np.where(np.isfinite(y) & np.isfinite(wide) & (wide != 0), _ERRORS[name, kind](wide, y), 0)
-    return inexact(y, error, x, kind)
+def _approximate(name: str, x: Array) -> Array:
+    """Return the function with its largest error, and exactly for 0, infinity and NaN, as the ISA says."""
+    function, error_of = _APPROXIMATE[name]
+    wide = x.astype(np.float64)
+    y = function(wide)
+    error = np.where(np.isfinite(y) & np.isfinite(wide) & (wide != 0), error_of(y), 0)
+    return inexact(y, error, x)
 
 
-def _divided_approximately(x: Array, y: Array, full: bool) -> Array:
-    """PTX ISA 9.7.3.8 div: two units in the last place; without `full`, divisors above 2^126 give 0 or NaN."""
+def _divided_approximately(x: Array, y: Array) -> Array:
+    """Return div.full, with two units in the last place (PTX ISA 9.7.3.8)."""
     quotient = x.astype(np.float64) / y
     error = np.where(np.isfinite(quotient) & (quotient != 0), 2 * _ulp(quotient), 0)
-    result = inexact(quotient, error, x, "f32")
-    if full:
-        return result
-    large = (np.abs(y) > 2.0**126) & np.isfinite(y)
-    return np.where(large, np.where(np.isinf(x), np.float32(np.nan), np.copysign(np.float32(0), result)), result)
-
-
-def _unary_float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
-    if "approx" in parts and (name, kind) in _ERRORS:
-        function = partial(_approximate, name, kind)
-    elif "rn" in parts and name in ("sqrt", "rcp"):
-        if kind == "f64":
-            return Operation(("f64",), "f64", np.sqrt if name == "sqrt" else lambda x: 1 / x)
-        # Of a root in fp64, which rounds twice, no case is a middle between fp32 numbers; a quotient is rounded once.
-        return _flushing(parts, Operation(("f32",), "f32", np.sqrt if name == "sqrt" else lambda x: np.float32(1) / x))
-    else:
-        raise KeyError(name)
-    return _flushing(parts, Operation((kind,), kind, function))
+    return inexact(quotient, error, x)
 
 
 def _flushing(parts: tuple[str, ...], operation: Operation) -> Operation:
@@ -330,14 +228,15 @@ def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
                 lambda x, y, z: narrowed(widened(x, kind) * widened(y, kind) + widened(z, kind), kind),
             )
         return _flushing(parts, Operation((kind,) * 3, kind, fused32 if kind == "f32" else _fused64))
-    if name in ("ex2", "lg2", "rsqrt", "rcp", "sqrt", "tanh", "sin", "cos"):
-        return _unary_float(name, parts, kind)
+    if "approx" in parts and kind == "f32" and name in _APPROXIMATE:
+        return _flushing(parts, Operation(("f32",), "f32", partial(_approximate, name)))
+    if (name, kind) == ("sqrt", "f32") and "rn" in parts:
+        # A root in fp64 is never the middle between two fp32 numbers, so that rounding twice is rounding once.
+        return _flushing(parts, Operation(("f32",), "f32", np.sqrt))
+    if "full" in parts and (name, kind) == ("div", "f32"):
+        return _flushing(parts, Operation(("f32", "f32"), "f32", _divided_approximately))
     if {"full", "approx"} & set(parts):
-        if (name, kind) != ("div", "f32"):
-            raise KeyError(name)
-        return _flushing(
-            parts, Operation(("f32", "f32"), "f32", partial(_divided_approximately, full="full" in parts))
-        )
+        raise KeyError(name)
     function = _FLOAT[name]
     count = 1 if name in ("neg", "abs") else 2
     if kind in _HALVES:
@@ -364,8 +263,6 @@ _INTEGER: dict[str, tuple[int, Callable[..., Array]]] = {
     "or": (2, np.bitwise_or),
     "xor": (2, np.bitwise_xor),
     "not": (1, np.invert),
-    "cnot": (1, lambda x: (x == 0).astype(x.dtype)),
-    "brev": (1, _reversed),
 }
 
 
@@ -377,24 +274,12 @@ def _integer(name: str, parts: tuple[str, ...], kind: str) -> Operation:
         if name == "mul":
             return Operation((kind, kind), _wider(kind), lambda x, y: x.astype(wide) * y.astype(wide))
         return Operation((kind, kind, _wider(kind)), _wider(kind), lambda x, y, z: x.astype(wide) * y.astype(wide) + z)
-    if name in ("mul", "mad") and "hi" in parts:
-        return Operation((kind,) * (2 + (name == "mad")), kind, lambda x, y, *z: sum(z, _high(x, y)))
     if name in ("shl", "shr"):
         return Operation((kind, "u32"), kind, partial(_shift, left=name == "shl"))
     if name == "bfe":
         return Operation((kind, "u32", "u32"), kind, _extracted)
-    if name == "bfi":
-        return Operation((kind, kind, "u32", "u32"), kind, _inserted)
     if name == "prmt" and parts == ("prmt", "b32"):
         return Operation(("u32",) * 3, "u32", _permuted)
-    if name == "shf" and parts[1] in ("l", "r") and parts[2] in ("wrap", "clamp"):
-        return Operation(("u32",) * 3, "u32", partial(_funnel, left=parts[1] == "l", wrap=parts[2] == "wrap"))
-    if name == "lop3" and parts == ("lop3", "b32"):
-        return Operation(("u32",) * 4, "u32", _looked_up)
-    if name == "popc":
-        return Operation((kind,), "u32", lambda x: np.bitwise_count(x).astype(np.uint32))
-    if name == "clz":
-        return Operation((kind,), "u32", _leading_zeros)
     count, function = _INTEGER[name]
     return Operation((kind,) * count, kind, function)
 

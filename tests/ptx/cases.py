@@ -12,28 +12,25 @@ from torch.nn import functional
 
 from benchmarks.kernel_speed_contest.case import Size
 from benchmarks.kernel_speed_contest.cases import CASES as RACES
+from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import dropout as reference_dropout
-from megapipe.kernels.reference import rotary as reference_rotary
-from megapipe.kernels.reference import stochastic_rounding as reference_rounding
-from megapipe.kernels.reference.adamw import Coefficients
-from megapipe.kernels.reference.gradient_norm import BLOCK
-from megapipe.kernels.reference.stochastic_rounding import Elements
-from megapipe.kernels.triton_backend import (
-    adamw,
-    bias_dropout_residual,
-    cross_entropy,
-    dropout,
-    gelu,
-    gradient_norm,
-    rotary,
-    row_norms_backward,
-    row_norms_forward,
-    softmax,
-    stochastic_rounding,
-    swiglu,
+from megapipe.kernels.reference import optimizer as reference_optimizer
+from megapipe.kernels.reference.optimizer import BLOCK, Buffers, Coefficients, Elements
+from megapipe.kernels.triton_backend import activations as triton_activations
+from megapipe.kernels.triton_backend import attention as triton_attention
+from megapipe.kernels.triton_backend import cross_entropy as triton_cross_entropy
+from megapipe.kernels.triton_backend import dropout as triton_dropout
+from megapipe.kernels.triton_backend import norms as triton_norms
+from megapipe.kernels.triton_backend import norms_backward as triton_norms_backward
+from megapipe.kernels.triton_backend import optimizer as triton_optimizer
+from megapipe.kernels.triton_backend.launch import (
+    RESIDENT,
+    RESIDENT_UNALIGNED,
+    Launch,
+    ceiling_division,
+    stays_on_chip,
 )
-from megapipe.kernels.triton_backend.launch import Launch, ceiling_division
-from megapipe.kernels.triton_backend.row_norms_backward import Operands
+from megapipe.kernels.triton_backend.norms_backward import Operands
 from megapipe.kernels.triton_backend.tiles import tile_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -102,7 +99,7 @@ def _norm_forward(
         weight, bias = (draw(width, dtype=parameters, seed=seed) for seed in "wb")
         y, total = torch.empty_like(x), torch.empty_like(x)
         mean, rstd = torch.empty(rows, 1), torch.empty(rows, 1)
-        return row_norms_forward.forward_launch(
+        return triton_norms.forward_launch(
             x,
             residual if add else None,
             weight,
@@ -131,7 +128,7 @@ def _norm_forward(
     kernel = "layer_norm" if center else "rms_norm"
     race = f"{kernel}, after a sum" if add else kernel
     passes = 1
-    if not row_norms_forward.stays_on_chip(width, row_norms_forward.RESIDENT, row_norms_forward.RESIDENT_UNALIGNED):
+    if not stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
         passes = 2 + center
     tensor = torch.empty(rows, width, dtype=dtype)
     moved = _tensors(tensor, 2 * (1 + add), (1 + add) * (passes + 1), declared(race, rows, width, dtype))
@@ -156,16 +153,16 @@ def _norm_backward(
     def launch() -> Launch:
         operands = _norm_operands(rows, width, center, beside, dtype)
         dx = torch.empty_like(operands.x)
-        group = numbers.get("group", row_norms_backward.RowTiling.of(operands.x).group)
+        group = numbers.get("group", triton_norms_backward.RowTiling.of(operands.x).group)
         groups = ceiling_division(rows, group)
         # The bias's parts start at a multiple of 16 bytes, as they do after the weight's of a large tensor.
         parts = torch.empty(1 + center, 4 * groups, width)[:, :groups]
         if kind == "whole":
-            made = row_norms_backward.whole_launch(operands, dx, parts)
+            made = triton_norms_backward.whole_launch(operands, dx, parts)
         elif kind == "dx":
-            made = row_norms_backward.input_launch(operands, dx)
+            made = triton_norms_backward.input_launch(operands, dx)
         else:
-            made = row_norms_backward.weight_launch(operands, parts)
+            made = triton_norms_backward.weight_launch(operands, parts)
         if "group" not in made.arguments:
             return made
         return replace(made, arguments={**made.arguments, **numbers}, grid=(parts.shape[1], *made.grid[1:]))
@@ -193,8 +190,8 @@ def _norm_backward(
         return pairs
 
     kernel = "layer_norm" if center else "rms_norm"
-    limits = row_norms_backward.RESIDENT, row_norms_backward.RESIDENT_UNALIGNED
-    resident = row_norms_backward.stays_on_chip(width, *limits)
+    limits = triton_norms_backward.RESIDENT, triton_norms_backward.RESIDENT_UNALIGNED
+    resident = stays_on_chip(width, *limits)
     tensor = torch.empty(rows, width, dtype=dtype)
     # A gradient beside the norm's is one tensor more: what the benchmark declares for a norm after a sum.
     race = f"{kernel}, after a sum" if beside else kernel
@@ -209,7 +206,7 @@ def _norm_backward(
 def _sum_of_parts(name: str, num_parts: int, width: int, dtype: torch.dtype) -> Case:
     def launch() -> Launch:
         gradients = [torch.empty(width, dtype=dtype) for _ in range(2)]
-        return row_norms_backward.add_parts_launch(draw(2, num_parts, width), gradients)
+        return triton_norms_backward.add_parts_launch(draw(2, num_parts, width), gradients)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         exact = before.parts.double().sum(1)
@@ -248,7 +245,7 @@ def _softmax_forward(
         mask = (torch.arange(keys) % 7 != 3).view(1, 1, 1, keys) if masked else None
         # The launch reads shapes and strides alone.
         scores = torch.empty(1, dtype=dtype).expand(shape)
-        made = softmax.forward_launch(scores, mask, scores, 0.125, causal, window)
+        made = triton_attention.softmax_launch(scores, mask, scores, 0.125, causal, window)
         return _softmax_rows(
             made, rows, scores=draw(rows, keys, dtype=dtype) * 8, y=torch.empty(rows, keys, dtype=dtype)
         )
@@ -267,7 +264,7 @@ def _softmax_forward(
         (places,) = torch.nonzero(seen[row], as_tuple=True)
         near[row, int(places[0]) // 16 * 16 : int(places[-1]) // 16 * 16 + 16] = True
     read, written = int(near.sum()) * dtype.itemsize, rows * keys * dtype.itemsize
-    resident = softmax.stays_on_chip(keys, softmax.RESIDENT, softmax.RESIDENT_UNALIGNED)
+    resident = stays_on_chip(keys, RESIDENT, RESIDENT_UNALIGNED)
     work, beyond = None, 0
     if not causal:
         work = declared("softmax, plain", rows, keys, dtype)
@@ -293,13 +290,15 @@ def _seen(rows: int, queries: int, keys: int, causal: bool, window: int | None) 
 def _softmax_backward(name: str, rows: int, keys: int, dtype: torch.dtype) -> Case:
     def launch() -> Launch:
         y = torch.softmax(draw(1, 1, rows, keys, seed="y") * 2, -1).to(dtype)
-        return softmax.gradient_launch(draw(1, 1, rows, keys, dtype=dtype, seed="dy"), y, torch.empty_like(y), 0.125)
+        return triton_attention.softmax_gradient_launch(
+            draw(1, 1, rows, keys, dtype=dtype, seed="dy"), y, torch.empty_like(y), 0.125
+        )
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         y, dy = before.y.double(), before.dy.double()
         return {"dx": (after.dx, 0.125 * y * (dy - (y * dy).sum(-1, keepdim=True)))}
 
-    resident = softmax.stays_on_chip(keys, softmax.RESIDENT, softmax.RESIDENT_UNALIGNED)
+    resident = stays_on_chip(keys, RESIDENT, RESIDENT_UNALIGNED)
     work = declared("softmax, plain", rows, keys, dtype, backward=True)
     moved = _tensors(torch.empty(rows, keys, dtype=dtype), 3, 3 if resident else 5, work)
     return Case(name, launch, ("dx",), results, ("dy", "y", "dx"), moved)
@@ -319,12 +318,14 @@ def _cross_entropy(name: str, kind: str, rows: int, width: int, dtype: torch.dty
         result = torch.empty(3, stored)
         if kind == "gradient":
             total = torch.logsumexp(logits.float(), 1)
-            made = cross_entropy._gradient_launch(logits, columns, owned, total, draw(stored, seed="scale"), logits)
+            made = triton_cross_entropy._gradient_launch(
+                logits, columns, owned, total, draw(stored, seed="scale"), logits
+            )
             tile = tile_of(width, dtype)
             return replace(made, grid=tile.grid(rows, width))
-        made = (cross_entropy._statistics_launch if kind == "statistics" else cross_entropy._whole_row_launch)(
-            logits, columns, owned, result
-        )
+        made = (
+            triton_cross_entropy._statistics_launch if kind == "statistics" else triton_cross_entropy._whole_row_launch
+        )(logits, columns, owned, result)
         return replace(made, grid=(rows,))
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
@@ -345,13 +346,13 @@ def _cross_entropy(name: str, kind: str, rows: int, width: int, dtype: torch.dty
         return pairs
 
     size = rows * width * dtype.itemsize
-    passes = {"statistics": 1, "whole rows": 2 if width <= cross_entropy.RESIDENT else 3, "gradient": 2}[kind]
+    passes = {"statistics": 1, "whole rows": 2 if width <= triton_cross_entropy.RESIDENT else 3, "gradient": 2}[kind]
     # Every lane of a program reads the label's logit, where the rank has it. The last columns are read by as many
     # lanes as 16 columns, or 16 of each row of a tile, leave to each.
     threads, tail = 32 * launch().num_warps, width % 16
     repeats = threads // min(threads, 16 * (tile_of(width, dtype).rows if kind == "gradient" else 1)) - 1
     labels = 0 if kind == "gradient" else threads * sum(row % 3 != 2 for row in range(rows))
-    tails = 1 if kind != "whole rows" or width <= cross_entropy.RESIDENT else 2
+    tails = 1 if kind != "whole rows" or width <= triton_cross_entropy.RESIDENT else 2
     lanes = (labels + tails * rows * tail * repeats) * dtype.itemsize
     work = {
         "statistics": declared("cross_entropy", rows, width, dtype),
@@ -374,7 +375,7 @@ def _dropout_residual(name: str, rows: int, width: int, form: str, dtype: torch.
         keys = torch.arange(rows, dtype=torch.int32) * 77_777_777
         y = torch.empty_like(x)
         other = None if form == "backward" else residual
-        return bias_dropout_residual._launch(x, bias, other, keys, y, 0.1)
+        return triton_dropout._bias_dropout_residual_launch(x, bias, other, keys, y, 0.1)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         channels = torch.arange(width, dtype=torch.int32)
@@ -401,7 +402,7 @@ def _dropout(name: str, shape: tuple[int, ...], dtype: torch.dtype, programs: in
         else:
             keys = torch.arange(shape[0] * shape[2], dtype=torch.int32).view(shape[0], 1, shape[2], 1) * 7_654_321
             channels = torch.arange(shape[1] * shape[3], dtype=torch.int32).view(shape[1], 1, shape[3])
-        made = dropout._launch(x, keys, channels, torch.empty_like(x), 0.1)
+        made = triton_dropout._dropout_launch(x, keys, channels, torch.empty_like(x), 0.1)
         return made if programs is None else replace(made, grid=(programs,))
 
     width = shape[-1]
@@ -423,8 +424,8 @@ def _gelu(name: str, rows: int, width: int, approximate: str, bias: bool, backwa
         x, dy = (draw(rows, width, dtype=dtype, seed=seed) * 2 for seed in ("x", "dy"))
         added = draw(width, dtype=dtype, seed="b") if bias else None
         if backward:
-            return gelu._backward_launch(dy, x, added, torch.empty_like(x), approximate)
-        return gelu._forward_launch(x, added, torch.empty_like(x), approximate)
+            return triton_activations._gelu_backward_launch(dy, x, added, torch.empty_like(x), approximate)
+        return triton_activations._gelu_forward_launch(x, added, torch.empty_like(x), approximate)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         x = before.x.double() + (before.bias.double() if bias else 0)
@@ -445,8 +446,8 @@ def _swiglu(name: str, rows: int, width: int, backward: bool, dtype: torch.dtype
     def launch() -> Launch:
         gate_up, dy = draw(rows, 2 * width, dtype=dtype), draw(rows, width, dtype=dtype, seed="dy")
         if backward:
-            return swiglu._backward_launch(dy, gate_up, torch.empty_like(gate_up))
-        return swiglu._forward_launch(gate_up, torch.empty_like(dy))
+            return triton_activations._swiglu_backward_launch(dy, gate_up, torch.empty_like(gate_up))
+        return triton_activations._swiglu_forward_launch(gate_up, torch.empty_like(dy))
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         both = before.gate_up.double().requires_grad_()
@@ -472,11 +473,11 @@ def _rotary(
         x = draw(2, tokens, heads * 3 // 2, width, dtype=dtype)[:, :, :heads]
         angles = draw(tokens, width // 2, seed="angles") * 3
         y = torch.empty(2, tokens, heads, width, dtype=dtype)
-        return rotary._launch(x, angles.cos(), angles.sin(), y, interleaved, forward)
+        return triton_attention._rotary_launch(x, angles.cos(), angles.sin(), y, interleaved, forward)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         sine = before.sine.double() * (1 if forward else -1)
-        exact = reference_rotary._rotate(
+        exact = reference_attention._rotate(
             before.x.double(), before.cosine.double().unsqueeze(-2), sine.unsqueeze(-2), interleaved
         )
         return {"y": (after.y, exact)}
@@ -503,7 +504,7 @@ def _adamw(name: str, count: int, moments: torch.dtype, parameter: torch.dtype |
             "gradient_scale": torch.tensor([0.5]) if flags else None,
             "skip": torch.zeros(1) if flags else None,
         }
-        return adamw._launch(tensors, UPDATE)
+        return triton_optimizer._adamw_launch(Buffers(**tensors), UPDATE)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         # The kernel gets its numbers in fp32.
@@ -539,7 +540,7 @@ def _adamw(name: str, count: int, moments: torch.dtype, parameter: torch.dtype |
 def _gradient_norm(name: str, count: int, dtype: torch.dtype) -> Case:
     def launch() -> Launch:
         sums = torch.empty(ceiling_division(count, BLOCK), dtype=torch.float64)
-        return gradient_norm._launch(draw(count, dtype=dtype), sums)
+        return triton_optimizer._gradient_norm_launch(draw(count, dtype=dtype), sums)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         squares = before.values.double().square()
@@ -552,11 +553,11 @@ def _gradient_norm(name: str, count: int, dtype: torch.dtype) -> Case:
 
 def _rounding(name: str, count: int, key: int, elements: Elements) -> Case:
     def launch() -> Launch:
-        return stochastic_rounding._launch(torch.empty(count, dtype=BF16), draw(count), key, elements)
+        return triton_optimizer._stochastic_rounding_launch(torch.empty(count, dtype=BF16), draw(count), key, elements)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         exact = torch.empty(count, dtype=BF16)
-        reference_rounding.round_to(exact, before.source, key, elements)
+        reference_optimizer.stochastic_rounding(exact, before.source, key, elements)
         return {"target": (after.target.view(BF16), exact.double())}
 
     work = declared("stochastic_rounding, fp32 to bf16", 1, count, FP32)
@@ -567,7 +568,7 @@ def _specimen_cases() -> list[Case]:
     """Of each specimen's machine code at a small size."""
     rows = 16
     cases = []
-    for width, center, add in row_norms_forward._SHAPES:
+    for width, center, add in triton_norms._SHAPES:
         name = f"{'add and ' if add else ''}{'layer' if center else 'rms'} norm, forward, bf16 {width}"
         cases.append(_norm_forward(name, rows, width, center, add, BF16, FP32))
     group = {"group": 16}

@@ -11,8 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megapipe.kernels.triton_backend.launch import OPTIONS
-from megapipe.kernels.triton_backend.specimens import Specimen
+from megapipe.kernels.triton_backend.launch import OPTIONS, Specimen
 from tests.ptx.cases import CASES
 
 

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,6 @@ _MOST_LANES = 16384
 _MOST_STEPS = 4_000_000
 
 _NOTHING = {"fence", "membar", "griddepcontrol", "prefetch", "prefetchu", "applypriority", "nanosleep"}
-_ORDERED = {"volatile", "relaxed", "acquire", "release", "mmio"}
 
 Block = tuple[int, int, int]
 
@@ -310,7 +308,6 @@ class _Batch:
         return found
 
     def load(self, instruction: Instruction, active: Array) -> None:
-        parts = instruction.parts
         space, kind, count = _form(instruction)
         names = [name.strip() for name in instruction.operands[0].strip("{} ").split(",")]
         if len(names) != count:
@@ -322,7 +319,7 @@ class _Batch:
         for memory, access in self.accesses(
             space, self.address(instruction, instruction.operands[1]), width * count, active
         ):
-            data[access.lanes] = memory.load(access, ordered=bool(_ORDERED & set(parts)))
+            data[access.lanes] = memory.load(access)
         columns = data.view(TYPES[kind])
         for index, name in enumerate(names):
             value = self.extended(instruction, name, np.ascontiguousarray(columns[:, index]), kind[0] == "s")
@@ -356,7 +353,7 @@ class _Batch:
         for memory, access in self.accesses(
             space, self.address(instruction, instruction.operands[0]), data.shape[1], active
         ):
-            memory.store(access, data[access.lanes], ordered=bool(_ORDERED & set(instruction.parts)))
+            memory.store(access, data[access.lanes])
 
     def move(self, instruction: Instruction, active: Array) -> None:
         kind = instruction.parts[-1]
@@ -505,47 +502,6 @@ class _Batch:
         if second:
             self.write(instruction, second, inside.reshape(-1), active)
 
-    def vote(self, instruction: Instruction, active: Array) -> None:
-        _, sync, mode, _kind = instruction.parts
-        target, source, members = instruction.operands
-        if sync != "sync":
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
-        lanes, _ = self._members(instruction, active, members)
-        value = self.whole(self.read(instruction, source, "pred")).reshape(-1, WARP)
-        true, false = (value & lanes), (~value & lanes)
-        results = {
-            "any": true.any(axis=1),
-            "all": ~false.any(axis=1),
-            "uni": ~(true.any(axis=1) & false.any(axis=1)),
-            "ballot": (true.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(axis=1, dtype=np.uint32),
-        }
-        self.write(instruction, target, np.repeat(results[mode], WARP), active)
-
-    def reduce(self, instruction: Instruction, active: Array) -> None:
-        _, sync, mode, kind = instruction.parts
-        functions: dict[str, Any] = {
-            "add": np.add,
-            "min": np.minimum,
-            "max": np.maximum,
-            "and": np.bitwise_and,
-            "or": np.bitwise_or,
-            "xor": np.bitwise_xor,
-        }
-        if sync != "sync" or mode not in functions or kind[0] == "f":
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
-        target, source, members = instruction.operands
-        lanes, _ = self._members(instruction, active, members)
-        value = self.whole(self.read(instruction, source, kind)).reshape(-1, WARP)
-        result = np.zeros_like(value)
-        for warp in np.flatnonzero(lanes.any(axis=1)):
-            result[warp] = functions[mode].reduce(value[warp][lanes[warp]])
-        self.write(instruction, target, result.reshape(-1), active)
-
-    def active_mask(self, instruction: Instruction, active: Array) -> None:
-        lanes = self.whole(active).reshape(-1, WARP)
-        word = (lanes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
-        self.write(instruction, instruction.operands[0], np.repeat(word, WARP), active)
-
     def matrix_load(self, instruction: Instruction, active: Array) -> None:
         """ldmatrix: 8 lanes give the rows of each 8 x 8 matrix of 16-bit elements; each lane gets two of them."""
         match = re.fullmatch(
@@ -566,53 +522,10 @@ class _Batch:
         for index, name in enumerate(instruction.operands[0].strip("{} ").split(",")):
             self.write(instruction, name.strip(), words[:, index].reshape(-1), active)
 
-    def atomic(self, instruction: Instruction, active: Array) -> None:
-        """atom and red, one thread after the other where addresses are equal."""
-        parts = instruction.parts
-        space, kind, count = _form(instruction)
-        modes = [part for part in parts[1:-1] if part in _ATOMIC]
-        if len(modes) != 1 or count != 1 or kind in ("f16x2", "bf16x2", "bf16"):
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
-        returns = parts[0] == "atom"
-        operands = instruction.operands[1 if returns else 0 :]
-        addresses = self.whole(self.address(instruction, operands[0]))
-        values = [self.whole(self.read(instruction, operand, kind)) for operand in operands[1:]]
-        size = np.dtype(TYPES[kind]).itemsize
-        result = np.zeros(self.count, TYPES[kind])
-        left = self.whole(active).copy()
-        # Shared memory of two blocks has the same addresses.
-        places = addresses.astype(np.int64) if space == "global" else addresses.astype(np.int64) + (self.block << 48)
-        while left.any():
-            lanes = np.flatnonzero(left)
-            _, first = np.unique(places[lanes], return_index=True)
-            chosen = np.zeros(self.count, np.bool_)
-            chosen[lanes[first]] = True
-            for memory, access in self.accesses(space, addresses, size, chosen):
-                before = np.ascontiguousarray(memory.load(access, ordered=True)).view(TYPES[kind])[:, 0]
-                result[access.lanes] = before
-                after = _ATOMIC[modes[0]](before, *(value[access.lanes] for value in values))
-                memory.store(access, after.astype(TYPES[kind])[:, None].view(np.uint8), ordered=True)
-            left &= ~chosen
-        if returns:
-            self.write(instruction, instruction.operands[0], result, active)
-
     def policy(self, instruction: Instruction, active: Array) -> None:
         """createpolicy: a hint for the cache, without a meaning here."""
         self.write(instruction, instruction.operands[0], np.zeros(1, np.uint64), active)
 
-
-_ATOMIC: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "exch": lambda before, value: value,
-    "cas": lambda before, compare, value: np.where(before == compare, value, before),
-    "inc": lambda before, limit: np.where(before >= limit, np.zeros_like(before), before + before.dtype.type(1)),
-    "dec": lambda before, limit: np.where((before == 0) | (before > limit), limit, before - before.dtype.type(1)),
-}
 
 _ACTIONS: dict[str, Callable[[_Batch, Instruction, Array], None]] = {
     "ld": _Batch.load,
@@ -623,12 +536,7 @@ _ACTIONS: dict[str, Callable[[_Batch, Instruction, Array], None]] = {
     "bar": _Batch.barrier,
     "barrier": _Batch.barrier,
     "shfl": _Batch.shuffle,
-    "vote": _Batch.vote,
-    "redux": _Batch.reduce,
-    "activemask": _Batch.active_mask,
     "ldmatrix": _Batch.matrix_load,
-    "atom": _Batch.atomic,
-    "red": _Batch.atomic,
     "createpolicy": _Batch.policy,
 }
 
@@ -646,7 +554,7 @@ def _form(instruction: Instruction) -> tuple[str, str, int]:
             kind = part
         elif re.fullmatch(r"v[248]", part):
             count = int(part[1])
-        elif not (_HINTS.fullmatch(part) or part in _ORDERED or part in _ATOMIC or part == "noftz"):
+        elif not _HINTS.fullmatch(part):
             raise instruction.error(f"opcode {instruction.opcode} is not known")
     if not kind or kind == "pred":
         raise instruction.error(f"opcode {instruction.opcode} is not known")
@@ -657,7 +565,7 @@ def _granule(program: Program, space: str) -> int:
     """The least width of an access to a space, in bytes."""
     widths = [16]
     for instruction in program.instructions:
-        if instruction.parts[0] in ("ld", "st", "atom", "red"):
+        if instruction.parts[0] in ("ld", "st"):
             found, kind, count = _form(instruction)
             if found in (space, "generic"):
                 widths.append(np.dtype(TYPES[kind]).itemsize * count)

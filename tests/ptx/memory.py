@@ -115,36 +115,32 @@ class Memory:
         found = [int(np.count_nonzero(shadow[place])) * self.granule for shadow in (self._reader, self._writer)]
         return found[0], found[1]
 
-    def load(self, access: Access, ordered: bool = False) -> Array:
-        """Bytes [lanes, size]. ordered: of an atomic or a volatile access, which cannot race."""
+    def load(self, access: Access) -> Array:
+        """Return the bytes [lanes, size]."""
         rows = self._rows(access)
         unwritten = ~self._shadow(self._written, access.size)[rows].all(axis=1)
         if unwritten.any():
             raise self._error(access, unwritten, "reads bytes that nothing wrote")
         readers = self._shadow(self._reader, access.size)
-        if not ordered:
-            self._check_readers(access, self._shadow(self._writer, access.size)[rows])
-            readers[rows] = self._merged(readers[rows], access.tags[:, None])
-            # Of lanes of this instruction that read the same bytes, the last one's tag is there now.
-            for blocks in (False, True):
-                merged = self._merged(readers[rows], access.tags[:, None])
-                several = (merged == _SEVERAL_BLOCKS) if blocks else (merged & _SEVERAL_WARPS == _SEVERAL_WARPS)
-                lane, column = np.nonzero(several)
-                readers[rows[lane], column] = merged[several]
-        else:
-            readers[rows] = np.where(readers[rows] == 0, access.tags[:, None], readers[rows])
+        self._check_readers(access, self._shadow(self._writer, access.size)[rows])
+        readers[rows] = self._merged(readers[rows], access.tags[:, None])
+        # The tag is that of the last lane of this instruction that read the same bytes.
+        for blocks in (False, True):
+            merged = self._merged(readers[rows], access.tags[:, None])
+            several = (merged == _SEVERAL_BLOCKS) if blocks else (merged & _SEVERAL_WARPS == _SEVERAL_WARPS)
+            lane, column = np.nonzero(several)
+            readers[rows[lane], column] = merged[several]
         self._count(access, rows, "read")
         return self.bytes.reshape(-1, access.size)[rows]
 
-    def store(self, access: Access, data: Array, ordered: bool = False) -> None:
+    def store(self, access: Access, data: Array) -> None:
         """Write data [lanes, size]."""
         rows = self._rows(access)
         view = self.bytes.reshape(-1, access.size)
-        if not ordered:
-            self._check_writers(access, rows, view, data)
+        self._check_writers(access, rows, view, data)
         view[rows] = data
         clash = (view[rows] != data).any(axis=1)
-        if clash.any() and not ordered:
+        if clash.any():
             raise self._error(access, clash, "races: another lane of this instruction writes another value there")
         self._shadow(self._written, access.size)[rows] = True
         self._shadow(self._writer, access.size)[rows] = access.tags[:, None]

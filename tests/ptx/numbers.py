@@ -103,14 +103,13 @@ def larger(x: Array, y: Array, sign: int, keep_nan: bool) -> Array:
     return found
 
 
-def inexact(value: Array, error: Array, seed: Array, kind: str) -> Array:
-    """Numbers of a type as far from fp64 values as `error` allows and no farther; the seed's bits choose the side."""
+def inexact(value: Array, error: Array, seed: Array) -> Array:
+    """Return fp32 numbers as far from fp64 values as `error` allows; the seed's bits choose the side."""
     hashed = bits_of(np.ascontiguousarray(seed)).astype(np.uint32) * np.uint32(0x9E3779B1)
     goal = np.where(error > 0, value + np.where(hashed >> np.uint32(31), 1.0, -1.0) * error, value)
-    result = goal.astype(np.float32) if kind == "f32" else narrowed(goal, kind)
-    rounded = result.astype(np.float64) if kind == "f32" else widened(result, kind)
-    # Rounding may have gone beyond the error: then the next number toward the value is taken.
+    result = goal.astype(np.float32)
+    rounded = result.astype(np.float64)
+    # Rounding may have exceeded the error: the next number toward the value is taken then.
     beyond = (np.abs(rounded - value) > error) & (rounded != 0)
     step = np.where((rounded > value) == (rounded > 0), -1, 1) * beyond
-    word = bits_of(result)
-    return (word + step.astype(word.dtype)).view(TYPES[kind])
+    return (bits_of(result) + step.astype(np.uint32)).view(np.float32)

@@ -41,14 +41,6 @@ def field(x: int, position: int, length: int, bits: int, extend: bool) -> int:
     return result
 
 
-def insert(x: int, target: int, position: int, length: int, bits: int) -> int:
-    for place in range(length & 255):
-        if (position & 255) + place < bits:
-            where = (position & 255) + place
-            target = target & ~(1 << where) | ((x >> place) & 1) << where
-    return target
-
-
 def permute(x: int, y: int, selector: int) -> int:
     source = (x | y << 32).to_bytes(8, "little")
     picked = []
@@ -82,19 +74,11 @@ INTEGERS: list[tuple[str, str, str, Oracle]] = [
         ]
     ),
     *(
-        (f"mul.hi.{kind} z, a, b", f"{kind} {kind}", kind, lambda x, y, bits=int(kind[1:]): (x * y) >> bits)
-        for kind in ("s32", "u32", "s64", "u64")
-    ),
-    *(
         (f"mul.wide.{kind} z, a, b", f"{kind} {kind}", f"{kind[0]}{2 * int(kind[1:])}", lambda x, y: x * y)
         for kind in ("s16", "u16", "s32", "u32")
     ),
     *(
         (f"mad.wide.{kind} z, a, b, c", f"{kind} {kind} {kind[0]}64", f"{kind[0]}64", lambda x, y, w: x * y + w)
-        for kind in ("s32", "u32")
-    ),
-    *(
-        (f"mad.hi.{kind} z, a, b, c", f"{kind} {kind} {kind}", kind, lambda x, y, w: ((x * y) >> 32) + w)
         for kind in ("s32", "u32")
     ),
     *(
@@ -138,47 +122,7 @@ INTEGERS: list[tuple[str, str, str, Oracle]] = [
         )
         for kind in ("u32", "s32", "u64", "s64")
     ),
-    *(
-        (
-            f"bfi.b{bits} z, a, b, c, e",
-            f"u{bits} u{bits} u32 u32",
-            f"u{bits}",
-            lambda x, y, p, n, bits=bits: insert(x, y, p, n, bits),
-        )
-        for bits in (32, 64)
-    ),
     ("prmt.b32 z, a, b, c", "u32 u32 u32", "u32", permute),
-    *(
-        (
-            f"shf.{side}.{mode}.b32 z, a, b, c",
-            "u32 u32 u32",
-            "u32",
-            lambda x, y, n, side=side, mode=mode: (
-                ((x | y << 32) << (n & 31 if mode == "wrap" else min(n, 32)) >> 32)
-                if side == "l"
-                else (x | y << 32) >> (n & 31 if mode == "wrap" else min(n, 32))
-            ),
-        )
-        for side in "lr"
-        for mode in ("wrap", "clamp")
-    ),
-    *(
-        (
-            f"lop3.b32 z, a, b, c, {table}",
-            "u32 u32 u32",
-            "u32",
-            lambda x, y, w, table=table: sum(
-                (table >> ((x >> i & 1) << 2 | (y >> i & 1) << 1 | (w >> i & 1)) & 1) << i for i in range(32)
-            ),
-        )
-        for table in (0x96, 0xE8, 0x1B)
-    ),
-    *((f"popc.b{bits} z, a", f"u{bits}", "u32", lambda x: x.bit_count()) for bits in (32, 64)),
-    *((f"clz.b{bits} z, a", f"u{bits}", "u32", lambda x, bits=bits: bits - x.bit_length()) for bits in (32, 64)),
-    *(
-        (f"brev.b{bits} z, a", f"u{bits}", f"u{bits}", lambda x, bits=bits: int(f"{x:0{bits}b}"[::-1], 2))
-        for bits in (32, 64)
-    ),
     *(
         (f"cvt.{target}.{source} z, a", source, target, lambda x: x)
         for source in ("s32", "u32", "s64", "u64", "s16", "u16")
@@ -398,35 +342,21 @@ def relative(y: float) -> float:
     return abs(y)
 
 
-def absolute(y: float) -> float:
-    return 1.0
-
-
 def units(y: float) -> float:
-    """The unit in the last place of fp32."""
+    """Return the unit in the last place of fp32."""
     return math.ulp(y) * 2.0**29
 
 
 BOUNDS: list[tuple[str, Callable[[float], float], float, Callable[[float], float]]] = [
-    ("rcp.approx.f32", lambda x: 1 / x, 1, units),
-    ("sqrt.approx.f32", lambda x: x**0.5, 2**-23, relative),
     ("rsqrt.approx.f32", lambda x: x**-0.5, 2**-22.9, relative),
     ("ex2.approx.f32", lambda x: 2.0**x, 2, units),
-    ("ex2.approx.f16", lambda x: 2.0**x, 2**-9.9, relative),
-    ("lg2.approx.f32", math.log2, 2**-22, absolute),
-    ("sin.approx.f32", math.sin, 2**-20.5, absolute),
-    ("cos.approx.f32", math.cos, 2**-20.5, absolute),
-    ("tanh.approx.f32", math.tanh, 2**-11, relative),
-    ("tanh.approx.f16", math.tanh, 2**-10.987, absolute),
-    ("tanh.approx.bf16", math.tanh, 2**-8, absolute),
-    ("div.approx.f32", lambda x: x / 0.7109375, 2, units),
     ("div.full.f32", lambda x: x / 0.7109375, 2, units),
 ]
 """Opcode, function, and the bound that the PTX ISA states for its error, with the unit of the bound."""
 
 
 @pytest.mark.parametrize(("opcode", "function", "bound", "unit"), BOUNDS, ids=[row[0] for row in BOUNDS])
-def test_approximations_use_their_whole_error_and_no_more(
+def test_approximations_have_exactly_the_allowed_error(
     opcode: str, function: Callable[[float], float], bound: float, unit: Callable[[float], float]
 ) -> None:
     kind = opcode.split(".")[-1]
@@ -444,12 +374,7 @@ def test_approximations_use_their_whole_error_and_no_more(
     ("opcode", "operands", "results"),
     [
         ("ex2.approx", [-math.inf, -0.0, 0.0, math.inf], [0.0, 1.0, 1.0, math.inf]),
-        ("sin.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, -0.0, 0.0, math.nan]),
-        ("cos.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, 1.0, 1.0, math.nan]),
-        ("tanh.approx", [-math.inf, -0.0, 0.0, math.inf], [-1.0, -0.0, 0.0, 1.0]),
-        ("lg2.approx", [-math.inf, -1.0, -0.0, math.inf], [math.nan, math.nan, -math.inf, math.inf]),
         ("rsqrt.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, -math.inf, math.inf, 0.0]),
-        ("sqrt.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, -0.0, 0.0, math.inf]),
     ],
 )
 def test_approximations_of_special_numbers_are_exact(opcode: str, operands: list[float], results: list[float]) -> None:
@@ -457,19 +382,6 @@ def test_approximations_of_special_numbers_are_exact(opcode: str, operands: list
     x = np.resize(np.array(operands, np.float32), THREADS)
     found = compute(f"{opcode}.f32 z, a", [x], np.zeros(THREADS, np.float32))
     assert_equal(found.tolist(), np.resize(results, THREADS).tolist())
-
-
-def test_fast_division_by_huge_numbers_gives_zero() -> None:
-    x, y = np.full(THREADS, -(2.0**100), np.float32), np.full(THREADS, 1.5 * 2.0**126, np.float32)
-    x[::2] = np.inf
-    found = compute("div.approx.f32 z, a, b", [x, y], np.zeros(THREADS, np.float32))
-    assert_equal(found.tolist(), [math.nan, -0.0] * (THREADS // 2))
-
-
-def test_sines_of_large_angles_are_worse() -> None:
-    x = np.random.default_rng(3).uniform(10, 300, THREADS).astype(np.float32)
-    found = compute("sin.approx.f32 z, a", [x], np.zeros(THREADS, np.float32))
-    assert np.abs(found - np.sin(x.astype(np.float64))).max() == pytest.approx(2**-14.7, rel=0.01)
 
 
 def test_subnormal_numbers_are_flushed_where_the_opcode_says_so() -> None:

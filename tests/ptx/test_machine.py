@@ -163,55 +163,6 @@ def test_shuffles(mode: str, width: int) -> None:
         )
 
 
-def test_votes_and_reductions_of_half_a_warp() -> None:
-    body = PLACE + (
-        "and.b32 %r1, %r0, 1;\nsetp.eq.b32 %p1, %r1, 1;\nmov.b32 %r9, 0;\n@!%p1 bra OUT;\n"
-        "setp.gt.u32 %p2, %r0, 9;\nvote.sync.ballot.b32 %r2, %p2, 0xaaaaaaaa;\n"
-        "redux.sync.add.u32 %r3, %r0, 0xaaaaaaaa;\nredux.sync.max.s32 %r4, %r0, 0xaaaaaaaa;\n"
-        "vote.sync.any.pred %p3, %p2, 0xaaaaaaaa;\nvote.sync.all.pred %p4, %p2, 0xaaaaaaaa;\n"
-        "activemask.b32 %r5;\n"
-        "selp.b32 %r6, 1, 0, %p3;\nselp.b32 %r7, 1, 0, %p4;\nadd.s32 %r9, %r2, %r3;\nadd.s32 %r9, %r9, %r4;\n"
-        "add.s32 %r9, %r9, %r5;\nshl.b32 %r6, %r6, 1;\nadd.s32 %r9, %r9, %r6;\nadd.s32 %r9, %r9, %r7;\nOUT:\n"
-        "st.global.b32 [%d41], %r9;"
-    )
-    ballot = sum(1 << lane for lane in range(11, 32, 2))
-    expected = (ballot + sum(range(1, 32, 2)) + 31 + 0xAAAAAAAA + 2) % 2**32
-    assert run(body, [zeros(32)]).buffers[0].tolist() == [0, expected] * 16
-
-
-@pytest.mark.parametrize("space", ["global", "shared"])
-def test_atomics_count_every_thread(space: str) -> None:
-    """Each block counts in its own shared memory, all blocks in one global counter."""
-    address = "%d0" if space == "global" else "%r20"
-    body = (
-        "mov.b32 %r20, smem;\nsetp.eq.b32 %p1, %r0, 0;\n@%p1 st.shared.b32 [%r20], 0;\nbar.sync 0;\n"
-        f"atom.{space}.add.u32 %r1, [{address}], 1;\nmov.u32 %r2, %ctaid.x;\nmad.lo.s32 %r2, %r2, 64, %r0;\n"
-        "mul.wide.u32 %d40, %r2, 4;\nadd.s64 %d41, %d1, %d40;\nst.global.b32 [%d41], %r1;"
-    )
-    counter, tickets = run(body, [zeros(1), zeros(128)], threads=64, blocks=2, shared=16).buffers
-    if space == "global":
-        assert counter.tolist() == [128]
-        assert sorted(tickets.tolist()) == list(range(128))
-    else:
-        assert sorted(tickets.tolist()) == sorted([*range(64), *range(64)])
-
-
-def test_atomics_of_numbers() -> None:
-    """Sums of fp32 in any order, minimum, exchange under a condition."""
-    for name, kind, start, expected in [
-        ("add.f32", np.float32, 0.5, 32.5),
-        ("min.s32", np.int32, 7, -3),
-        ("max.u32", np.uint32, 7, 2**32 - 3),
-        ("exch.b32", np.uint32, 7, 2**32 - 3),
-        ("or.b32", np.uint32, 1, 2**32 - 3),
-    ]:
-        value = "0f3F800000" if kind is np.float32 else "-3"
-        assert run(f"red.global.{name} [%d0], {value};", [np.array([start], kind)]).buffers[0].tolist() == [expected]
-    cas = "atom.global.cas.b32 %r1, [%d0], 0, %r2;"
-    found = run("add.s32 %r2, %r0, 1;\n" + cas, [zeros(1)]).buffers[0]
-    assert 1 <= found[0] <= 32
-
-
 def test_vectors_and_generic_addresses() -> None:
     """Each thread passes 16 bytes on to its neighbor through shared memory, by a generic address."""
     body = (

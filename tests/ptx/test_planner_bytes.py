@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megapipe.kernels import triton_backend
-from megapipe.planner.cost.kernels import LayerKernels
+from megapipe.planner.cost.layer_times import LayerKernels
 from megapipe.spec.layers import model_layers
 from tests.kernels.cases import needs_triton
 from tests.planner.cost.runs import SMALL, config_of, machine

@@ -12,7 +12,7 @@ from tests.kernels.cases import needs_triton
 pytestmark = needs_triton
 
 if triton_backend.installed():
-    from megapipe.kernels.triton_backend.specimens import Specimen
+    from megapipe.kernels.triton_backend.launch import Specimen
     from tests.ptx.cases import CASES, ODD_CASES, SPECIMEN_CASES
     from tests.ptx.checks import problems, run
     from tests.ptx.execution import compile_cases

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megapipe.random.draws import Draws
+from megapipe.random.sampling import Draws
 
 
 def test_the_same_item_draws_the_same_and_others_others() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megapipe.random.dropout import dropout_bits, finalize, keep_threshold
+from megapipe.random.bits import dropout_bits, finalize, keep_threshold
 
 WORD = 0xFFFFFFFF
 PINNED = [2536273800, 3781130324, 2866072478, 203045473, 2276933204, 3489851773, 2775292445, 1225155172]

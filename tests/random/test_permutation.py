@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megapipe.random.permutation import FEW, LARGEST_SIZE, LARGEST_TABLE, KeyedPermutation
+from megapipe.random.sampling import FEW, LARGEST_SIZE, LARGEST_TABLE, KeyedPermutation
 
 MASK = 2**64 - 1
 TEN_TRILLION = 10**13

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megapipe.schedules import Action
 from tests.schedules.interpreter_state import Broken, RankState
-from tests.schedules.serial import mix
+from tests.schedules.serial import mix, states_of
 
 
 class Rank(RankState):
@@ -109,10 +109,13 @@ class Rank(RankState):
         gradient = self.halves.pop((stage, unit, microbatch))
         value = mix("dw", weight, self.saved_input(stage, unit, microbatch), gradient)
         buffer = update % header.gradient_buffers
-        self.gradients["unit", stage, unit, buffer].append(value)
-        self.whole_gradients.add((stage, unit, buffer))
-        if 0 < header.whole_gradients < len(self.whole_gradients):
-            raise Broken(f"no buffer for the gradient of unit {unit} of stage {stage}")
+        for state in states_of(header, stage, unit):
+            self.gradients["unit", stage, state, buffer].append(mix(state, value))
+            if header.stage_states[stage][state].sharded_gradients:
+                self.whole_gradients.add((stage, state, buffer))
+        held = sum(header.stage_states[each][state].size for each, state, _ in self.whole_gradients)
+        if held > header.states.gradient_pool:
+            raise Broken(f"no room for the gradients of unit {unit} of stage {stage}")
         if unit == 0:
             for group, uses in enumerate(header.tied_groups):
                 if stage in uses:
@@ -166,7 +169,7 @@ class Rank(RankState):
 
     def reduce_tied(self, action: Action) -> bool:
         header = self.world.schedule.header
-        group = action.unit - header.units_per_stage[action.stage]
+        group = header.tied_group(action.stage, action.unit)
         buffer = self.buffer(action)
         uses = {
             str(stage): self.summed(("use", group, stage, buffer))

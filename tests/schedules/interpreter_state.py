@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from megapipe.schedules import Action, Kind
-from tests.schedules.serial import Weights, initial, mix
+from tests.schedules.serial import Weights, initial, mix, states_of
 
 if TYPE_CHECKING:
     from tests.schedules.interpreter import World
@@ -25,7 +25,7 @@ class RankState:
         self.names: dict[tuple[int, int], tuple[str, int, int]] = {}
         for stage in header.stages_on(rank):
             for unit in header.state_units(stage):
-                tied = unit - header.units_per_stage[stage]
+                tied = header.tied_group(stage, unit)
                 self.names[stage, unit] = ("tied", tied, 0) if tied >= 0 else ("unit", stage, unit)
         self.weights: Weights = {
             name: [initial(name)] * header.versions_per_stage[stage] for (stage, _), name in self.names.items()
@@ -66,20 +66,26 @@ class RankState:
     def weight(self, stage: int, unit: int, version: int, needs_gather: bool = True) -> int:
         """What a unit computes with: its own weights, and the tied ones at the stage's first unit."""
         header = self.world.schedule.header
-        names = [("unit", stage, unit)]
+        states = states_of(header, stage, unit)
+        names = [("unit", stage, state) for state in states]
         if unit == 0:
             names += [("tied", group, 0) for group, uses in enumerate(header.tied_groups) if stage in uses]
         values = [self.weights[name][version % len(self.weights[name])] for name in names]
-        if header.weight_buffers and needs_gather:
-            if (stage, unit, version) not in self.gathered:
-                raise Broken(f"weights of unit {unit} of stage {stage} are not gathered")
-            values[0] = self.gathered[stage, unit, version]
+        for index, state in enumerate(states):
+            if header.stage_states[stage][state].weights != "whole" and needs_gather:
+                if (stage, state, version) not in self.gathered:
+                    raise Broken(f"weights of state unit {state} of stage {stage} are not gathered")
+                values[index] = self.gathered[stage, state, version]
         return mix(*values)
 
     def gather_weights(self, action: Action) -> bool:
         place = action.stage, action.unit, action.version
-        if place in self.gathered or len(self.gathered) == self.world.schedule.header.weight_buffers:
-            raise Broken(f"no buffer: {action}")
+        states = self.world.schedule.header.stage_states
+        if place in self.gathered or states[action.stage][action.unit].weights == "whole":
+            raise Broken(f"nothing to gather: {action}")
+        held = sum(states[stage][unit].size for stage, unit, _ in (*self.gathered, place))
+        if held > self.world.schedule.header.states.weight_pool:
+            raise Broken(f"no room: {action}")
         copies = self.weights["unit", action.stage, action.unit]
         self.gathered[place] = copies[action.version % len(copies)]
         return True

@@ -15,6 +15,11 @@ def initial(name: tuple[str, int, int]) -> int:
     return mix("initial", name)
 
 
+def states_of(header: Header, stage: int, layer: int) -> list[int]:
+    """The state units of a layer."""
+    return [state for state, unit in enumerate(header.stage_states[stage]) if unit.layer == layer]
+
+
 def serial(header: Header, steps: int, *, ordered: bool = True) -> Weights:
     """The same steps in one process, one micro-batch after another, from the definition of the training recursion."""
     world = Serial(header, ordered)
@@ -31,12 +36,12 @@ class Serial:
         self.weights: Weights = {}
         for stage in range(len(header.stages)):
             for unit in header.state_units(stage):
-                tied = unit - header.units_per_stage[stage]
+                tied = header.tied_group(stage, unit)
                 name = ("tied", tied, 0) if tied >= 0 else ("unit", stage, unit)
                 self.weights[name] = [initial(name)] * header.versions_per_stage[stage]
 
     def weight(self, stage: int, unit: int, version: int) -> int:
-        names = [("unit", stage, unit)]
+        names = [("unit", stage, state) for state in states_of(self.header, stage, unit)]
         if unit == 0:
             names += [("tied", group, 0) for group, uses in enumerate(self.header.tied_groups) if stage in uses]
         return mix(*(self.weights[name][version % len(self.weights[name])] for name in names))
@@ -68,7 +73,7 @@ class Serial:
         parts = {}
         for stage in range(len(self.header.stages)):
             for unit in self.header.state_units(stage):
-                tied = unit - self.header.units_per_stage[stage]
+                tied = self.header.tied_group(stage, unit)
                 parts[stage, unit] = reduced["tied", tied, 0] if tied >= 0 else reduced["unit", stage, unit]
         return mix(("scalars",), *sorted((str(key), value) for key, value in parts.items()))
 
@@ -85,7 +90,8 @@ class Serial:
             for unit in reversed(range(header.units_per_stage[stage])):
                 weight, saved = self.weight(stage, unit, version), mix(inputs[stage, unit])
                 contribution = mix("dw", weight, saved, gradient)
-                gradients["unit", stage, unit].append(contribution)
+                for state in states_of(header, stage, unit):
+                    gradients["unit", stage, state].append(mix(state, contribution))
                 for group, uses in enumerate(header.tied_groups):
                     if unit == 0 and stage in uses:
                         gradients["use", group, stage].append(contribution)

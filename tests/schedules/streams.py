@@ -112,7 +112,7 @@ class Device:
         elif kind == Kind.REDUCE_COUNTS:
             self.counts[step] = self.collective("world", (kind, step), self.after_compute())
         elif kind == Kind.REDUCE_TIED:
-            group = action.unit - schedule.header.units_per_stage[action.stage]
+            group = schedule.header.tied_group(action.stage, action.unit)
             ranks = frozenset(schedule.rank_of(stage) for stage in schedule.header.tied_groups[group])
             self.reductions.append(self.collective(ranks, (group, action.microbatch), self.after_compute()))
         elif kind == Kind.REDUCE_SCALARS:

@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megapipe.schedules import GENERATORS, Offload, Rows, Schedule, Sections, build
+from megapipe.schedules.actions import write_action
 from megapipe.schedules.schedule import SECTIONS, Mode, SectionName
-from megapipe.schedules.tokens import write_action
+from megapipe.schedules.states import WHOLE_STATES, StateTable, StateUnit, WeightHome
 
 
 def words(schedule: Schedule, rank: int, section: SectionName = "body") -> str:
@@ -41,16 +42,42 @@ def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: in
     if name == "pipedream":
         tied = tied.filter(lambda group: len(group) == 1)
     data_parallel = draw(st.booleans())
+    units = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
     return options | {
         "num_ranks": ranks,
         "num_microbatches": draw(st.integers(ranks if name in NEVER_FLUSHING else 1, max_microbatches)),
-        "units_per_stage": draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)),
+        "units_per_stage": units,
         "tied_groups": draw(st.lists(tied, max_size=2)),
         "data_parallel": data_parallel,
-        "weight_buffers": draw(st.integers(0, 4)) if data_parallel else 0,
-        "whole_gradients": draw(st.integers(0, 3)) if data_parallel else 0,
+        "states": draw(state_tables(units)) if data_parallel else WHOLE_STATES,
         "receive_ahead": draw(st.integers(1, 3)),
     }
+
+
+@st.composite
+def state_tables(draw: st.DrawFn, units_per_stage: Sequence[int], home: WeightHome = "sharded") -> StateTable:
+    """What replicas shard of each layer: all layers alike, or one or two units of any size, each in its way."""
+    weights, gradients = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    if draw(st.booleans()):
+        pools = {"weight_pool": weights, "gradient_pool": gradients if home == "sharded" else 0}
+        return StateTable.uniform(units_per_stage, **pools, weights=home)
+    gradients_too = st.booleans() if home == "sharded" else st.just(False)
+    a_unit = st.tuples(st.sampled_from(["whole", home]), gradients_too, st.integers(0, 3))
+    most = draw(st.integers(1, 2))
+    units = tuple(
+        tuple(
+            StateUnit(layer, *fields)
+            for layer in range(layers)
+            for fields in draw(st.lists(a_unit, min_size=1, max_size=most))
+        )
+        for layers in units_per_stage
+    )
+    return StateTable(units, 3 * most + weights, 3 * most + gradients)
+
+
+def one_unit_a_layer(schedule: Schedule) -> bool:
+    """Whether state units are layers."""
+    return tuple(map(len, schedule.header.stage_states)) == schedule.header.units_per_stage
 
 
 @st.composite
@@ -61,30 +88,33 @@ def spans(draw: st.DrawFn, units_per_stage: Sequence[int]) -> list[list[range]]:
 
 
 @st.composite
-def offloads(
-    draw: st.DrawFn, units_per_stage: Sequence[int], again: Sequence[Sequence[range]] = (), weights: bool = False
-) -> Offload:
-    """What goes to host memory: activations of any units that do not run again, optimizer state, and with it weights
-    where they may."""
+def offloads(draw: st.DrawFn, units_per_stage: Sequence[int], again: Sequence[Sequence[range]] = ()) -> Offload:
+    """What goes to host memory: activations of any units that do not run again, and optimizer state."""
     units = []
     for stage, count in enumerate(units_per_stage):
         free = set(range(count)) - {unit for span in (again[stage] if again else ()) for unit in span}
         units.append(tuple(sorted(draw(st.sets(st.sampled_from(sorted(free)))))) if free else ())
-    prefetch, optimizer = draw(st.integers(1, 4)), draw(st.booleans())
-    return Offload(tuple(units), prefetch, optimizer, draw(st.integers(0, 4)) if optimizer and weights else 0)
+    return Offload(tuple(units), draw(st.integers(1, 4)), draw(st.booleans()))
 
 
 @st.composite
-def schedules(draw: st.DrawFn, mode: Mode = "train", max_ranks: int = 4, max_microbatches: int = 6) -> Schedule:
+def schedules(
+    draw: st.DrawFn,
+    mode: Mode = "train",
+    max_ranks: int = 4,
+    max_microbatches: int = 6,
+    names: Sequence[str] = tuple(GENERATORS),
+) -> Schedule:
     """Any schedule that can be built."""
-    name = draw(st.sampled_from(sorted(GENERATORS)))
+    name = draw(st.sampled_from(names))
     arguments = draw(layouts(name, max_ranks, max_microbatches))
     if draw(st.booleans()):
         arguments["recompute"] = draw(spans(arguments["units_per_stage"]))
     if draw(st.booleans()):
-        weights = name not in NEVER_FLUSHING and arguments["weight_buffers"] == 0
         units, again = arguments["units_per_stage"], arguments.get("recompute", ())
-        arguments["offload"] = draw(offloads(units, again, weights))
+        arguments["offload"] = draw(offloads(units, again))
+        if arguments["offload"].optimizer and name not in NEVER_FLUSHING and draw(st.booleans()):
+            arguments["states"] = draw(state_tables(units, "host"))
     return build(name, mode=mode, **arguments)
 
 

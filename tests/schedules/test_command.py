@@ -98,7 +98,7 @@ def test_files_round_trip(capsys, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(output(capsys, "write", "--schedule", "zb_h1"))
     assert json.loads(output(capsys, "validate", str(path), "--json"))["canonical_order"] is True
-    assert json.loads(output(capsys, "simulate", "--file", str(path), "--json"))["schedule"] == "zb_h1"
+    assert json.loads(output(capsys, "simulate", "--schedule", str(path), "--json"))["schedule"] == "zb_h1"
     assert "is valid" in output(capsys, "validate", str(path))
 
 
@@ -111,8 +111,8 @@ def test_write_prints_the_form_that_the_guide_teaches(capsys, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(short)
     lowered = output(capsys, "write", "--lowered", *shape)
-    assert output(capsys, "write", "--file", str(path)) == short
-    assert output(capsys, "write", "--lowered", "--file", str(path)) == lowered == dumps(build("1f1b", 2, 4))
+    assert output(capsys, "write", "--schedule", str(path)) == short
+    assert output(capsys, "write", "--lowered", "--schedule", str(path)) == lowered == dumps(build("1f1b", 2, 4))
     assert main(["write", "--recompute", "1", *shape]) == 2
     assert "--recompute only changes the actions that lowering adds" in capsys.readouterr().err
 
@@ -164,7 +164,10 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ("simulate --bandwidth 0 --message 1", "must be above 0"),
         ("simulate --steps 0", "--steps is 0; it must be at least 1"),
         ("simulate --steps 9999999999", "the maximum to simulate is 125,000 steps"),
-        ("show --schedule mine.txt", "to use a schedule file, pass --file"),
+        (
+            "show --schedule mine.txt",
+            "cannot read mine.txt: No such file or directory; choose a text file",
+        ),
         ("simulate --schedule zb_v --placement linear", "places its stages v_shape"),
         ("draw --output picture.png", "must end in .svg, .html, .json"),
         (
@@ -173,7 +176,7 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ),
         ("validate /nowhere/mine.txt", "cannot read /nowhere/mine.txt: No such file or directory; choose a text file"),
         ("show --ranks 1000 --microbatches 100000", "has 100,000,000 forwards per step; the maximum is"),
-        ("compare --microbatches 0", "the number of micro-batches of gpipe is 0; it must be at least 1"),
+        ("compare --microbatches 0", "the number of micro-batches of 1f1b is 0; it must be at least 1"),
         ("compare --schedule zb", "unknown schedule 'zb'"),
     ],
 )

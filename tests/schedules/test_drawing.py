@@ -4,15 +4,12 @@ import json
 import os
 import shutil
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 
 from megapipe.schedules import GENERATORS, Kind, Link, build, rank_costs, simulate
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.drawing.bars import activation_curves, bars_of
-
-PICTURES = Path(__file__).parents[2] / "docs" / "pictures" / "schedules"
 
 
 def run_of(name, ranks=4, microbatches=8, steps=1, **costs):
@@ -62,14 +59,6 @@ def test_terminal_lines_show_the_idle_time():
     lines = draw_terminal(run).splitlines()
     assert lines[0].split()[2] == "0011......aaaabbbb"
     assert lines[1].split()[2] == "..0011aaaabbbb...."
-
-
-@pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_pictures_of_the_guide_are_up_to_date(name):
-    """Redraw with: python -m tests.schedules.redraw"""
-    from tests.schedules.redraw import picture
-
-    assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == picture(name)
 
 
 def shown_data(page):
@@ -137,6 +126,6 @@ def test_hovering_an_action_tells_what_it_is(tmp_path):
 
 
 def test_kinds_that_are_drawn_have_a_colour_and_a_name():
-    from megapipe.schedules.drawing.palette import FILLS, NAMES
+    from megapipe.schedules.drawing.bars import FILLS, NAMES
 
     assert set(FILLS) == set(NAMES) >= {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megapipe.schedules import Kind, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
 from megapipe.schedules.actions import STAGE, UNIT, VERSION
 from megapipe.schedules.schedule import SECTIONS
-from tests.schedules.support import schedules, with_rank_rows, words
+from megapipe.schedules.states import StateTable
+from tests.schedules.support import one_unit_a_layer, schedules, with_rank_rows, words
 
 PLACE = [STAGE, UNIT, VERSION]
 
@@ -25,7 +26,7 @@ def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
         microbatches,
         units_per_stage=[units] * stages,
         data_parallel=True,
-        weight_buffers=buffers,
+        states=StateTable.uniform([units] * stages, weight_pool=buffers),
         **options,
     )
     validate(schedule)
@@ -33,15 +34,19 @@ def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
 
 
 def fewest_gathers(schedule, section, rank):
-    """Naively: at every run hold the next different units, as many as there are buffers; count what is new."""
+    """Naively: at every run hold the next different units, as many as the pool has room for; count what is new."""
     runs = []
     for action in schedule.actions(section, rank):
         uses = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        uses = uses and schedule.header.gathered_weights[action.stage, action.unit]
         if uses and runs[-1:] != [(action.stage, action.unit, action.version)]:
             runs.append((action.stage, action.unit, action.version))
     held, count = set(), 0
     for start in range(len(runs)):
-        window = set(list(dict.fromkeys(runs[start:]))[: schedule.header.weight_buffers])
+        ahead = list(dict.fromkeys(runs[start:]))
+        sizes = [schedule.header.stage_states[stage][unit].size for stage, unit, _ in ahead]
+        room = schedule.header.states.weight_pool
+        window = set(itertools.compress(ahead, (total <= room for total in itertools.accumulate(sizes))))
         count += len(window - held)
         held = window
     return count
@@ -80,30 +85,28 @@ def test_accumulation_by_microbatch_gathers_twice_a_microbatch(microbatches):
         assert counted(schedule, Kind.REDUCE_GRADIENTS) == layers
 
 
-def test_enough_buffers_keep_all_weights():
-    assert counted(sharded("1f1b", 1, 5, 1, units=3, buffers=3), Kind.GATHER_WEIGHTS) == 3
-
-
 @settings(max_examples=150, deadline=None)
-@given(schedules() | schedules("forward"))
+@given((schedules() | schedules("forward")).filter(one_unit_a_layer))
 def test_gathers_are_those_of_the_next_units(schedule):
     validate(schedule)
     for rank, section in itertools.product(range(schedule.header.num_ranks), SECTIONS):
-        gathers = fewest_gathers(schedule, section, rank) if schedule.header.weight_buffers else 0
+        gathers = fewest_gathers(schedule, section, rank) if schedule.header.gathered_weights.any() else 0
         assert counted(schedule, Kind.GATHER_WEIGHTS, rank, section) == gathers
         assert counted(schedule, Kind.RELEASE_WEIGHTS, rank, section) == gathers
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), schedules().filter(lambda schedule: schedule.header.weight_buffers > 0))
+@given(st.data(), schedules().filter(lambda schedule: schedule.header.gathered_weights.any()))
 def test_a_gather_or_release_dropped_or_moved_behind_a_use_is_refused(data, schedule):
-    rank = data.draw(st.integers(0, schedule.header.num_ranks - 1))
+    ranks = [rank for rank in range(schedule.header.num_ranks) if counted(schedule, Kind.GATHER_WEIGHTS, rank)]
+    rank = data.draw(st.sampled_from(ranks))
     rows = schedule.sections.body[rank]
     places = [at for at, row in enumerate(rows.tolist()) if row[0] in (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)]
     at = data.draw(st.sampled_from(places))
     order = [index for index in range(len(rows)) if index != at]
     if data.draw(st.booleans()):
-        place = rows[at, PLACE].tolist()
+        stage, unit, version = rows[at, PLACE].tolist()
+        place = [stage, schedule.header.stage_states[stage][unit].layer, version]
         sign = 1 if rows[at, 0] == Kind.GATHER_WEIGHTS else -1
         compute = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
         side = order[at:] if sign > 0 else order[:at][::-1]
@@ -119,10 +122,10 @@ def test_a_gather_or_release_dropped_or_moved_behind_a_use_is_refused(data, sche
         ("GW0/1.0@0 F0/0.0@0", "F0/0.0@0", "not gathered here"),
         ("GW0/0.0@0 GW0/1.0@0", "GW0/0.0@0 GW0/0.0@0 GW0/1.0@0", "already gathered"),
         ("LW0/1.0@0 DG0/1.0", "LW0/1.0@0 LW0/1.0@0 DG0/1.0", "not gathered here"),
-        ("LW0/0.0@0 GW0/2.0@0", "GW0/2.0@0 LW0/0.0@0", "has 2 buffers for gathered weights"),
+        ("LW0/0.0@0 GW0/2.0@0", "GW0/2.0@0 LW0/0.0@0", "weight_pool of 2 has no room for it"),
         ("LW0/0.0@0 DG0/0.0", "LW0/0.0@0 GW0/0.0@0 LW0/0.0@0 DG0/0.0", "nothing uses the weights"),
         ("LW0/0.0@0 DG0/0.0", "DG0/0.0", "never released"),
-        ("weight_buffers 2", "weight_buffers 0", "keeps its weights whole"),
+        ("state 0/0-2 weights sharded", "state 0/0-2", "keeps all weights whole"),
         ("GW0/0.0@0 GW0/1.0@0", "GW0/0.0 GW0/1.0@0", "version must be given"),
     ],
 )
@@ -135,9 +138,9 @@ def test_each_broken_rule_is_named(old, new, message):
 
 def test_what_cannot_shard_its_weights_says_why():
     with pytest.raises(ScheduleError, match="no rank to gather from"):
-        build("1f1b", 2, 4, weight_buffers=2)
-    with pytest.raises(ScheduleError, match="weight_buffers is -1"):
-        build("1f1b", 2, 4, data_parallel=True, weight_buffers=-1)
+        build("1f1b", 2, 4, states=StateTable.uniform([1, 1], weight_pool=2))
+    with pytest.raises(ScheduleError, match="weight_pool is -1"):
+        build("1f1b", 2, 4, data_parallel=True, states=StateTable.uniform([1, 1], weight_pool=-1))
 
 
 def test_prefetch_hides_gathers_that_are_shorter_than_a_unit():

@@ -160,3 +160,12 @@ def test_largest_schedules_build_and_validate(ranks, microbatches, chunks):
     assert validate(schedule).canonical_order
     forwards = sum(int((rows[:, 0] == Kind.FORWARD).sum()) for rows in schedule.sections.body)
     assert forwards == ranks * microbatches * chunks
+
+
+def test_eager_2bw_idles_for_all_but_one_backward_a_step():
+    """(p-1) B a step, by the closed form in docs/schedules.md."""
+    for ranks, microbatches, backward, steps in ((4, 4, 2.0, 20), (3, 5, 1.0, 7), (2, 6, 3.0, 1)):
+        schedule = build("2bw", ranks, microbatches, update="eager")
+        run = simulate(schedule, rank_costs(schedule.header, backward=backward), steps)
+        step = microbatches * (1 + backward) + (ranks - 1) * backward
+        assert run.finish == steps * step + (ranks - 1)

@@ -8,7 +8,7 @@ import pytest
 
 from megapipe.schedules import build, rank_costs
 from megapipe.schedules.command.main import main
-from megapipe.schedules.measured.trace_file import read_rank, write_rank
+from megapipe.schedules.measured.traces import read_rank, write_rank
 from tests.schedules.traces import write_trace
 
 

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.schedules import Kind, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
-from tests.schedules.support import schedules, with_rank_rows, words
+from megapipe.schedules.states import StateTable
+from tests.schedules.support import one_unit_a_layer, schedules, with_rank_rows, words
 
 
 def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
@@ -15,7 +16,7 @@ def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
         microbatches,
         units_per_stage=[units] * stages,
         data_parallel=True,
-        whole_gradients=buffers,
+        states=StateTable.uniform([units] * stages, gradient_pool=buffers),
         **options,
     )
     validate(schedule)
@@ -30,6 +31,12 @@ def reductions(schedule, rank=0):
     return sum(action.kind == Kind.REDUCE_GRADIENTS for action in schedule.actions("body", rank))
 
 
+def room(schedule, places):
+    """What the pool has left beside these gradients."""
+    sizes = (schedule.header.stage_states[stage][unit].size for stage, unit, _ in places)
+    return schedule.header.states.gradient_pool - sum(sizes)
+
+
 def expected_reductions(schedule, rank):
     """Naively: a unit's gradient of an update stays if it is added to again before so many others are."""
     each = schedule.header.num_microbatches // schedule.header.updates_per_step
@@ -39,16 +46,22 @@ def expected_reductions(schedule, rank):
     for section, rows in enumerate(sections):
         for kind, stage, unit, microbatch in rows[:, :4].tolist():
             place = stage, unit, microbatch // each
-            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and runs[-1:] != [place]:
+            if kind not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                continue
+            if not schedule.header.sharded_gradients[stage, unit]:
+                continue
+            if runs[-1:] != [place]:
                 runs.append(place)
                 body.append(section == (bodies + 1) // 2)
-            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            else:
                 body[-1] = section == (bodies + 1) // 2  # a run's last row decides
-    count = 0
+    states = schedule.header.stage_states
+    own = [unit for stage in schedule.header.stages_on(rank) for unit in states[stage]]
+    count = sum(not unit.sharded_gradients for unit in own) * schedule.header.updates_per_step
     for place, unit in enumerate(runs):
         behind = runs[place + 1 :]
         others = behind[: behind.index(unit)] if unit in behind else None
-        count += body[place] and (others is None or len(set(others)) >= schedule.header.whole_gradients)
+        count += body[place] and (others is None or room(schedule, {unit, *others}) < 0)
     return count
 
 
@@ -73,7 +86,7 @@ def test_layered_accumulation_reduces_once_a_layer_whatever_the_microbatches(ran
 
 
 @settings(max_examples=150, deadline=None)
-@given(schedules().filter(lambda schedule: schedule.header.whole_gradients > 0))
+@given(schedules().filter(lambda schedule: schedule.header.sharded_gradients.any() and one_unit_a_layer(schedule)))
 def test_what_is_not_added_to_soon_is_reduced_at_once(schedule):
     validate(schedule)
     for rank in range(schedule.header.num_ranks):
@@ -81,7 +94,7 @@ def test_what_is_not_added_to_soon_is_reduced_at_once(schedule):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.data(), schedules().filter(lambda schedule: schedule.header.whole_gradients > 0))
+@given(st.data(), schedules().filter(lambda schedule: schedule.header.sharded_gradients.any()))
 def test_a_last_reduction_dropped_or_any_moved_ahead_of_its_backward_is_refused(data, schedule):
     rank = data.draw(st.integers(0, schedule.header.num_ranks - 1))
     rows = schedule.sections.body[rank]
@@ -94,7 +107,8 @@ def test_a_last_reduction_dropped_or_any_moved_ahead_of_its_backward_is_refused(
     )
     if not is_last or data.draw(st.booleans()):  # others may be dropped where buffers are left
         adding = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        crossed = next(i for i in order[:at][::-1] if rows[i, 0] in adding and rows[i, 1:3].tolist() == [stage, unit])
+        place = [stage, schedule.header.stage_states[stage][unit].layer]
+        crossed = next(i for i in order[:at][::-1] if rows[i, 0] in adding and rows[i, 1:3].tolist() == place)
         order.insert(order.index(crossed), at)
     with pytest.raises(ScheduleError, match="rank"):
         validate(with_rank_rows(schedule, "body", rank, rows[order]))
@@ -103,7 +117,7 @@ def test_a_last_reduction_dropped_or_any_moved_ahead_of_its_backward_is_refused(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("DG0/1.0 B0/0.0", "B0/0.0 DG0/1.0", "has 1 buffers for whole gradients"),
+        ("DG0/1.0 B0/0.0", "B0/0.0 DG0/1.0", "gradient_pool of 1 has no room for another"),
         ("DG0/2.1", "DG0/2.0", "last micro-batch that it includes"),
         ("DG0/2.1", "DG0/2.1 DG0/2.1", "nothing was added"),
         (" DG0/0.1", "", "not reduced after it"),
@@ -117,17 +131,11 @@ def test_each_broken_rule_is_named(old, new, message):
         validate(loads(text.replace(old, new)))
 
 
-def test_the_text_form_says_how_many():
-    schedule = sharded("modular", 2, 4, 4, buffers=3)
-    assert "whole_gradients 3" in dumps(schedule)
-    assert loads(dumps(schedule)) == schedule
-
-
 def test_what_cannot_shard_its_gradients_says_why():
     with pytest.raises(ScheduleError, match="no rank to shard them with"):
-        build("1f1b", 2, 4, whole_gradients=2)
-    with pytest.raises(ScheduleError, match="whole_gradients is -1"):
-        build("1f1b", 2, 4, data_parallel=True, whole_gradients=-1)
+        build("1f1b", 2, 4, states=StateTable.uniform([1, 1], gradient_pool=2))
+    with pytest.raises(ScheduleError, match="gradient_pool is -1"):
+        build("1f1b", 2, 4, data_parallel=True, states=StateTable.uniform([1, 1], gradient_pool=-1))
 
 
 def test_a_second_buffer_hides_reductions_that_are_shorter_than_a_unit():

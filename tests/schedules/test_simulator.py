@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import Kind, Link, ScheduleError, build, order, rank_costs, simulate
-from megapipe.schedules.actions import COMPUTE_KINDS
+from megapipe.schedules import GENERATORS, Costs, Kind, Link, ScheduleError, build, order, rank_costs, simulate
+from megapipe.schedules.actions import COMPUTE_KINDS, KIND, STAGE, UNIT
+from megapipe.schedules.simulation import CostPlace, stage_times
+from megapipe.schedules.simulation.costs import TIMED
+from megapipe.schedules.states import StateTable, StateUnit
 from tests.schedules.support import schedules
 
 
@@ -97,3 +100,50 @@ def test_what_cannot_be_simulated_is_refused():
         rank_costs(header, backward_input=1.0)
     with pytest.raises(ScheduleError, match="times must be at least 0"):
         rank_costs(header, forward=-1.0)
+
+
+def test_units_take_the_times_of_their_own_or_the_part_of_their_size():
+    """A stage's gathers take 4: 1 and 3 by size, unless a unit's own time is given."""
+    units = (StateUnit(0, "sharded"), StateUnit(0, "sharded", size=3))
+    states = StateTable((units,), weight_pool=4)
+    schedule = build("gpipe", 1, 1, units_per_stage=[1], data_parallel=True, states=states)
+    costs = rank_costs(schedule.header, gather_weights=4.0, update=2.0)
+    for own, gathers, updates in (
+        ({}, [1.0, 3.0], [1.0, 1.0]),
+        ({CostPlace(Kind.GATHER_WEIGHTS, 0, 1): 7.0, CostPlace(Kind.UPDATE, 0, 0): 0.5}, [1.0, 7.0], [0.5, 1.0]),
+    ):
+        run = simulate(schedule, costs.with_times(own))
+        assert run.durations[run.table.rows_with(Kind.GATHER_WEIGHTS)].tolist() == gathers
+        assert run.durations[run.table.rows_with(Kind.UPDATE)].tolist() == updates
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(sorted(GENERATORS)), data=st.data())
+def test_every_row_takes_the_time_of_its_own_unit_and_none_goes_without(name: str, data: st.DataObject) -> None:
+    """Stages of different layers, some of them dense and experts; a stage's updates take the sum of its units'."""
+    stages = 2 * GENERATORS[name].chunks
+    layers = data.draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    sizes = st.lists(st.integers(1, 9), min_size=1, max_size=2)
+    units = tuple(
+        tuple(StateUnit(layer, "sharded", True, size) for layer in range(count) for size in data.draw(sizes))
+        for count in layers
+    )
+    states = StateTable(units, weight_pool=18, gradient_pool=18)
+    schedule = build(name, 2, 4, units_per_stage=layers, data_parallel=True, states=states)
+    random = data.draw(st.randoms(use_true_random=False))
+    places = stage_times(schedule.header, dict.fromkeys(TIMED, (1.0,) * stages))
+    costs = Costs({place: random.uniform(0.5, 2.0) for place in places})
+    run = simulate(schedule, costs, steps := 1 if schedule.flushes else 2)
+    table = run.table
+    columns = (table.kind, table.stage, table.unit)
+    for row, place in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+        assert run.durations[row] == (costs.times[CostPlace(*place)] if place[0] in TIMED else 0.0)
+    updates = table.rows_with(Kind.UPDATE)
+    for stage, own in enumerate(units):
+        expected = sum(costs.times[CostPlace(Kind.UPDATE, stage, unit)] for unit in range(len(own)))
+        took = float(run.durations[updates[table.stage[updates] == stage]].sum())
+        assert took == pytest.approx(expected * steps * schedule.header.updates_per_step)
+    row = table.rows[data.draw(st.sampled_from(table.rows_with(*TIMED).tolist()))]
+    missing = CostPlace(Kind(row[KIND]), int(row[STAGE]), int(row[UNIT]))
+    with pytest.raises(ScheduleError, match=f"no time of {missing.kind.name} for unit {missing.unit}"):
+        simulate(schedule, Costs({place: time for place, time in costs.times.items() if place != missing}), steps)

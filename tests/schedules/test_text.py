@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import Action, Kind, ScheduleError, build, dumps, loads, lower, order, validate
-from megapipe.schedules.tokens import read_action, write_action
+from megapipe.schedules import Action, Kind, ScheduleError, build, dumps, loads, lower, validate
+from megapipe.schedules.actions import read_action, write_action
 from tests.schedules.support import schedules
 
 HAND_WRITTEN = """megapipe schedule 1
@@ -23,7 +23,7 @@ rank 1: F1.0 B1.0 F1.1 B1.1
 FIELD = st.integers(-1, 2**31 - 1)
 
 
-@given(st.builds(Action, st.sampled_from(Kind), FIELD, FIELD, FIELD, FIELD, FIELD, FIELD))
+@given(st.builds(Action, st.sampled_from(Kind), FIELD, FIELD, FIELD, FIELD, FIELD, FIELD, st.just(-1)))
 def test_every_action_reads_back(action):
     assert read_action(write_action(action)) == action
 
@@ -34,11 +34,6 @@ def test_every_schedule_reads_back(schedule):
     text = dumps(schedule)
     assert loads(text) == schedule
     assert dumps(loads(text)) == text
-
-
-def test_compute_actions_read_back_and_lower_the_same():
-    compute = order("1f1b", 3, 4, tied_groups=[(0, 2)])
-    assert lower(loads(dumps(compute))) == build("1f1b", 3, 4, tied_groups=[(0, 2)])
 
 
 def test_a_hand_written_schedule_runs():

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.schedules import Costs, Kind, Schedule, dumps, simulate
-from megapipe.schedules.measured.trace_file import (
+from megapipe.schedules.actions import write_action
+from megapipe.schedules.measured.traces import (
     SCHEDULE_FILE,
     Event,
     RankTrace,
@@ -16,7 +17,6 @@ from megapipe.schedules.measured.trace_file import (
 )
 from megapipe.schedules.schedule import SECTIONS, SectionName
 from megapipe.schedules.table import Table
-from megapipe.schedules.tokens import write_action
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
 STEP_APART = 1_000_000_000

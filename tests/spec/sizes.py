@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
+from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputedPart
 from megapipe.spec.dtypes import AttentionPath, ContextAttention, Precision
 from megapipe.spec.layers import layer_ops
 from megapipe.spec.ops import MicrobatchShape, exchanges, saved_bytes, weight_half_bytes

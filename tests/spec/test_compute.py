@@ -1,3 +1,9 @@
+"""FLOPs in the closed forms of the papers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,11 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+from megapipe.config.load import parse
 from megapipe.config.model import ModelConfig
-from megapipe.layers.context import MicrobatchContext
-from megapipe.models.gpt import build_layer
-from megapipe.parallel.groups import SoloGroup
-from megapipe.spec.layers import layer_flops, model_flops_per_token, model_layers
+from megapipe.spec.layers import active_parameters, layer_flops, model_flops_per_token, model_layers
 from megapipe.spec.ops import Flops
 
 
@@ -64,55 +68,6 @@ def test_the_145_billion_model_takes_its_published_flops_per_iteration() -> None
     assert iteration == pytest.approx(5.642e18, rel=1e-3)
 
 
-def matmul_flops(model: ModelConfig, micro: int, sequence: int) -> tuple[int, int]:
-    """(forward, backward) of a block's products and head, counted by torch as they are dispatched on meta tensors."""
-    parts = model_layers(model)
-    block, head = parts[1].parameters, parts[-1].parameters
-    with torch.device("meta"):
-        weights = {
-            name: torch.empty(block[f"{name}.weight"].shape, requires_grad=True)
-            for name in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
-        }
-        output = torch.empty(head["output.weight"].shape, requires_grad=True)
-        hidden = torch.empty(micro, sequence, model.hidden_size, requires_grad=True)
-        groups = model.num_heads // model.kv_heads
-        with FlopCounterMode(display=False) as forward:
-            qkv = hidden @ weights["attention.qkv"].flatten(0, -2).t()
-            qkv = qkv.view(micro, sequence, model.kv_heads, groups + 2, model.head_dim).permute(0, 2, 3, 1, 4)
-            query, key, value = qkv.split([groups, 1, 1], dim=2)
-            scores = query @ key.expand_as(query).transpose(-1, -2)
-            attended = (scores @ value.expand_as(query)).permute(0, 3, 1, 2, 4).flatten(2)
-            hidden = attended @ weights["attention.output"].t()
-            inner = hidden @ weights["mlp.up"].flatten(0, -2).t()
-            if model.activation == "swiglu":
-                gate, inner = inner.chunk(2, dim=-1)
-                inner = inner * gate
-            logits = inner @ weights["mlp.down"].t() @ output.t()
-        with FlopCounterMode(display=False) as backward:
-            logits.sum().backward()
-    return forward.get_total_flops(), backward.get_total_flops()
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("kv_heads", [None, 2])
-@pytest.mark.parametrize("head_size", [None, 24])
-def test_equals_what_torch_counts(activation: str, kv_heads: int | None, head_size: int | None) -> None:
-    model = ModelConfig(
-        vocabulary_size=1000,
-        num_layers=1,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=kv_heads,
-        head_size=head_size,
-        activation=activation,  # type: ignore[arg-type]
-        tie_embeddings=False,
-    )
-    parts = [layer_flops(model, layer, 3, 32) for layer in model_layers(model)]
-    forward, backward = matmul_flops(model, 3, 32)
-    assert sum(part.forward for part in parts) == forward
-    assert sum(part.backward_input + part.backward_weight for part in parts) == backward
-
-
 def test_causal_attention_is_counted_in_full_as_torch_counts_it() -> None:
     model = gpt(4, 64, 1)
     query = torch.empty(2, 4, 128, 16, device="meta")
@@ -140,19 +95,23 @@ def test_the_embedding_multiplies_nothing_and_tying_changes_nothing() -> None:
     )
 
 
-def test_recomputed_logits_are_work_but_not_the_models() -> None:
-    model = gpt(4, 64, 1)
-    head = model_layers(model)[-1]
-    kept, recomputed = (layer_flops(model, head, 3, 32, recompute_logits=again) for again in (False, True))
-    assert kept.total == kept.executed == recomputed.total
-    module = build_layer(head, model, SoloGroup("tensor"), recompute_logits=True)
-    for name, spec in (("norm.weight", (64,)), ("norm.bias", (64,)), ("output.weight", (model.vocabulary_size, 64))):
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(torch.zeros(spec)))
-    labels = torch.zeros(3, 32, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        (loss,) = module(torch.zeros(3, 32, 64, requires_grad=True), context=MicrobatchContext(labels=labels))
-        loss.backward()
-    assert recomputed.executed == counter.get_total_flops()
-    block = model_layers(model)[1]
-    assert layer_flops(model, block, 3, 32, recompute_logits=True) == layer_flops(model, block, 3, 32)
+def test_two_of_eight_experts_compute_like_an_mlp_of_twice_the_width() -> None:
+    """The router adds its own product."""
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "activation": "swiglu"}
+    model = ModelConfig(**sizes, ffn_hidden_size=96, num_experts=8)
+    wide = ModelConfig(**sizes, ffn_hidden_size=192)
+    experts, dense = (layer_flops(each, model_layers(each)[1], 3, 32) for each in (model, wide))
+    router = 2 * 3 * 32 * 64 * 8
+    assert experts[:3] == tuple(each + router for each in dense[:3])
+
+
+def test_a_token_of_mixtral_uses_the_published_parameters() -> None:
+    """47 billion of which 13 billion are used (arXiv 2401.04088, abstract)."""
+    path = Path(__file__).resolve().parents[2] / "examples/models/mixtral_8x7b.yaml"
+    model = parse(["--model", str(path)]).model
+    active = active_parameters(model, model_layers(model))
+    assert round(active / 1e9) == 13
+    assert f"A token uses {active:,} of them" in path.read_text()
+    dense = model_layers(replace(model, num_experts=None))
+    every = sum(spec.num_elements for layer in dense for spec in layer.parameters.values())
+    assert active_parameters(replace(model, num_experts=None), dense) == every

@@ -1,3 +1,5 @@
+"""Saved bytes in the closed forms of the papers, and bytes of a unit's state."""
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,11 +12,11 @@ from hypothesis import strategies as st
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.units import Unit, UnitCosts, num_moments
-from megapipe.optim.make import make_optimizer
+from megapipe.layout.units import Unit, UnitCosts
+from megapipe.optim.muon import make_optimizer
 from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import model_layers
-from tests.spec.sizes import message_bytes, predicted_bytes
+from tests.spec.sizes import predicted_bytes
 
 
 @given(st.integers(1, 4), st.integers(1, 128), st.sampled_from([4, 8, 16]), st.sampled_from([1, 2, 4]))
@@ -28,72 +30,32 @@ def test_a_block_equals_korthikantis_formula(micro: int, sequence: int, heads: i
     assert kept == formula + 2 * 8 * sequence * micro
 
 
-def llama_like(**changes: object) -> ModelConfig:
-    return ModelConfig(
-        **{  # type: ignore[arg-type]
-            "vocabulary_size": 101,
-            "num_layers": 1,
-            "hidden_size": 64,
-            "num_heads": 8,
-            "num_kv_heads": 2,
-            "ffn_hidden_size": 96,
-            "normalization": "rms_norm",
-            "activation": "swiglu",
-            "positions": "rotary",
-            "bias": "none",
-            **changes,
-        }
-    )
+@given(st.integers(1, 4), st.integers(1, 128), st.sampled_from([4, 8]), st.sampled_from([1, 2, 4]))
+def test_weight_halves_equal_the_formula_of_zero_bubble(micro: int, sequence: int, heads: int, tensor: int) -> None:
+    """arXiv 2401.10241, table 1: 32 s b h; ours adds inputs and gradients of two norms, 8 s b h, and their statistics.
+    Tensor ranks shard the 24 s b h of the products, not the 8 of the residual stream."""
+    model = ModelConfig(num_layers=1, hidden_size=16 * heads, num_heads=heads)
+    kept = predicted_bytes(model, model_layers(model)[1], micro, sequence, "bf16", tensor=tensor, halves=True)
+    sbh = sequence * micro * model.hidden_size
+    assert kept == sbh * (24 // tensor + 8) + sbh * 8 + 2 * 8 * sequence * micro
 
 
-def test_a_llama_block_tensor_by_tensor() -> None:
-    micro, sequence = 2, 16
-    tokens = micro * sequence
-    model = llama_like()
-    per_token = (
-        4 * (64 + 64 + 64 + 64)  # inputs of two norms, of qkv and of gate/up
-        + 2 * 4  # inverse roots
-        + 4 * (64 + 16 + 16 + 64)  # query, key, value, result
-        + 4 * (64 + 16)
-        + 8 * 4  # query and key before the rotation, log-sums
-        + 4 * (96 + 96 + 96)  # gate, up, product
-    )
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_a_block_of_sequence_shards_equals_korthikantis_table(tensor: int) -> None:
+    """arXiv 2205.05198, table 2: s b h / t (34 + 5 a s / h) bytes; ours adds the statistics of two norms."""
+    hidden, heads, length, micro = 1024, 16, 512, 2
+    dropout = {"hidden_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1}
+    model = ModelConfig(num_layers=1, hidden_size=hidden, num_heads=heads, **dropout)
     block = model_layers(model)[1]
-    assert predicted_bytes(model, block, micro, sequence, "fp32", "sdpa") == tokens * per_token
-    unfused = predicted_bytes(model, block, micro, sequence, "fp32", "unfused")
-    assert unfused == tokens * (per_token - 4 * (64 + 16) - 8 * 4 + 4 * 8 * sequence)
-    normed = llama_like(qk_norm=True)
-    with_norms = predicted_bytes(normed, model_layers(normed)[1], micro, sequence, "fp32", "sdpa")
-    assert with_norms == tokens * (per_token + 4 * (8 + 2))
+    kept = predicted_bytes(model, block, micro, length, "bf16", "unfused", tensor=tensor, sequence_parallel=True)
+    scores = 5 * heads * length / hidden
+    assert kept == length * micro * (hidden * (34 + scores) + 16) / tensor
 
 
-def test_tensor_ranks_share_what_they_compute_apart() -> None:
-    model = llama_like()
-    block = model_layers(model)[1]
-    whole, half = (predicted_bytes(model, block, 1, 16, "bf16", "sdpa", tensor=size) for size in (1, 2))
-    replicated = 16 * (4 * 64 * 2 + 2 * 4)
-    assert whole - replicated == 2 * (half - replicated)
-
-
-def test_the_head_keeps_its_inputs_and_the_gradient_of_its_padded_logits() -> None:
-    model = llama_like()
-    head = model_layers(model)[-1]
-    tokens = 3 * 16
-    assert predicted_bytes(model, head, 3, 16, "bf16", "sdpa") == tokens * (2 * 64 * 2 + 4 + 2 * 101)
-    assert predicted_bytes(model, head, 3, 16, "bf16", "sdpa", tensor=2, alignment=8) == tokens * (
-        2 * 64 * 2 + 4 + 2 * 56
-    )
-
-
-def test_the_embedding_keeps_a_dropout_mask_alone() -> None:
-    for probability, kept in ((0.0, 0), (0.1, 2 * 16 * 64)):
-        model = llama_like(embedding_dropout=probability)
-        assert predicted_bytes(model, model_layers(model)[0], 2, 16, "bf16", "sdpa") == kept
-
-
-def test_a_message_is_the_residual_stream() -> None:
-    assert message_bytes(llama_like(), 2, 16, "fp32") == 2 * 16 * 64 * 4
-    assert message_bytes(llama_like(), 2, 16, "bf16") == 2 * 16 * 64 * 2
+def test_a_head_keeps_padded_logits() -> None:
+    model = ModelConfig(vocabulary_size=101, num_layers=1, hidden_size=64, num_heads=8, normalization="rms_norm")
+    kept = predicted_bytes(model, model_layers(model)[-1], 3, 16, "bf16", "sdpa", tensor=2, alignment=8)
+    assert kept == 3 * 16 * (2 * 64 * 2 + 4 + 2 * 56)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +86,7 @@ def unit_costs(precision: Precision = "fp32", **fields: Any) -> UnitCosts:
 def test_moments_are_those_that_the_optimizer_keeps(
     optimizer: OptimizerConfig, torchs: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 ) -> None:
-    word = model_layers(llama_like())[0].parameters["word.weight"]
+    word = model_layers(ModelConfig(num_layers=1))[0].parameters["word.weight"]
     weight = torch.ones(word.shape, requires_grad=True)
     stepped = torchs([weight])
     weight.sum().backward()
@@ -133,7 +95,7 @@ def test_moments_are_those_that_the_optimizer_keeps(
     costs = UnitCosts(PretrainConfig(optimizer=optimizer), replicas=1, alignment=1)
     state = costs.state(Unit((word,)))
     assert state.moments == sum(value.nbytes for value in kept)
-    assert len(make_optimizer(optimizer).moment_names) == num_moments(optimizer)
+    assert len(make_optimizer(optimizer).moment_names) == optimizer.num_moments()
 
 
 def test_state_of_a_tied_table_counts_padding_and_one_accumulator_per_use() -> None:

@@ -1,9 +1,9 @@
 """Runs whose blocks go through torch.compile with a backend of the test's choice."""
 
 from megapipe.config.run import PretrainConfig
+from megapipe.engine import assembly
+from megapipe.engine.assembly import CompiledForward
 from megapipe.parallel.mesh import Mesh
-from megapipe.training import assemble
-from megapipe.training.assemble import CompiledForward
 from tests.support.gpt_runs import RankRun, run_gpt
 
 
@@ -14,7 +14,7 @@ def run_compiled(mesh: Mesh, config: PretrainConfig, compiler: str | None, steps
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
 
     counter = CompileCounterWithBackend(compiler)
-    assemble.CompiledForward = lambda **options: CompiledForward(backend=counter, **options)  # type: ignore[misc, assignment]
+    assembly.CompiledForward = lambda **options: CompiledForward(backend=counter, **options)  # type: ignore[misc, assignment]
     run = run_gpt(mesh, config, steps, timeout=200.0)
     # What runs again is first run without a graph, which is a frame of its own.
     assert counter.frame_count == (2 if config.recompute.method == "full" else 1)

@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from megapipe.engine import wiring
+from megapipe.engine import transfers
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, SoloGroup
-from megapipe.parallel.links import Edge, LinkEnd, LinkKind
-from megapipe.parallel.links.link import Loan, Transfer
+from megapipe.parallel.links import Edge, LinkEnd, Loan, Transfer
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.pipeline_links import LinkKind
 
 OPERATIONS = {"gather_into": "all_gather", "reduce_into_part": "reduce_scatter", "shift": "send"}
 """Methods of groups that are another's operation in another form."""
@@ -167,12 +167,12 @@ def counted_exchanges(traffic: Traffic) -> Iterator[None]:
 @contextmanager
 def counted_links(traffic: Traffic) -> Iterator[None]:
     """Links that an engine of this process makes meanwhile count into `traffic`: for ranks that are processes."""
-    make = wiring.make_links
+    make = transfers.make_links
 
     def making(
         mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0
     ) -> dict[Edge, LinkEnd]:
         return {edge: CountingLink(link, traffic) for edge, link in make(mesh, edges, kind, timeout).items()}
 
-    with patch.object(wiring, "make_links", making):
+    with patch.object(transfers, "make_links", making):
         yield

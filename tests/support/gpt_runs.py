@@ -11,15 +11,14 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.index_writer import ShardWriter
+from megapipe.data.shard_writer import ShardWriter
 from megapipe.engine.step import StepInput, StepResult
-from megapipe.optim.learning_rate import learning_rate
+from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Box
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
 
 VOCABULARY = 61
 
@@ -113,7 +112,7 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeou
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, **sizes)
     config = replace(config, parallel=replace(parallel, timeout_seconds=timeout))
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     gradients: list[Shard] = []
     update = replica.optimizer.update

@@ -11,20 +11,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.shared_state import GradientReduction
+from megapipe.engine.host_memory import Swaps
+from megapipe.engine.reductions import GradientReduction
 from megapipe.engine.step import StepInput
-from megapipe.engine.swaps import Swaps
 from megapipe.layers.context import BertContext
 from megapipe.layout.units import StateBytes
-from megapipe.optim.learning_rate import learning_rate
+from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import Traffic, counted, counted_exchanges, counted_links
 from tests.support.gpt_runs import RankRun, Shard, shards
 from tests.support.live_bytes import LiveBytes
@@ -78,14 +77,14 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
     """
     sizes = {name: mesh.size(name) for name in DIMENSIONS}
     config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
-    traffic, live = Traffic(), LiveBytes()
+    traffic, live = Traffic(), LiveBytes(numbers=False)
     gradients: dict[str, Shard] = {}
     with ExitStack() as counting:
         if not isinstance(mesh, InProcessMesh):
             counting.enter_context(counted_links(traffic))
             counting.enter_context(counted_exchanges(traffic))
         with live:
-            replica = Replica(config, counted(mesh, traffic), family_of(config).layers)
+            replica = Replica(config, counted(mesh, traffic))
         keep_first_gradients(replica, gradients)
         loader = open_loader(config, mesh, replica, open_samples(config, "train"))
         results, lasting, host = [], 0, 0
@@ -94,7 +93,7 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
             if step == COUNTED_STEP:
                 traffic.clear()
-                state, lasting, host = held(replica.states()), live.current, replica._swaps.pool.num_bytes
+                state, lasting, host = held(replica.states()), live.current, replica.assembly.swaps.pool.num_bytes
                 samples = sampled(replica, live)
             scaler = replica.loss_scaler
             scale = 1.0 if scaler is None else scaler.scale(step)
@@ -137,7 +136,7 @@ def sampled(replica: Replica, live: LiveBytes) -> list[Sample]:
 
     That waiting cannot hang: schedules are proved free of deadlock where every send waits for its receive.
     """
-    engine, swaps, states = replica.engine, replica._swaps, replica.states()
+    engine, swaps, states = replica.engine, replica.assembly.swaps, replica.states()
     senders = [*engine._transfers.send_activation.values(), *engine._transfers.send_gradient.values()]
     samples: list[Sample] = []
 

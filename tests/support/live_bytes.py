@@ -17,13 +17,17 @@ class LiveBytes(TorchDispatchMode):
     Tensors from before are not counted, nor what an operation frees before it returns. A storage whose memory comes
     and goes is counted while it has it.
 
+    Args:
+        numbers: whether single numbers count too, which are tensors without dimensions: losses, counts, probes.
+
     Attributes:
         current: bytes alive now.
         peak: the most that were alive at once since the start or `reset_peak`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers: bool = True) -> None:
         super().__init__()
+        self._numbers = numbers
         self.current = 0
         self.peak = 0
         self._seen = WeakIdKeyDictionary()
@@ -50,6 +54,8 @@ class LiveBytes(TorchDispatchMode):
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
+        if not self._numbers and not tensor.shape:
+            self._seen.setdefault(storage, None)
         if storage not in self._seen:
             size = self._seen[storage] = [storage.nbytes()]
             self._add(storage.nbytes())

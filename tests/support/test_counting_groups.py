@@ -1,4 +1,4 @@
-"""Counts of groups and links beside the calls of torch.distributed that a dispatch mode sees."""
+"""Counts of groups and links, compared with the calls of torch.distributed that a dispatch mode sees."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import Place, Traffic, counted, counted_links
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import Backend, run_mesh
@@ -61,7 +60,7 @@ def step_calls(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
     config = replace(config, parallel=replace(config.parallel, **sizes))
 
     def step(where: Mesh) -> None:
-        replica = Replica(config, where, family_of(config).layers)
+        replica = Replica(config, where)
         batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
         traffic.clear()
         with torchs:
@@ -77,8 +76,15 @@ def step_calls(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
     return collectives, sends, torchs.count
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2}, {"data": 2, "tensor": 2}], ids=str)
-def test_no_collective_goes_past_the_count(tmp_path: Path, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "tensor": 2},
+        *(pytest.param({name: 2}, marks=pytest.mark.exhaustive) for name in ("data", "tensor")),
+    ],
+    ids=str,
+)
+def test_every_collective_is_counted(tmp_path: Path, sizes: dict[str, int]) -> None:
     options: dict[str, Any] = {"batch": {"global_size": 4}}
     config = make_config(write_shard(tmp_path), LLAMA_SHAPE, **options)
     for collectives, sends, torchs in run_mesh(sizes, step_calls, config):
@@ -86,7 +92,7 @@ def test_no_collective_goes_past_the_count(tmp_path: Path, sizes: dict[str, int]
         assert sends == 0
 
 
-def test_messages_are_counted_where_they_are_sent(tmp_path: Path) -> None:
+def test_messages_are_counted_by_their_sender(tmp_path: Path) -> None:
     config = make_config(write_shard(tmp_path), LLAMA_SHAPE, parallel={"pipeline": 2})
     for _, sends, _ in run_mesh({"pipeline": 2}, step_calls, config):
         assert sends == config.batch.global_size

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapipe.training.records import EvaluationRecord, StepRecord
+from megapipe.training.observe.records import EvaluationRecord, StepRecord
 
 TIMES = ("time", "seconds", "data_seconds", "mfu")
 """Fields of records that differ between two equal runs."""

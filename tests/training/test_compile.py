@@ -1,4 +1,4 @@
-"""`training.compile`: blocks through torch.compile on schedules of every kind, against the same run without."""
+"""`training.compile`: blocks through torch.compile on schedules, precisions and layouts, against runs without it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,10 @@ from tests.support.meshes import run_mesh
 
 DROPOUT = replace(GPT2_SHAPE, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
 STEPS = 3
+FP16: dict[str, Any] = {"training": {"precision": "fp16"}}
+FP8: dict[str, Any] = {"training": {"fp8": "tensorwise"}}
+ROWWISE: dict[str, Any] = {"training": {"fp8": "rowwise", "precision": "bf16"}}
+FULL: dict[str, Any] = {"recompute": {"method": "full"}}
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +79,53 @@ def test_traced_blocks_of_a_bert_train_the_same_model(tmp_path: Path, model: Ber
 def test_compiled_blocks_train_the_same_model(corpus: str, model: ModelConfig, schedule: str) -> None:
     expected = train(corpus, model, compiler=None, pipeline=2, schedule={"name": schedule})
     check(train(corpus, model, compiler="inductor", pipeline=2, schedule={"name": schedule}), expected)
+
+
+def trained(
+    corpus: str, model: str, compiler: str | None, sizes: dict[str, int], **groups: dict[str, Any]
+) -> list[RankRun]:
+    training = {**groups.pop("training", {}), "compile": compiler is not None}
+    layout = {name: sizes.get(name, 1) for name in ("tensor", "pipeline")}
+    shape = GPT2_SHAPE if model == "gpt2" else LLAMA_SHAPE
+    config = make_config(corpus, shape, parallel=layout, training=training, **groups)
+    return run_mesh(sizes, run_compiled, config, compiler, 2, timeout=300)
+
+
+def check_within(found: list[RankRun], expected: list[RankRun], tolerance: float) -> None:
+    """tolerance: of losses; of gradients ten times that."""
+    for run in found:
+        losses = [result.loss for result in run.results]
+        assert losses == pytest.approx([result.loss for result in expected[0].results], rel=tolerance)
+    ours, theirs = (assembled([run.gradients for run in runs]) for runs in (found, expected))
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 10 * tolerance * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.exhaustive
+def test_traced_blocks_multiply_in_fp8_whole_and_in_halves(corpus: str) -> None:
+    whole = trained(corpus, "gpt2", "aot_eager", {}, **FP8)
+    check_within(whole, trained(corpus, "gpt2", None, {}, **FP8), 1e-4)
+    halves = trained(corpus, "gpt2", "aot_eager", {}, **FP8, schedule={"name": "1f1b", "two_bp": True})
+    check_bits(halves, whole[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("groups", "sizes", "tolerance"),
+    [(FP8, {"tensor": 2}, 1e-3), ({**FP16, **FULL}, {"pipeline": 2}, 1e-3), (FULL, {"tensor": 2}, 1e-5)],
+    ids=["fp8-tensor", "fp16-recompute", "recompute-tensor"],
+)
+def test_traced_blocks_of_other_precisions_train_the_same_model(
+    corpus: str, groups: dict[str, Any], sizes: dict[str, int], tolerance: float
+) -> None:
+    expected = trained(corpus, "llama", None, sizes, **groups)
+    check_within(trained(corpus, "llama", "aot_eager", sizes, **groups), expected, tolerance)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("groups", "tolerance"), [(FP16, 2e-3), (ROWWISE, 1e-2)], ids=["fp16", "fp8-rowwise"])
+def test_generated_code_trains_the_same_model(corpus: str, groups: dict[str, Any], tolerance: float) -> None:
+    """Fused operations round less often, after which fp8 sometimes rounds to another neighbour."""
+    check_within(
+        trained(corpus, "gpt2", "inductor", {}, **groups), trained(corpus, "gpt2", None, {}, **groups), tolerance
+    )

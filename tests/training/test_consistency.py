@@ -9,10 +9,9 @@ from megapipe.checkpoint.shards import parts_of, shards_of
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.consistency import ReplicasDifferError, check_replicas
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
+from megapipe.training.resilience.guards import ReplicasDifferError, check_replicas
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_threads
 
@@ -29,7 +28,7 @@ def flip(replica: Replica, name: str, kind: str) -> None:
 
 def compare(mesh: Mesh, config: PretrainConfig, victim: int, name: str, kind: str) -> str:
     """Train a step, compare, flip a bit on one rank, compare again: what the second comparison says."""
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
     replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-2))
     check_replicas(replica.states(), mesh.world, STEP)

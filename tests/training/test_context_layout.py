@@ -1,6 +1,5 @@
 """Which tokens reach a context rank, and what cannot be shared out."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,69 +10,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
-from megapipe.config.load import parse
-from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.validation import context_problems, data_parallel_size
+from megapipe.inference.trained_model import on_layout
+from megapipe.layout.batch_plan import data_parallel_size
+from megapipe.layout.validation import context_problems
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.context_layout import HeldTokens
-from megapipe.training.families import family_of
-from megapipe.training.generation_request import on_layout
-from megapipe.training.kernel_choices import attention_kept, document_attention, layer_uses
-from megapipe.training.loader import StepBatch
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
-from megapipe.training.validate import validate
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.loader import HeldTokens, StepBatch
+from megapipe.training.loop.replica import Replica
+from megapipe.training.validation import attention_kept, document_attention, layer_uses, validate
 from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_threads
-
-EXAMPLE = Path(__file__).parents[2] / "examples/parallel/context.yaml"
-
-
-def make(**groups: dict[str, Any]) -> PretrainConfig:
-    config = PretrainConfig(model=ModelConfig(num_layers=2, hidden_size=64, num_heads=4, max_positions=128))
-    config.data = replace(config.data, prefix="shard", sequence_length=128)
-    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
+from tests.training.test_validate import make
 
 
 def test_the_world_is_data_x_pipeline_x_context_x_tensor() -> None:
     config = make(parallel={"pipeline": 2, "context": 2, "tensor": 2})
     validate(config, 16)
     assert data_parallel_size(config, 16) == 2
-
-
-@pytest.mark.parametrize(
-    ("groups", "world_size", "parts"),
-    [
-        ({"parallel": {"context": 0}}, 1, ["parallel.context is 0", "at least 1"]),
-        ({"parallel": {"context": 2}}, 3, ["world size 3", "parallel.context 2", "megapipe train -n 2"]),
-        ({"parallel": {"context": 2, "data": 2}}, 2, ["parallel.data 2", "parallel.context 2", "= 4 ranks"]),
-        (
-            {"parallel": {"context": 2}, "data": {"sequence_length": 126}},
-            2,
-            ["sequence_length 126", "divisible by 4", "parallel.context 2", "head_tail", "124 or 128"],
-        ),
-        (
-            {"parallel": {"context": 3, "context_attention": "all_to_all"}, "data": {"sequence_length": 126}},
-            3,
-            ["num_heads 4", "parallel.context 3", "all_to_all", "set it to ring", "1, 2, 4"],
-        ),
-        (
-            {"parallel": {"context": 2}, "model": {"attention": "flex"}, "data": {"isolate_documents": True}},
-            2,
-            ["model.attention is 'flex'", "ring", "all_to_all"],
-        ),
-    ],
-)
-def test_each_rule_names_value_rule_and_way_out(groups: dict[str, Any], world_size: int, parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate(make(**groups), world_size)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 def test_no_order_needs_pairs_of_chunks_where_none_is_causal() -> None:
@@ -83,7 +40,7 @@ def test_no_order_needs_pairs_of_chunks_where_none_is_causal() -> None:
 
 
 def loaded(mesh: InProcessMesh, config: PretrainConfig) -> StepBatch:
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     return open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
 
 
@@ -162,7 +119,8 @@ def test_a_ring_says_what_it_does() -> None:
     assert "in a ring here and saves no weights" in str(attention_kept(config, cpu))
     whole = replace(config, parallel=replace(config.parallel, context_attention="all_to_all"))
     assert attention_kept(whole, cpu) is None
-    for each, expected in ((config, False), (whole, True)):
+    without = replace(whole, data=replace(whole.data, isolate_documents=False))
+    for each, expected in ((config, False), (whole, False), (without, True)):
         ops = [op for op, _ in layer_uses(each, "cpu")]
         assert ("attention_probabilities" in ops) == expected
 
@@ -172,20 +130,5 @@ def test_texts_are_generated_on_whole_samples() -> None:
     assert on_layout(config, 2, tensor=2, pipeline=1, device="cpu").parallel.context == 1
 
 
-def test_the_examples_launch_line_can_start() -> None:
-    line = re.search(r"^#   megapipe train -n (\d+) (.*)$", EXAMPLE.read_text(), re.MULTILINE)
-    assert line is not None
-    ranks, arguments = int(line[1]), line[2].split()
-    assert arguments[:2] == ["--config", "context"]
-    config = parse(["--config", str(EXAMPLE), *arguments[2:]])
-    assert config.parallel.context > 1
-    validate(config, ranks)
-
-
 def held(mesh: Mesh) -> bool:
     return HeldTokens.of(make(parallel={"context": mesh.size("context")}), mesh).has_first
-
-
-def test_the_first_token_lies_on_the_first_rank() -> None:
-    assert run_threads({"context": 4}, held) == [True, False, False, False]
-    assert run_threads({}, held) == [True]

@@ -2,32 +2,31 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.determinism import require_determinism
+from megapipe.training.device import require_determinism
 from tests.support.gpt_runs import LLAMA_SHAPE, RankRun, make_config, run_gpt, write_shard
 from tests.support.launch import launch
 from tests.support.meshes import run_mesh
 
 
-def switches(mesh: Mesh) -> list[Any]:
-    require_determinism()
-    return [
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-        os.environ["CUBLAS_WORKSPACE_CONFIG"],
-        torch.utils.deterministic.fill_uninitialized_memory,
-    ]
-
-
-def test_the_switches_are_on() -> None:
-    assert run_mesh({"pipeline": 2}, switches) == [[True, False, False, ":4096:8", False]] * 2
+def test_the_switches_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    try:
+        require_determinism()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def train(mesh: Mesh, config: PretrainConfig) -> RankRun:

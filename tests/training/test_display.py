@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megapipe.training.display import LogFile, PlainLines, TrainingBar, vital_signs
+from megapipe.training.observe.display import LogFile, PlainLines, TrainingBar, vital_signs
 from tests.training.records import evaluation_record, step_record
 
 

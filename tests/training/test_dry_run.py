@@ -10,24 +10,25 @@ import pytest
 import torch
 
 from megapipe.calibration.commands import run_dry_run
-from megapipe.config import progress
+from megapipe.config import command_line
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.transfers import Boundary, receive_slots
+from megapipe.layout.lowered import build_schedule
 from megapipe.layout.prediction import predict_rank
-from megapipe.layout.scheduling import build_schedule
 from megapipe.layout.stages import StageLayout
-from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.groups import SilentGroup
+from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.planner.command.main import main
 from megapipe.schedules import Schedule
 from megapipe.training import dry_run as module
-from megapipe.training.context_layout import HeldTokens
-from megapipe.training.dry_run import ShapeError, ShapeGroup, dry_run
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
+from megapipe.training.dry_run import ShapeError, dry_run
+from megapipe.training.loop.loader import HeldTokens
+from megapipe.training.loop.replica import Replica
 from tests.support.covering import covering_array
 from tests.support.layouts import AXES, allowed, config_of, world_size
 from tests.support.meshes import run_threads
@@ -75,9 +76,8 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
     schedule = build_schedule(
         found.config,
         found.microbatches,
-        units_per_stage=layout.units_per_stage,
-        tied_groups=layout.tied,
-        data_parallel=True,
+        layout,
+        replicas=2,
     )
     for each, rank in zip(found.coordinates, (0, 2), strict=True):
         predicted = predict_rank(found.config, schedule, rank, device="cuda")
@@ -87,7 +87,7 @@ def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
 
 
 def scheduled(mesh: Mesh, config: PretrainConfig) -> Schedule:
-    return Replica(config, mesh, family_of(config).layers).schedule
+    return Replica(config, mesh).schedule
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,8 @@ def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     stages = build_schedule(
         found.config,
         found.microbatches,
-        units_per_stage=StageLayout.of(found.config).units_per_stage,
-        tied_groups=StageLayout.of(found.config).tied,
-        data_parallel=False,
+        StageLayout.of(found.config),
+        replicas=1,
     ).header
     for stage, each in enumerate(found.coordinates):
         slots = (stages.activation_slots[stage] if stage else 0) + (stages.gradient_slots[stage] if stage < 3 else 0)
@@ -150,11 +149,10 @@ def test_broken_rules_are_told_before_anything_is_built() -> None:
 def stages_of(config):
     shape = MeshShape({"pipeline": 2})
     layout = StageLayout.of(config)
-    schedule = build_schedule(
-        config, 64, units_per_stage=layout.units_per_stage, tied_groups=layout.tied, data_parallel=False
-    )
-    mesh = module._mesh(shape, 0)
-    return module.shaped_stages(config, mesh, layout, schedule), mesh, layout, schedule
+    schedule = build_schedule(config, 64, layout, replicas=1)
+    mesh = silent_mesh(shape, 0, module.META)
+    model = ModelTable.of(config, layout, mesh)
+    return Assembly(model, Holding(), mesh, schedule.header).stages, mesh, layout, schedule
 
 
 def test_a_stage_that_hands_on_another_shape_is_found() -> None:
@@ -175,7 +173,7 @@ def test_buffers_that_are_not_what_the_formulas_say_are_found() -> None:
 
 
 def test_collectives_of_absent_ranks_give_shapes() -> None:
-    group = ShapeGroup("tensor", (4, 5, 6), 1)
+    group = SilentGroup("tensor", (4, 5, 6), 1)
     whole = torch.empty(3, 2, device="meta")
     assert group.all_gather(whole).shape == (3, 3, 2)
     assert group.reduce_scatter(whole).shape == (2,)
@@ -188,6 +186,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto, memory: 1.1}\n")
     asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
@@ -202,6 +201,12 @@ def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.Capture
     assert main(["dry-run", *plain, *flags], {"dry-run": run_dry_run}) == 0
     everything = json.loads(capsys.readouterr().out)["memory_bytes"]
     assert max(held) <= 1.1 * 2**30 < max(everything)
+    written = tmp_path / "layout.yaml"
+    assert main(["dry-run", *asked, "--hardware=a100-80", f"--write_layout={written}"], {"dry-run": run_dry_run}) == 0
+    capsys.readouterr()
+    again = [str(written), *plain[1:], "--training.precision=bf16", "--json"]
+    assert main(["dry-run", *again], {"dry-run": run_dry_run}) == 0
+    assert json.loads(capsys.readouterr().out)["memory_bytes"] == held
 
 
 def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -217,7 +222,7 @@ def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.Captur
 def test_a_slow_check_shows_its_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(command_line, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for name, value in (("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
         monkeypatch.setenv(name, value)

@@ -10,26 +10,23 @@ import torch
 from torch import Tensor
 
 from megapipe.calibration import commands as plan_commands
-from megapipe.config.errors import ConfigError
-from megapipe.config.model import ModelConfig
 from megapipe.engine.step import StepInput
-from megapipe.layers.router import Router
+from megapipe.layers.feed_forward import Router
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.command.main import main
 from megapipe.spec.layers import load_variations, model_layers
-from megapipe.training.families import family_of
-from megapipe.training.replica import Replica
-from megapipe.training.sources import open_loader, open_samples
-from megapipe.training.validate import validate
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
+from megapipe.training.validation import validate
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.runs import run as run_with_checkpoints
+from tests.inference.test_generate import GREEDY, grown, limits_of
 from tests.layers.bound import bind
 from tests.planner.command.plan import ROOT
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
-from tests.training.test_generate import GREEDY, grown, limits_of
 
 MODEL = replace(LLAMA_SHAPE, num_experts=4, ffn_hidden_size=48)
 
@@ -52,7 +49,7 @@ def violations(mesh: Mesh, corpus: str, rate: float) -> list[float]:
     The first expert starts out favoured.
     """
     config = make_config(corpus, replace(MODEL, expert_balance_rate=rate, init_std=0.3))
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     for state, segment in biases(replica.states()):
         state.in_shard(state.master, segment)[0] += 1.0
@@ -71,6 +68,7 @@ def violations(mesh: Mesh, corpus: str, rate: float) -> list[float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
     (left_alone,) = run_mesh({}, violations, corpus, 1e-9, backend="threads")
     (evened,) = run_mesh({}, violations, corpus, 0.05, backend="threads")
@@ -81,7 +79,7 @@ def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
 def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tuple[list[list[float]], list[float]]:
     """Of two steps what a rank is told of each block, and of the last one what its own routers' choices say."""
     config = make_config(corpus, replace(MODEL, num_kv_heads=4, init_std=0.3), **groups)
-    replica = Replica(config, mesh, family_of(config).layers)
+    replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     units = (unit for stage in replica.stages.values() for copies in stage.units for unit in copies)
     routers = [module for unit in units for module in unit.modules() if isinstance(module, Router)]
@@ -113,7 +111,6 @@ def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -
         ({"tensor": 2}, {"parallel": {"tensor": 2, "sequence": True}}),
         ({"pipeline": 2}, {"parallel": {"pipeline": 2}, "schedule": {"name": "zb_h1"}}),
         ({"data": 2}, {"parallel": {"data": 2}, "zero": {"stage": 2}}),
-        ({"tensor": 4}, {"parallel": {"tensor": 4}, "recompute": {"method": "full"}}),
     ]
     for sizes, groups in layouts:
         for told, _ in run_mesh(sizes, variations, corpus, groups, backend="threads"):
@@ -123,12 +120,11 @@ def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -
     assert scaled[1] == pytest.approx(counted, rel=1e-6), "a loss scale is no part of a load"
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
-def test_every_layout_gives_the_same_texts(sizes: dict[str, int]) -> None:
+def test_every_layout_gives_the_same_texts() -> None:
     model = replace(MODEL, max_positions=48, init_std=0.3)
     (expected,) = run_mesh({}, grown, model, GREEDY, limits_of(model), backend="threads")
     assert len({tuple(text.generated) for text in expected}) == len(expected), "texts should differ"
-    for texts in run_mesh(sizes, grown, model, GREEDY, limits_of(model), backend="threads"):
+    for texts in run_mesh({"tensor": 2, "pipeline": 2}, grown, model, GREEDY, limits_of(model), backend="threads"):
         assert texts == expected
 
 
@@ -149,34 +145,6 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_layout(
     for block in range(2):
         name = f"blocks.{block}.mlp.router.bias"
         assert straight.tensors["weights"][name].any()
-
-
-REFUSED: list[tuple[dict[str, Any], dict[str, dict[str, Any]], int, str]] = [
-    ({"num_experts": 0}, {}, 1, "model.num_experts is 0; it must be at least 1"),
-    ({"experts_per_token": 5}, {}, 1, "model.experts_per_token is 5; it must be .* at most model.num_experts 4"),
-    ({"experts_per_token": 0}, {}, 1, "model.experts_per_token is 0; it must be at least 1"),
-    ({"experts_per_token": 1}, {}, 1, "would learn nothing; set model.normalize_expert_shares false"),
-    ({"expert_balance_rate": -0.1}, {}, 1, "model.expert_balance_rate is -0.1; it must be at least 0"),
-    ({"num_experts": 3}, {"parallel": {"tensor": 2}}, 2, "model.num_experts 3 is not divisible by parallel.tensor 2"),
-    ({}, {"training": {"fp8": "tensorwise"}}, 1, "training.fp8 tensorwise cannot be combined with"),
-    ({}, {"training": {"compile": True}}, 1, "training.compile cannot be combined with model.num_experts 4"),
-    ({}, {"optimizer": {"name": "muon"}}, 1, "optimizer.name muon cannot be combined with model.num_experts 4"),
-    (
-        {},
-        {"training": {"precision": "bf16", "master_weights": False}},
-        1,
-        "training.master_weights false cannot be combined with model.num_experts 4",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "groups", "ranks", "why"), REFUSED, ids=lambda part: str(part)[:40])
-def test_what_experts_do_not_go_with_is_refused(
-    fields: dict[str, Any], groups: dict[str, dict[str, Any]], ranks: int, why: str
-) -> None:
-    model: ModelConfig = replace(MODEL, **fields)
-    with pytest.raises(ConfigError, match=why):
-        validate(make_config("shard", model, **groups), ranks)
 
 
 def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:

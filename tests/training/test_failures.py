@@ -11,13 +11,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megapipe.config.errors import ConfigError
 from megapipe.engine.errors import EngineError
-from megapipe.parallel.errors import CommunicationError
+from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.rendezvous import Start
-from megapipe.training import failures
-from megapipe.training.exit_codes import ExitCode
-from megapipe.training.failures import status_of
-from megapipe.training.memory_report import OutOfMemory
-from megapipe.training.spikes import SpikeError
+from megapipe.training.resilience import failures
+from megapipe.training.resilience.failures import OutOfMemory, status_of
+from megapipe.training.resilience.guards import SpikeError
+from megapipe.training.resilience.signals import ExitCode
 
 WRONG = ConfigError("a.b is 3\nc.d is 4")
 

@@ -3,11 +3,14 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_neither_the_compiler_nor_triton_is_imported_before_a_run_asks_for_them() -> None:
     # Seconds for every rank; and Triton reads TRITON_INTERPRET when it is first imported.
     program = (
-        "import sys, megapipe.training.pretrain, megapipe.training.replica; "
+        "import sys, megapipe.training.pretrain, megapipe.training.loop.replica; "
         "print([m for m in ('torch._dynamo', 'triton') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -11,21 +11,19 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import triton_backend
-from megapipe.kernels.apex_backend import weight_gradient
-from megapipe.kernels.cuda_backend import adamw as cuda_adamw
-from megapipe.kernels.cuda_backend import attention_probabilities as cuda_attention_probabilities
-from megapipe.kernels.cuda_backend import layer_norm as cuda_layer_norm
+from megapipe.kernels.apex_backend import kernels as apex_kernels
+from megapipe.kernels.cuda_backend import kernels as cuda_kernels
 from megapipe.kernels.cuda_backend import library as cuda_library
-from megapipe.kernels.cuda_backend import rms_norm as cuda_rms_norm
 from megapipe.kernels.cuda_backend.library import Library
 from megapipe.kernels.ops import NORM, OPS
-from megapipe.kernels.reference import adamw, attention_probabilities, layer_norm, rms_norm
-from megapipe.kernels.reference import weight_gradient as reference
+from megapipe.kernels.reference import attention as reference_attention
+from megapipe.kernels.reference import norms as reference_norms
+from megapipe.kernels.reference import optimizer as reference_optimizer
 from megapipe.kernels.registry import REFERENCE, Backend, KernelOp, Registry
 from megapipe.parallel.mesh import Mesh
-from megapipe.training import replica
-from megapipe.training.kernel_choices import document_attention, kernel_choices, kernel_problems, told
-from megapipe.training.replica import Replica
+from megapipe.training.loop import replica
+from megapipe.training.loop.replica import Replica
+from megapipe.training.validation import document_attention, kernel_choices, kernel_problems, told
 from tests.kernels import apex_stand_in, emulated
 from tests.support import gpt_runs
 from tests.support.equality import check_bits, check_gradients
@@ -82,14 +80,14 @@ def on_emulated_gpu(library: Path) -> Registry:
     loaded = Library(library, device="cpu")
     cuda_library.current = lambda: loaded  # type: ignore[assignment]
     emulated_ops = [
-        KernelOp("layer_norm", NORM, (Backend("cuda", cuda_layer_norm), Backend(REFERENCE, layer_norm))),
-        KernelOp("rms_norm", NORM, (Backend("cuda", cuda_rms_norm), Backend(REFERENCE, rms_norm))),
+        KernelOp("layer_norm", NORM, (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_norms))),
+        KernelOp("rms_norm", NORM, (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_norms))),
         KernelOp(
             "attention_probabilities",
             ("apply",),
-            (Backend("cuda", cuda_attention_probabilities), Backend(REFERENCE, attention_probabilities)),
+            (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_attention)),
         ),
-        KernelOp("adamw", ("step",), (Backend("cuda", cuda_adamw), Backend(REFERENCE, adamw))),
+        KernelOp("adamw", ("step",), (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_optimizer))),
     ]
     return Registry([*OPS.ops, *emulated_ops])
 
@@ -104,6 +102,7 @@ def check_runs(found: RankRun, expected: RankRun) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     ["llama-unfused", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "gpt2-dropout"))],
@@ -161,10 +160,10 @@ def test_gradients_of_matrices_that_apex_adds_up_are_the_references(
         calls.append(total.shape)
         accumulate(x, dy, total)
 
-    accumulate = weight_gradient.accumulate
-    monkeypatch.setattr(weight_gradient, "accumulate", counted)
+    accumulate = apex_kernels.weight_gradient
+    monkeypatch.setattr(apex_kernels, "weight_gradient", counted)
     on_cpu = KernelOp(
-        "weight_gradient", ("accumulate",), (Backend("apex", weight_gradient), Backend(REFERENCE, reference))
+        "weight_gradient", ("apply",), (Backend("apex", apex_kernels), Backend(REFERENCE, reference_optimizer))
     )
     monkeypatch.setattr(replica, "OPS", Registry([*OPS.ops, on_cpu]))
     runs = []
@@ -212,9 +211,9 @@ def test_a_run_without_a_gpu_says_so_in_one_line(corpus: str) -> None:
 
 def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
     backends = (
-        Backend("triton", layer_norm, lambda device: "is not installed"),
-        Backend("cuda", layer_norm, lambda device: "was not built"),
-        Backend(REFERENCE, layer_norm),
+        Backend("triton", reference_norms, lambda device: "is not installed"),
+        Backend("cuda", reference_norms, lambda device: "was not built"),
+        Backend(REFERENCE, reference_norms),
     )
     kernels = Registry([*OPS.ops, KernelOp("layer_norm", NORM, backends)], {"bias_gelu": REFERENCE, "gelu": REFERENCE})
     lines = told(

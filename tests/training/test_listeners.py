@@ -14,10 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.training import listeners
-from megapipe.training.listeners import TERMINAL, Listeners
-from megapipe.training.output import LineFile, leave_output, print_error, print_line, write_line
-from megapipe.training.records import Listener, StepRecord
+from megapipe.training.observe import listeners
+from megapipe.training.observe.listeners import TERMINAL, Listeners
+from megapipe.training.observe.records import (
+    LineFile,
+    Listener,
+    StepRecord,
+    leave_output,
+    print_error,
+    print_line,
+    write_line,
+)
 from tests.training.records import step_record
 
 ERRORS = [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), SystemExit(1), KeyError("library")]
@@ -158,8 +165,9 @@ PROGRAM = """
 import atexit, sys, threading
 atexit.register(threading.Event().wait)  # as Weights & Biases waits for its server
 from megapipe.config.run import PretrainConfig
-from megapipe.cli import rank
-from megapipe.training import listeners, pretrain
+from megapipe.cli import train
+from megapipe.training import pretrain
+from megapipe.training.observe import listeners
 
 def stuck(config, environment, start, choose_recompute):
     listeners.OPEN_SECONDS = 0.2
@@ -171,11 +179,11 @@ def stuck(config, environment, start, choose_recompute):
     return 143
 
 pretrain.pretrain = stuck
-raise SystemExit(rank.run_program(PretrainConfig, sys.argv[1:]))
+raise SystemExit(train.run_program(PretrainConfig, sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("steps", "status"), [(1, 143), (2, 1)])
+@pytest.mark.parametrize(("steps", "status"), [(1, 143), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 def test_a_program_ends_although_a_tracker_hangs(steps: int, status: int) -> None:
     command = [sys.executable, "-c", PROGRAM, f"--training.steps={steps}"]
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == status

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.training.loss_curve import draw_loss_curve, draw_loss_curves
-from megapipe.training.metrics import LossHistory, smoothed
-from megapipe.training.references import References
+from megapipe.training.observe.metrics import LossHistory, References, draw_loss_curve, draw_loss_curves, smoothed
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=400))

@@ -11,19 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.data import DataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import BatchConfig, PretrainConfig
-from megapipe.layout.validation import data_parallel_size
+from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig
+from megapipe.engine.assembly import building_progress
+from megapipe.layout.batch_plan import data_parallel_size
 from megapipe.parallel.mesh import Mesh
-from megapipe.planner.recompute_budget import peak_bytes
-from megapipe.training import assemble, memory_check
-from megapipe.training.assemble import building_progress
-from megapipe.training.families import family_of
+from megapipe.planner.recompute import peak_bytes
+from megapipe.training import memory_check
 from megapipe.training.memory_check import Free, Need, Rank, check_memory, free_on_host, memory_problem, needed
-from megapipe.training.replica import Replica
 from tests.support.meshes import run_threads
 
 MODEL = {"vocabulary_size": 512, "num_layers": 4, "hidden_size": 64, "num_heads": 8, "max_positions": 64}
@@ -159,22 +156,12 @@ def test_free_memory_of_a_host_is_the_least_limit(tmp_path: Path) -> None:
     assert free_on_host(tmp_path) == Free(4_500_000, "its cgroup allows 6.0 MB")
 
 
-def test_the_prediction_of_a_large_run_is_quick() -> None:
-    config = _config(global_size=1024, micro_size=1)
-    config = replace(
-        config,
-        model=replace(config.model, num_layers=80, hidden_size=8192, num_heads=64),
-        parallel=replace(config.parallel, tensor=8, pipeline=8),
-    )
-    assert sum(needed(config, 128, 0, "cuda")) > 10**9
-
-
 def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     from megapipe.layout.stages import StageLayout
 
     config, lines = _config(), list[str]()
     now = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 11.0])
-    monkeypatch.setattr("megapipe.training.assemble.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("megapipe.engine.assembly.time.monotonic", lambda: next(now))
     built = building_progress(lines.append, StageLayout.of(config), [0])
     for _ in range(6):
         built()
@@ -182,15 +169,6 @@ def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> No
         "building the model: 2 of 6 layers on rank 0, about 6 s left",
         "building the model: 4 of 6 layers on rank 0, about 4 s left",
     ]
-
-
-def test_a_replica_prints_the_progress_of_its_building(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "BUILDING_SECONDS", 0.0)
-    config, lines = _config(), list[str]()
-    mesh = run_threads({"data": 1}, _itself)[0]
-    Replica(config, mesh, family_of(config).layers, say=lines.append)
-    assert lines
-    assert all(re.fullmatch(r"building the model: \d of 6 layers on rank 0, about \d+ s left", line) for line in lines)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.training.metrics import FILE_NAME, MetricsFile, read_losses
+from megapipe.training.observe.metrics import METRICS, MetricsFile, read_losses
 from tests.training.records import evaluation_record, step_record
 
 
@@ -25,7 +25,7 @@ def test_every_line_is_one_json_object_of_its_record(tmp_path: Path) -> None:
     file.evaluation(evaluation_record(1))
     file.close()
     start, step, evaluation = [
-        json.loads(line, parse_constant=refuse) for line in (tmp_path / FILE_NAME).read_text().splitlines()
+        json.loads(line, parse_constant=refuse) for line in (tmp_path / METRICS).read_text().splitlines()
     ]
     assert (start["event"], start["step"]) == ("start", 0)
     not_finite = {"loss": None, "gradient_norm": None, "expert_load_variations": [None]}
@@ -47,16 +47,10 @@ def test_losses_are_those_of_the_last_run_over_its_resumptions(tmp_path: Path) -
     file.step(step_record(4, loss=math.nan))
     file.event("end", status=0, step=4)
     file.close()
-    history = read_losses(tmp_path / FILE_NAME)
+    history = read_losses(tmp_path / METRICS)
     assert history.training == {1: 1.0, 2: 2.0, 3: 3.5}
     assert history.evaluation == {1: 11.0, 2: 12.0}
     assert history.dropped == [{1: 9.0}, {3: 3.0}], "what the run went back over"
-
-
-def test_half_a_line_of_a_killed_run_is_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n{"step": 3, "loss": 1.0}\n')
-    assert read_losses(path).training == {1: 2.0, 3: 1.0}
 
 
 @given(st.lists(st.one_of(st.binary(max_size=20), st.sampled_from([b'{"step": 7, "loss": 1.5}', b"[]", b"7"]))))
@@ -70,6 +64,6 @@ def test_a_start_whose_line_is_lost_still_replaces_its_steps(tmp_path: Path) -> 
     file = MetricsFile(tmp_path)
     for step in (1, 2, 3, 2):
         file.step(step_record(step, loss=float(step)))
-    history = read_losses(tmp_path / FILE_NAME)
+    history = read_losses(tmp_path / METRICS)
     assert history.training == {1: 1.0, 2: 2.0}
     assert history.dropped == [{2: 2.0, 3: 3.0}]

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.offload import OffloadConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.memory import OffloadConfig, RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
 from megapipe.spec.layers import model_layers
-from megapipe.training.offload_plan import GIB
-from megapipe.training.replica import Replica
-from megapipe.training.validate import validate
+from megapipe.training.loop.replica import GIB, Replica
+from megapipe.training.validation import validate
 from tests.spec.sizes import predicted_bytes
 from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.meshes import run_threads
@@ -33,8 +31,8 @@ def config_of(offload: dict[str, Any], recompute: dict[str, Any] | None = None, 
 
 def planned(mesh: Mesh, config: PretrainConfig) -> tuple[Any, tuple[tuple[int, ...], ...], tuple[str, ...]]:
     parallel = replace(config.parallel, data=1, pipeline=mesh.size("pipeline"))
-    plan = Replica(replace(config, parallel=parallel), mesh, model_layers(config.model)).plan
-    return plan.recompute, plan.offload.units, plan.remarks
+    replica = Replica(replace(config, parallel=parallel), mesh)
+    return replica.table.recomputed, replica.table.offload.units, replica.remarks
 
 
 @pytest.mark.parametrize(
@@ -69,14 +67,14 @@ def auto(memory: float, bandwidth: float) -> dict[str, Any]:
 
 def test_auto_keeps_what_fits_moves_what_hides_and_recomputes_the_rest() -> None:
     recompute, units, remarks = run_threads({}, planned, config_of(auto(10.0, 2.0)))[0]
-    assert (recompute, units) == ([[]], ((),))
+    assert (recompute, units) == ([], ())
     assert "of 6 blocks 6 keep, 0 move, 0 recompute (kkkkkk); 1 micro-batches hold" in remarks[1]
     assert remarks[0].startswith("offload auto: blocks at 0.001 TFLOP/s, copies at ")
     recompute, units, remarks = run_threads({}, planned, config_of(auto(5.0, 2.0)))[0]
-    assert recompute == [[]]
+    assert recompute == []
     assert len(units[0]) == 4
     recompute, units, remarks = run_threads({}, planned, config_of(auto(5.0, 1e-3)))[0]
-    assert units == ((),)
+    assert units == ()
     assert "0 move, 3 recompute" in remarks[1]
     assert sum(len(span) for span in recompute[0]) == 3
 
@@ -106,49 +104,8 @@ def test_nothing_left_to_move_is_told() -> None:
         run_threads({}, planned, config_of({"activations": "blocks"}, {"method": "full"}))
 
 
-@pytest.mark.parametrize(
-    ("offload", "recompute", "message"),
-    [
-        ({"activations": "blocks", "every": 0}, {}, "offload.every is 0; it must be at least 1"),
-        ({"activations": "blocks", "num_blocks": 0}, {}, "offload.num_blocks is 0"),
-        ({"activations": "blocks", "prefetch": 0}, {}, "offload.prefetch is 0"),
-        ({"every": 2}, {}, "need offload.activations blocks"),
-        ({"prefetch": 2}, {}, "offload.prefetch needs offload.activations blocks or auto"),
-        ({"activations": "auto"}, {}, "auto needs offload.memory"),
-        ({"weights": True}, {}, "offload.weights needs offload.optimizer"),
-        ({"weight_buffers": 1}, {}, "offload.weight_buffers needs offload.weights"),
-        ({"optimizer": True, "weights": True, "weight_buffers": 0}, {}, "offload.weight_buffers is 0; it must be at"),
-        ({"activations": "blocks", "memory": 1.0}, {}, "need offload.activations auto"),
-        ({"activations": "auto", "memory": -1.0}, {}, "offload.memory is -1.0; it must be above 0"),
-        ({"activations": "blocks"}, {"method": "selective"}, "selective cannot be combined with offload"),
-        ({"activations": "auto", "memory": 1.0}, {"method": "full"}, "full cannot be combined with offload"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(offload: dict[str, Any], recompute: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config_of(offload, recompute), 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"schedule": {"name": "2bw"}}, "offload.weights is true, but 2bw never flushes"),
-        ({"zero": {"stage": 1}}, "offload.weights cannot be combined with zero.stage 1"),
-    ],
-    ids=str,
-)
-def test_weights_that_cannot_leave_are_refused(changes: dict[str, dict[str, Any]], message: str) -> None:
-    config = config_of({"optimizer": True, "weights": True})
-    for group, values in changes.items():
-        setattr(config, group, replace(getattr(config, group), **values))
-    config.parallel = replace(config.parallel, data=2)
-    with pytest.raises(ConfigError, match=message):
-        validate(config, 2)
-
-
 def test_a_lowered_file_says_by_itself_what_moves(tmp_path: Path) -> None:
     file = tmp_path / "schedule.txt"
     file.write_text(dumps(build("1f1b", 1, 8, units_per_stage=[8])))
     with pytest.raises(ConfigError, match="is lowered and defines copies to host memory itself"):
-        validate(config_of({"optimizer": True}, name="1f1b", file=str(file)), 1)
+        validate(config_of({"optimizer": True}, name=str(file)), 1)

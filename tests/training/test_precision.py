@@ -7,9 +7,8 @@ from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig, TrainingConfig
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training import precision
-from megapipe.training.matrix_product import product_flops, product_seconds
-from megapipe.training.precision import with_precision
+from megapipe.training import device
+from megapipe.training.device import with_precision
 from tests.support.meshes import run_threads
 
 AUTO = PretrainConfig(training=TrainingConfig(precision="auto"))
@@ -21,7 +20,7 @@ def solo() -> Mesh:
 
 def fake_timing(monkeypatch: pytest.MonkeyPatch, bf16: float, fp32: float) -> None:
     times = {torch.bfloat16: bf16, torch.float32: fp32}
-    monkeypatch.setattr(precision, "product_seconds", lambda dtype, device: times[dtype])
+    monkeypatch.setattr(device, "product_seconds", lambda dtype, device: times[dtype])
 
 
 @pytest.mark.parametrize(("bf16", "fp32", "choice"), [(0.001, 0.002, "bf16"), (0.004, 0.002, "fp32")])
@@ -59,9 +58,3 @@ def test_rank_zero_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first, second) == ("bf16", "bf16")
     assert len(told) == 1
     assert untold == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_takes_time(dtype: torch.dtype) -> None:
-    assert product_seconds(dtype, torch.device("cpu")) > 0
-    assert product_flops(dtype, torch.device("cpu")) > 0

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.memory_report import OutOfMemory
+from megapipe.training.loop.replica import Replica
 from megapipe.training.pretrain import pretrain
-from megapipe.training.replica import Replica
-from megapipe.training.resume import Checkpointer
+from megapipe.training.resilience.failures import OutOfMemory
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.training.records import TIMES
 
@@ -101,35 +99,18 @@ def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path, corpus: str, capsy
 def test_auto_precision_is_decided_once(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megapipe.training.precision.product_seconds", lambda dtype, device: dtype.itemsize * 1e-3)
+    monkeypatch.setattr("megapipe.training.device.product_seconds", lambda dtype, device: dtype.itemsize * 1e-3)
     run(configuration(corpus, tmp_path, precision="auto", stop_at=2))
     assert "precision: bf16 is faster" in capsys.readouterr().out
-    monkeypatch.setattr("megapipe.training.precision.product_seconds", lambda dtype, device: 1.0 / dtype.itemsize)
+    monkeypatch.setattr("megapipe.training.device.product_seconds", lambda dtype, device: 1.0 / dtype.itemsize)
     run(configuration(corpus, tmp_path, precision="auto"))
     assert "precision: bf16, as in the checkpoint" in capsys.readouterr().out
     starts = [record for record in records(tmp_path) if record.get("event") == "start"]
     assert [start["config"]["training"]["precision"] for start in starts] == ["bf16", "bf16"]
 
 
-def test_a_save_that_fails_on_the_way_costs_that_checkpoint_alone(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save = Checkpointer.save
-
-    def failing(self: Checkpointer, replica: Any, step: int, *state: Any, **options: Any) -> Path:
-        if step in (2, 8):
-            raise CheckpointError("no space left")
-        return save(self, replica, step, *state, **options)
-
-    monkeypatch.setattr(Checkpointer, "save", failing)
-    with pytest.raises(CheckpointError, match="no space left"):  # the last one has no next one to make up for it
-        run(configuration(corpus, tmp_path))
-    assert "warning: no checkpoint after step 2: no space left" in capsys.readouterr().out
-    assert len(steps(tmp_path)) == 8
-    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000004", "step-00000006"}
-
-
-def test_nothing_is_evaluated_or_saved_unless_asked_for(tmp_path: Path, corpus: str) -> None:
+def test_only_what_is_configured_is_done(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapipe.training.pretrain.require_determinism", pytest.fail)
     config = configuration(corpus, tmp_path)
     config.evaluation = replace(config.evaluation, every=None)
     config.checkpoint = replace(config.checkpoint, every=None, at_end=False)
@@ -139,11 +120,16 @@ def test_nothing_is_evaluated_or_saved_unless_asked_for(tmp_path: Path, corpus: 
     assert files == [".lock", "config.yaml", "log.txt", "loss_curve.png", "metrics.jsonl", "run.json"]
 
 
-def test_the_last_step_is_saved_by_default(tmp_path: Path, corpus: str) -> None:
-    config = configuration(corpus, tmp_path)
+def test_the_last_step_is_saved_and_determinism_required(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr("megapipe.training.pretrain.require_determinism", lambda: calls.append(True))
+    config = configuration(corpus, tmp_path, deterministic=True)
     config.checkpoint = replace(config.checkpoint, every=None)
     run(config)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
+    assert calls == [True]
 
 
 @pytest.mark.parametrize(("training", "steps_done"), [(True, 0), (False, 3)], ids=["step", "evaluation"])
@@ -167,13 +153,3 @@ def test_running_out_of_memory_is_told_wherever_it_happens(
         run(configuration(corpus, tmp_path))
     assert "alive by unit" in str(caught.value)
     assert len(steps(tmp_path)) == steps_done
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_determinism_is_required_where_it_is_asked_for(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr("megapipe.training.pretrain.require_determinism", lambda: calls.append(True))
-    run(configuration(corpus, tmp_path, deterministic=asked, stop_at=1))
-    assert calls == [True] * asked

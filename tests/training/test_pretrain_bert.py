@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.manifest_file import read_manifest
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.generation_request import find_checkpoint, trained_config
-from megapipe.training.kernel_choices import kernel_choices
 from megapipe.training.pretrain import pretrain
+from megapipe.training.validation import kernel_choices
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +74,7 @@ def test_a_run_tells_both_terms_and_accuracies_and_resumes(
     assert [record["terms"] for record in again] == [record["terms"] for record in steps]
 
 
+@pytest.mark.exhaustive
 def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: BertDataConfig) -> None:
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", documents=30)
@@ -93,13 +92,6 @@ def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: Bert
         run(configuration(data, tmp_path / "parts", steps=9))
 
 
-def test_a_bert_generates_no_text(tmp_path: Path, corpus: BertDataConfig) -> None:
-    config = configuration(corpus, tmp_path / "run", steps=3)
-    assert run(config) == 0
-    with pytest.raises(ConfigError, match="the checkpoint is a BERT, which"):
-        trained_config(read_manifest(find_checkpoint(tmp_path / "run")).run)
-
-
 def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
     config = configuration(replace(corpus, pairs="none", max_ngram=0), tmp_path)
     with pytest.raises(ConfigError) as error:
@@ -110,25 +102,6 @@ def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, corpus
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "pretrain_bert.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_program_helps_without_torch_and_names_a_misspelt_field() -> None:
-    code = (
-        "import sys, runpy; sys.argv = ['pretrain_bert.py', '--help-all']\n"
-        "try: runpy.run_path('pretrain_bert.py', run_name='__main__')\n"
-        "except SystemExit: sys.exit(3 if 'torch' in sys.modules else 0)\n"
-    )
-    helped = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert helped.returncode == 0
-    assert "--data.mask_probability" in helped.stdout
-    wrong = program("--data.mask_probabilty", "0.2")
-    assert wrong.returncode == 2
-    assert "did you mean 'data.mask_probability'" in wrong.stderr
-    without = program()
-    assert without.returncode == 2
-    assert "--config bert_quickstart" in without.stderr
 
 
 @pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])

@@ -14,12 +14,10 @@ from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
-from megapipe.schedules.measured.run import read_run
-from megapipe.schedules.measured.trace_file import read_rank
-from megapipe.spec.layers import model_layers
-from megapipe.training.batches import batch_loader, split_samples
-from megapipe.training.profile import Profiler
-from megapipe.training.replica import Replica
+from megapipe.schedules.measured.traces import read_rank, read_run
+from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.replica import Replica
+from megapipe.training.observe.traces import Profiler
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import launch
 from tests.support.meshes import run_threads
@@ -35,8 +33,8 @@ def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_behind: int) -
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], timeout_seconds=30.0)
     config = replace(config, parallel=parallel)
-    replica = Replica(config, mesh, model_layers(config.model))
-    loader = batch_loader(config, mesh, replica, split_samples(config, "train"))
+    replica = Replica(config, mesh)
+    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
     said: list[str] = []
     with Profiler(config, mesh, said.append, 0) as profiler:
         for step in range(steps):
@@ -60,8 +58,15 @@ def traced(folder: Path, corpus: str, sizes: dict[str, int], name: str, **how: A
     return run_threads(sizes, trained, config, how.get("steps", 6), how.get("drain_behind", -1))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_v", "2bw"])
-@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("1f1b", 3),
+        ("2bw", 1),
+        pytest.param("zb_v", 1, marks=pytest.mark.exhaustive),
+        pytest.param("2bw", 3, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_window_holds_the_steps_that_were_asked_for(tmp_path: Path, corpus: str, name: str, first: int) -> None:
     results = traced(tmp_path, corpus, {"pipeline": 2}, name, profile={"first_step": first, "steps": 3})
     traces = [read_rank(tmp_path / f"rank-{rank}.json") for rank in range(2)]
@@ -77,7 +82,7 @@ def test_the_window_holds_the_steps_that_were_asked_for(tmp_path: Path, corpus: 
     assert len(run.recorded) == (4 if name == "2bw" and first == 1 else 3)  # the first step has a prologue of its own
 
 
-@pytest.mark.parametrize("name", ["1f1b", "2bw"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "2bw"])
 def test_tracing_changes_no_weight(tmp_path: Path, corpus: str, name: str) -> None:
     with_trace = traced(tmp_path, corpus, {"pipeline": 2}, name)
     without = traced(tmp_path, corpus, {"pipeline": 2}, name, profile={"trace": None})
@@ -121,8 +126,8 @@ def test_a_run_that_fails_keeps_its_trace_and_its_error(tmp_path: Path, corpus: 
     def failing(mesh: Mesh) -> None:
         config = make_config(corpus, GPT2_SHAPE, profile={"trace": str(tmp_path), "first_step": 1})
         config.parallel = replace(config.parallel, pipeline=1, data=1)
-        replica = Replica(config, mesh, model_layers(config.model))
-        batch = batch_loader(config, mesh, replica, split_samples(config, "train")).load(0)
+        replica = Replica(config, mesh)
+        batch = BatchLoader(config, mesh, replica, split_samples(config, "train")).load(0)
         with Profiler(config, mesh, lambda line: None, 0) as profiler:
             profiler.before(0, replica.engine)
             replica.engine.feed(StepInput(0, batch.contexts, batch.token_counts, 0.01))
@@ -144,6 +149,7 @@ def test_a_folder_that_cannot_be_written_costs_the_trace_alone(
     assert "warning: rank 1 could not write its trace to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_launched_run_is_traced_and_laid_over(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

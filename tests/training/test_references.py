@@ -10,8 +10,8 @@ import pytest
 from megapipe.config.bert import SPECIAL_TOKENS
 from megapipe.data.bert_samples import BertSamples
 from megapipe.data.samples import GptSamples
-from megapipe.training import references
-from megapipe.training.references import reference_losses
+from megapipe.training.loop import batches
+from megapipe.training.loop.batches import reference_losses
 from tests.support.bert_runs import write_corpus
 from tests.support.gpt_runs import VOCABULARY, write_shard
 
@@ -35,8 +35,8 @@ def test_a_small_split_is_counted_whole(samples: GptSamples) -> None:
 
 
 def test_of_a_large_one_a_bounded_part(samples: GptSamples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(references, "MAXIMUM_TOKENS", 100)
-    monkeypatch.setattr(references, "BLOCK", 4)
+    monkeypatch.setattr(batches, "MAXIMUM_TOKENS", 100)
+    monkeypatch.setattr(batches, "BLOCK", 4)
     found = reference_losses(samples, VOCABULARY)
     labels = [int(token) for ordinal in range(6) for token in samples.tokens(ordinal)[1:]]
     assert found.num_tokens == 96

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from megapipe.checkpoint.lock import LOCK
+from megapipe.checkpoint.directory import LOCK
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.load import parse_as
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.guards import NonFiniteError
-from megapipe.training.metrics import read_losses
+from megapipe.training.observe.metrics import read_losses
 from megapipe.training.pretrain import pretrain
-from megapipe.training.run_folder import RunFolder
+from megapipe.training.resilience.guards import NonFiniteError
+from megapipe.training.resilience.run_identity import RunFolder
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 
 

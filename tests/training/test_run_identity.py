@@ -13,11 +13,16 @@ import torch
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.rendezvous import Start, StartError, connect
-from megapipe.training import run_identity as module
-from megapipe.training.folders import locked_folder
-from megapipe.training.run_identity import Fact, Identity, agree_on_run, difference, run_identity
+from megapipe.training.resilience import run_identity as module
+from megapipe.training.resilience.run_identity import (
+    Fact,
+    Identity,
+    agree_on_run,
+    difference,
+    locked_folder,
+    run_identity,
+)
 from tests.support.gpt_runs import write_shard
 from tests.support.ranks import free_port, run_ranks
 
@@ -38,7 +43,8 @@ def other(hint: Any, value: Any) -> Any:
     if hint is str:
         return f"{value or ''}x"
     if get_origin(hint) is dict:
-        return {**value, "x": other(get_args(hint)[1], "" if get_args(hint)[1] is str else 1)}
+        kind = get_args(hint)[1]
+        return {**value, "x": other(kind, {str: "", int: 1, float: 1}.get(kind))}
     return [*(value or []), 7]
 
 
@@ -80,7 +86,7 @@ def refusal(config: PretrainConfig, rank: int, start: Start) -> str:
     """Return the error that ends the start of all ranks; empty if they agree."""
     try:
         agree_on_run(start, run_identity(config, 2, CPU))
-        with locked_folder(config, LaunchEnvironment(rank, 2, rank), start):
+        with locked_folder(Path(config.training.directory), rank, start):
             start.wait_for_all()
     except StartError as shared:
         return str(shared)
@@ -124,7 +130,7 @@ def test_paths_may_differ_where_their_content_does_not(tmp_path: Path) -> None:
         return replace(
             config,
             data=replace(config.data, tokenizer=f"bert-uncased:{folder / 'vocab.txt'}", **shard),
-            schedule=replace(config.schedule, file=str(folder / "schedule.txt")),
+            schedule=replace(config.schedule, name=str(folder / "schedule.txt")),
             recompute=replace(config.recompute, hardware=str(folder / "hardware.yaml")),
             training=replace(config.training, directory=str(folder / "run")),
             init_from=str(folder / "weights"),

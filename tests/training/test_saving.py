@@ -18,17 +18,15 @@ import torch
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.manifest import RunState
-from megapipe.checkpoint.save import Content, save
+from megapipe.checkpoint.save_and_load import Content, save
 from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import StorageWriter
-from megapipe.config.between_steps import CheckpointConfig
-from megapipe.config.reliability import SpikesConfig
-from megapipe.config.run import PretrainConfig
+from megapipe.config.run import CheckpointConfig, PretrainConfig, SpikesConfig
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import LaunchEnvironment, initialize
-from megapipe.training import evaluation, loop, resume, saving
+from megapipe.training.loop import checkpoints, steps
+from megapipe.training.loop.checkpoints import Saves
 from megapipe.training.pretrain import pretrain
-from megapipe.training.saving import Saves
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.patience import wait_until
 
@@ -100,7 +98,7 @@ def test_auto_measures_and_then_saves_as_often_as_it_may(
 def test_a_silent_disk_is_given_up_before_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 must report a save to which no rank writes before its peers take it for lost."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(saving, "BackgroundSaver", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(checkpoints, "BackgroundSaver", lambda *_, **options: given.update(options))
     for timeout in (0.5, 600.0):
         Saves(CheckpointConfig(every=1), tmp_path, initialize({}, "cpu"), timeout, lambda line: None)
         assert 0 < given["patience"] <= 0.75 * timeout
@@ -120,7 +118,7 @@ def test_auto_waits_an_interval_after_a_save_that_fails(
         attempts.append(arguments)
         raise CheckpointError("No space left on device")
 
-    monkeypatch.setattr(resume, "save", full)
+    monkeypatch.setattr(checkpoints, "save", full)
     config = configuration(corpus, tmp_path, steps=25, every="auto", asynchronous=False, at_end=False)
     assert run(config) == 0
     assert len(attempts) == 2, "after every tenth step; one attempt per step would slow training"
@@ -139,20 +137,26 @@ class Disk(StorageWriter):
 
 def on(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
     """Let runs save on such a disk."""
-    saver = saving.BackgroundSaver
+    saver = checkpoints.BackgroundSaver
     monkeypatch.setattr(
-        saving, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=Disk(before))
+        checkpoints, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=Disk(before))
     )
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
+    """Let runs save on a disk that refuses the checkpoints of these steps."""
+
+    def before(target: Path) -> None:
+        if int(target.name.removeprefix("step-")) in refused:
+            raise OSError(5, "Input/output error")
+
+    on(monkeypatch, before)
 
 
 def test_a_failed_background_save_is_reported_and_the_next_one_works(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(target: Path) -> None:
-        if target.name == "step-00000002":
-            raise OSError(5, "Input/output error")
-
-    on(monkeypatch, refuse)
+    refuse(monkeypatch, 2)
     assert run(configuration(corpus, tmp_path, every=2)) == 0
     assert saved(tmp_path) == [4, 6]
     output = capsys.readouterr().out
@@ -161,11 +165,7 @@ def test_a_failed_background_save_is_reported_and_the_next_one_works(
 
 
 def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(target: Path) -> None:
-        if target.name == "step-00000006":
-            raise OSError(5, "Input/output error")
-
-    on(monkeypatch, refuse)
+    refuse(monkeypatch, 6)
     with pytest.raises(CheckpointError, match=r"cannot complete .*step-00000006: Input/output error"):
         run(configuration(corpus, tmp_path, every=3))
     assert saved(tmp_path) == [3]
@@ -173,7 +173,12 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeyp
 
 @pytest.mark.parametrize(
     ("every", "every_minutes", "asynchronous", "failing"),
-    [(None, 1e-9, False, 4), (None, 1e-9, True, 4), (2, None, True, 4), (3, None, True, 3)],
+    [
+        (None, 1e-9, False, 4),
+        pytest.param(None, 1e-9, True, 4, marks=pytest.mark.exhaustive),
+        (2, None, True, 4),
+        pytest.param(3, None, True, 3, marks=pytest.mark.exhaustive),
+    ],
     ids=["timed", "timed in the background", "by steps", "before the end"],
 )
 def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
@@ -186,7 +191,7 @@ def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
     asynchronous: bool,
     failing: int,
 ) -> None:
-    def refuse(target: Path) -> None:
+    def refuse_late(target: Path) -> None:
         if target.name == f"step-{failing:08d}":
             time.sleep(0.5)  # the steps after it end meanwhile
             raise OSError(5, "Input/output error")
@@ -202,8 +207,8 @@ def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
         return path
 
     monkeypatch.setattr(Saves, "begin", begin_and_await_earlier_saves)
-    on(monkeypatch, refuse)
-    monkeypatch.setattr(resume, "save", lambda *args: save(*args, storage=Disk(refuse)))
+    on(monkeypatch, refuse_late)
+    monkeypatch.setattr(checkpoints, "save", lambda *args: save(*args, storage=Disk(refuse_late)))
     config = configuration(
         corpus,
         tmp_path,
@@ -221,7 +226,10 @@ def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
 
 @pytest.mark.parametrize(
     ("refused", "words"),
-    [((6,), "step-00000003 after step 3"), ((3, 6), "no save of this run has succeeded yet")],
+    [
+        ((6,), "step-00000003 after step 3"),
+        pytest.param((3, 6), "no save of this run has succeeded yet", marks=pytest.mark.exhaustive),
+    ],
     ids=["second", "both"],
 )
 def test_spikes_are_watched_after_a_failed_save(
@@ -232,10 +240,6 @@ def test_spikes_are_watched_after_a_failed_save(
     refused: tuple[int, ...],
     words: str,
 ) -> None:
-    def refuse(target: Path) -> None:
-        if int(target.name.removeprefix("step-")) in refused:
-            raise OSError(5, "Input/output error")
-
     ended, spikes = Saves.step_ended, [9]
 
     def after_the_save(self: Saves, seconds: float) -> None:
@@ -245,9 +249,9 @@ def test_spikes_are_watched_after_a_failed_save(
     def limit(config: SpikesConfig, losses: Sequence[float]) -> float:
         return spikes.pop() - 9.0 if len(losses) + 1 in spikes else math.inf
 
-    on(monkeypatch, refuse)
+    refuse(monkeypatch, *refused)
     monkeypatch.setattr(Saves, "step_ended", after_the_save)
-    monkeypatch.setattr(loop, "spike_limit", limit)
+    monkeypatch.setattr(steps, "spike_limit", limit)
     config = configuration(corpus, tmp_path, steps=10, every=3)
     config.spikes = replace(config.spikes, threshold=1e9)
     assert run(config) == 0
@@ -260,8 +264,8 @@ def test_spikes_are_watched_after_a_failed_save(
     ("number", "every", "status", "steps"),
     [
         (signal.SIGTERM, 1000, 143, [4]),
-        (signal.SIGINT, 1000, 130, [4]),
-        (signal.SIGHUP, 1000, 129, [4]),
+        pytest.param(signal.SIGINT, 1000, 130, [4], marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGHUP, 1000, 129, [4], marks=pytest.mark.exhaustive),
         (signal.SIGUSR1, 1000, 0, [4, 6]),
         (signal.SIGUSR1, None, 0, []),
     ],
@@ -313,6 +317,7 @@ def test_a_signal_during_a_save_waits_for_no_further_step(
     assert saved(tmp_path) == [2]
 
 
+@pytest.mark.exhaustive
 def test_a_signal_during_a_save_beside_training_gives_that_no_more_than_its_deadline(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +336,7 @@ def test_a_signal_during_a_save_beside_training_gives_that_no_more_than_its_dead
 
 @pytest.mark.parametrize(
     ("asynchronous", "schedule", "wanted"),
-    [(True, "1f1b", [True]), (True, "2bw", [True]), (False, "1f1b", [])],
+    [(True, "1f1b", [True]), pytest.param(True, "2bw", [True], marks=pytest.mark.exhaustive), (False, "1f1b", [])],
 )
 def test_memory_of_copies_is_there_before_the_first_save(
     tmp_path: Path,
@@ -365,7 +370,7 @@ def test_memory_of_copies_is_there_before_the_first_save(
 def test_a_signal_during_an_evaluation_gives_that_up(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums, batches = evaluation.batch_sums, []
+    sums, batches = steps.batch_sums, []
 
     def signalled(result: StepResult, token_counts: Any) -> torch.Tensor:
         batches.append(result)
@@ -373,7 +378,7 @@ def test_a_signal_during_an_evaluation_gives_that_up(
             signal.raise_signal(signal.SIGTERM)
         return sums(result, token_counts)
 
-    monkeypatch.setattr(evaluation, "batch_sums", signalled)
+    monkeypatch.setattr(steps, "batch_sums", signalled)
     config = configuration(corpus, tmp_path, every=1000)
     config.data = replace(config.data, split="50,50,0")
     config.evaluation = replace(config.evaluation, every=3, samples=48)
@@ -401,7 +406,7 @@ def test_a_signals_save_is_given_up_after_its_deadline(
             signal.raise_signal(signal.SIGTERM)
         return clock()
 
-    monkeypatch.setattr("megapipe.training.loop.time.perf_counter", stopping)
+    monkeypatch.setattr("megapipe.training.loop.steps.time.perf_counter", stopping)
     config = configuration(corpus, tmp_path, steps=1000, every=2, signal_deadline_seconds=0.2)
     # In step 3 or later, as soon as the save after step 2 was seen to be durable.
     with pytest.raises(CheckpointError, match=r"after step \d+ was given up: .*signal_deadline_seconds"):

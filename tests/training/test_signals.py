@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapipe.training import signals
-from megapipe.training.signals import SignalRequests
+from megapipe.training.resilience import signals
+from megapipe.training.resilience.signals import SignalRequests
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_before_training_a_process_that_runs_no_python_answers_at_once(number: s
     """It waits in C until its input ends: a handler of Python's would run only behind that, and print a traceback."""
     program = (
         "import ctypes, signal\n"
-        "from megapipe.training.signals import before_training\n"
+        "from megapipe.training.resilience.signals import before_training\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what a shell's background jobs do not have
         "before_training()\n"
         "print('waits', flush=True)\n"

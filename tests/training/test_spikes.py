@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.reliability import SpikesConfig
+from megapipe.config.run import SpikesConfig
 from megapipe.layout.batch_plan import BatchPlan
-from megapipe.training.skipping import SkippingPlan
-from megapipe.training.spikes import Rewinds, SpikeError, spike_limit
+from megapipe.training.loop.loader import SkippingPlan
+from megapipe.training.resilience.guards import Rewinds, SpikeError, spike_limit
 
 
 def test_a_limit_lies_so_many_deviations_above_the_median() -> None:

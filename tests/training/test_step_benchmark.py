@@ -41,6 +41,7 @@ def test_compiled_contestants_run() -> None:
     assert set(model["contestants"]) == expected
 
 
+@pytest.mark.slow
 def test_one_by_one_tells_who_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.train_step_contest.timing import one_by_one
@@ -55,6 +56,7 @@ def test_one_by_one_tells_who_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch
     assert len(seconds["small"]) == 3
 
 
+@pytest.mark.slow
 def test_one_by_one_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.train_step_contest.timing import WARM_UP, one_by_one

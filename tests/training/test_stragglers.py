@@ -2,8 +2,8 @@
 
 import random
 
-from megapipe.config.reliability import ReliabilityConfig
-from megapipe.training.stragglers import StragglerReport
+from megapipe.config.run import ReliabilityConfig
+from megapipe.training.observe.traces import StragglerReport
 
 PLACES = [0, 0, 0, 0, 1, 1, 1, 1]
 

@@ -6,8 +6,8 @@ import torch
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig
 from megapipe.spec.layers import model_layers
-from megapipe.training import throughput
-from megapipe.training.throughput import DevicePeak, UtilisationMeter, device_peak
+from megapipe.training.observe import display
+from megapipe.training.observe.display import DevicePeak, UtilisationMeter, device_peak
 
 
 def test_mfu_is_narayanans_flops_over_what_all_ranks_can_do() -> None:
@@ -29,7 +29,7 @@ def test_a_processor_is_measured_in_the_runs_precision(monkeypatch: pytest.Monke
         asked.append(dtype)
         return 1.5e11
 
-    monkeypatch.setattr(throughput, "product_flops", measured)
+    monkeypatch.setattr(display, "product_flops", measured)
     assert str(device_peak(torch.device("cpu"), "bf16")) == (
         "0.15 TFLOP/s per rank (measured with a 512 x 512 product)"
     )  # fmt: skip
@@ -39,5 +39,5 @@ def test_a_processor_is_measured_in_the_runs_precision(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("name", "flops"), [("NVIDIA H200", 989.4e12), ("Some GPU", 7e12)])
 def test_a_known_gpu_has_its_data_sheets_peak(monkeypatch: pytest.MonkeyPatch, name: str, flops: float) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(throughput, "product_flops", lambda dtype, device: 7e12)
+    monkeypatch.setattr(display, "product_flops", lambda dtype, device: 7e12)
     assert device_peak(torch.device("cuda", 0), "bf16").flops == flops

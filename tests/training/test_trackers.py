@@ -10,9 +10,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megapipe.config.run import PretrainConfig
-from megapipe.training.listeners import Listeners
-from megapipe.training.records import RANKS, TIME_PARTS
-from megapipe.training.trackers import TensorBoard, WeightsAndBiases, add_trackers, step_scalars, wandb_mode
+from megapipe.training.observe.listeners import (
+    Listeners,
+    TensorBoard,
+    WeightsAndBiases,
+    add_trackers,
+    step_scalars,
+    wandb_mode,
+)
+from megapipe.training.observe.records import RANKS, TIME_PARTS
 from tests.training.records import evaluation_record, step_record
 
 LOADS = {"expert_load_variations": [0.25, 0.75]}

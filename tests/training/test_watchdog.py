@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapipe.config.reliability import WatchdogConfig
+from megapipe.config.run import WatchdogConfig
 from megapipe.engine.program import Instruction
 from megapipe.schedules.actions import Action, Kind
-from megapipe.training import watchdog_process
-from megapipe.training.exit_codes import ExitCode
-from megapipe.training.watchdog import Heartbeat, Watchdog
-from megapipe.training.watchdog_process import SIZE, Pace, Settings, place, watch
+from megapipe.training.resilience import watchdog_process
+from megapipe.training.resilience.signals import ExitCode
+from megapipe.training.resilience.watchdog import Heartbeat, Watchdog
+from megapipe.training.resilience.watchdog_process import SIZE, Pace, Settings, place, watch
 from tests.support.ranks import RankError, run_ranks
 
 SECONDS = 0.3

@@ -1,1 +1,1 @@
-"""From files of text to shards: finding inputs, cutting them into parts, tokenizing parts, joining shards."""
+"""From text files to shards: find inputs, cut them into parts, tokenize parts, join shards."""

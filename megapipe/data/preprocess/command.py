@@ -1,28 +1,200 @@
-"""The command line of megapipe preprocess: shards from text, and tokenizers from text."""
+"""The command line of megapipe preprocess, which makes shards and tokenizers from text."""
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from megapipe.config.command_line import exit_status, with_hyphens
-from megapipe.data.durable import write_whole
+from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.arguments import TRAIN_TOKENIZER, build_parser, build_training_parser
-from megapipe.data.preprocess.inputs import InputFile, find_inputs
-from megapipe.data.preprocess.parts import idle_workers
-from megapipe.data.preprocess.progress import ProgressLine
-from megapipe.data.preprocess.run import preprocess
-from megapipe.data.preprocess.sampled_texts import SampledTexts
-from megapipe.data.preprocess.tokenize_part import TokenizeSettings
+from megapipe.data.files import write_whole
+from megapipe.data.preprocess.documents import SAMPLE_BYTES, SampledTexts
+from megapipe.data.preprocess.inputs import InputFile, find_inputs, idle_workers
+from megapipe.data.preprocess.run import Journal, preprocess
+from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
+from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.tokenizers import open_tokenizer
-from megapipe.data.tokenizers.fast_core import CHECKED_BYTES, is_byte_level_bpe, why_no_fast_core
+from megapipe.data.tokenizers.hugging_face import CHECKED_BYTES, is_byte_level_bpe, why_no_fast_core
 from megapipe.data.tokenizers.training import RESERVED_TOKENS, TRAINERS
+
+TRAIN_TOKENIZER = "train-tokenizer"
+
+DESCRIPTION = """\
+Converts text, JSON lines, Parquet, Arrow and datasets to .bin/.idx shards that megapipe and Megatron-LM train on.
+
+A .jsonl, .ndjson or .json file has one JSON object per line, and each is a document. Each row of a .parquet or .arrow
+file or of a dataset is a document, and so is any other file. JSON lines and text may be compressed (.gz, .zst).
+The output is <prefix>_<key>_document.bin, .idx and .manifest.json, with the same bytes for any number of workers.
+After an interruption, the same command continues where it stopped.
+
+`megapipe preprocess train-tokenizer --help` explains how to learn a vocabulary first.
+"""
+EXAMPLES = """\
+examples:
+  megapipe preprocess --input python-stdlib --output-prefix data/python --tokenizer bytes --append-eod
+  megapipe preprocess --input corpus/*.jsonl --json-keys text --output-prefix data/corpus \\
+      --tokenizer tokenizer.json --append-eod --workers 8
+  megapipe preprocess --input src docs --include '*.py' '*.md' --exclude tests --output-prefix data/code \\
+      --tokenizer bytes --append-eod
+  megapipe preprocess --input dataset:wikitext:wikitext-103-raw-v1@train --output-prefix data/wiki \\
+      --tokenizer bert-uncased:vocab.txt --split-sentences
+"""
+
+TRAINING_DESCRIPTION = """\
+Learns a tokenizer's vocabulary from any input that preprocessing reads. The same input gives the same tokenizer.
+
+sentencepiece-bpe and sentencepiece-unigram write a .model; byte-level-bpe (GPT-2's kind) and wordpiece-uncased and
+wordpiece-cased (BERT's) write a tokenizer.json of Hugging Face.
+"""
+TRAINING_EXAMPLES = """\
+example:
+  megapipe preprocess train-tokenizer --input python-stdlib --type sentencepiece-bpe --vocabulary-size 8192 \\
+      --output data/python.model
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `megapipe preprocess`."""
+    parser = tool_parser("megapipe preprocess", DESCRIPTION, EXAMPLES)
+    add_input_arguments(parser)
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (with its merges.txt), a "
+        ".tiktoken file (cl100k_base:PATH where its name does not say), bert-uncased:PATH or bert-cased:PATH of a "
+        "vocab.txt, or a folder with one of them",
+    )
+    parser.add_argument(
+        "--end-of-document", metavar="TOKEN", help="token that ends documents, if not known from files"
+    )
+    parser.add_argument(
+        "--special-tokens-in-text",
+        choices=["text", "token", "error"],
+        default="text",
+        help="how to read the name of a special token in a document: as text, as that token, or as an error (text)",
+    )
+    parser.add_argument(
+        "--tokenizer-core",
+        choices=["auto", "library"],
+        default="auto",
+        help="auto takes a faster core for byte-level BPE if it gives the library's ids on a sample (auto)",
+    )
+    parser.add_argument(
+        "--join-keys", metavar="TEXT", help="join all --json-keys to one document, with TEXT between them"
+    )
+    parser.add_argument(
+        "--split-sentences", action="store_true", help="one sequence per sentence, <prefix>_<key>_sentence, for BERT"
+    )
+    parser.add_argument(
+        "--language", default="en", metavar="CODE", help="language of the sentences, such as en, de, fr (en)"
+    )
+    parser.add_argument(
+        "--drop-duplicates", action="store_true", help="leave out documents that equal an earlier one in all fields"
+    )
+    parser.add_argument("--append-eod", action="store_true", help="end every document with that token; GPT needs it")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output's paths")
+    parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="processes (all cores)")
+    return parser
+
+
+def build_training_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command that trains a tokenizer on texts."""
+    parser = tool_parser(f"megapipe preprocess {TRAIN_TOKENIZER}", TRAINING_DESCRIPTION, TRAINING_EXAMPLES)
+    add_input_arguments(parser)
+    parser.add_argument("--type", choices=list(TRAINERS), required=True, help="kind of tokenizer")
+    parser.add_argument("--vocabulary-size", type=positive, required=True, metavar="N", help="exact number of tokens")
+    parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="additional special tokens")
+    parser.add_argument("--output", required=True, metavar="FILE", help="file to write")
+    parser.add_argument(
+        "--sample-bytes",
+        type=positive,
+        default=SAMPLE_BYTES,
+        metavar="N",
+        help=f"train on about N bytes, in documents chosen evenly from a larger input ({SAMPLE_BYTES})",
+    )
+    return parser
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the input, which are the same for preprocessing and for training a tokenizer."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, glob patterns, dataset:NAME[:CONFIGURATION][@SPLIT] (NAME may be a folder), or "
+        "python-stdlib: the sources of Python's standard library",
+    )
+    parser.add_argument(
+        "--dataset-revision", metavar="REVISION", help="branch, tag or commit of datasets on the hub (its default)"
+    )
+    parser.add_argument(
+        "--dataset-streaming", action="store_true", help="read datasets of the hub over the network; keep no copy"
+    )
+    parser.add_argument(
+        "--include", nargs="+", default=[], metavar="PATTERN", help="names to read in folders, such as '*.py'"
+    )
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to leave out")
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="fields of JSON lines, columns of tables (text)",
+    )
+    parser.add_argument(
+        "--on-error", choices=["stop", "skip"], default="stop", help="what to do about unreadable documents (stop)"
+    )
+
+
+SHOWN_SKIPS = 10
+
+
+class ProgressLine:
+    """A progress bar over the input, lines about skipped documents, and a last line with the speed."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = total_bytes
+        self._done = self._skipped = self._before = 0
+        self._start = time.monotonic()
+        self._bar: ProgressBar | None = None
+
+    def start(self, journal: Journal) -> None:
+        """Print how much an earlier run of the same command has done, and start the bar."""
+        self._done, self._skipped, self._before = journal.done_bytes, journal.num_skipped, journal.done_bytes
+        if journal.next_part:
+            print(f"continuing a run that stopped after {self._done / 1e6:,.1f} MB", file=sys.stderr)
+        self._bar = ProgressBar("preprocessing", max(1, self._total - self._before) / 1e6, "MB", log=True)
+
+    def show(self, part: TokenizedPart, writer: ShardWriter) -> None:
+        """Count a finished part, and print its first skipped documents."""
+        for reason in part.skipped[: max(0, SHOWN_SKIPS - self._skipped)]:
+            print(f"skipped: {reason}", file=sys.stderr)
+        self._skipped += len(part.skipped)
+        self._done += part.input_bytes
+        if self._bar is not None:
+            self._bar.update((self._done - self._before) / 1e6)
+
+    def finish(self) -> None:
+        """Print the megabytes, the speed and the number of skipped documents."""
+        elapsed = time.monotonic() - self._start
+        skipped = f", {self._skipped:,} documents skipped" if self._skipped else ""
+        done = (self._done - self._before) / 1e6
+        print(f"{done:,.1f} MB in {elapsed:.1f} s, {done / max(elapsed, 1e-9):.1f} MB/s{skipped}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Remove the bar from the terminal."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     words = with_hyphens(argv)
     trains = bool(words) and words[0].replace("_", "-") == TRAIN_TOKENIZER
 
@@ -38,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Turn texts into shards, with a line of progress, and print what each shard holds.
+    """Convert texts to shards, with a line of progress, and print the counts of each shard.
 
     Raises DataError for inputs, a tokenizer or options that cannot be used.
     """
@@ -61,14 +233,15 @@ def run(arguments: argparse.Namespace) -> None:
     if idle is not None:
         print(f"note: {idle}", file=sys.stderr)
     progress = ProgressLine(total_bytes=sum(file.size for file in files))
-    manifests = preprocess(
-        files,
-        arguments.output_prefix,
-        settings,
-        workers=arguments.workers,
-        on_start=progress.start,
-        on_part=progress.show,
-    )
+    with closing(progress):
+        manifests = preprocess(
+            files,
+            arguments.output_prefix,
+            settings,
+            workers=arguments.workers,
+            on_start=progress.start,
+            on_part=progress.show,
+        )
     progress.finish()
     for name, manifest in zip(settings.output_names(), manifests, strict=True):
         duplicates = (
@@ -99,7 +272,8 @@ def _inputs(arguments: argparse.Namespace) -> list[InputFile]:
 
 
 def with_fast_core(settings: TokenizeSettings, files: Sequence[InputFile]) -> TokenizeSettings:
-    """The settings with the fast core if it can be used; says so if byte-level BPE has to do without."""
+    """Return the settings with the fast core if it can be used; print the reason if it cannot encode a byte-level
+    BPE."""
     tokenizer = settings.open()
     if not is_byte_level_bpe(tokenizer):
         return settings
@@ -112,9 +286,9 @@ def with_fast_core(settings: TokenizeSettings, files: Sequence[InputFile]) -> To
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> None:
-    """Learn a tokenizer from texts, write it to a file and print its size.
+    """Train a tokenizer on texts, write it to a file and print its size.
 
-    Raises DataError for a file name that does not end as files of this type do, and for wrong special tokens.
+    Raises DataError for a file name with a suffix of another type, and for invalid special tokens.
     """
     suffix, train = TRAINERS[arguments.type]
     output = Path(arguments.output)

@@ -1,32 +1,35 @@
-"""Documents of a piece of input: raw bytes first, so that one broken document does not end the reading."""
+"""Documents of a part of the input. They are read as bytes first, so that one broken document does not end the
+reading."""
 
 import codecs
 import gzip
 import io
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Literal, Protocol, cast
+
+import numpy as np
 
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.hub_datasets import dataset_batches
-from megapipe.data.preprocess.parts import FileRange
-from megapipe.data.preprocess.tables import arrow_batches, parquet_batches, rows_of, type_in_words
+from megapipe.data.preprocess.inputs import FileRange, InputFile, cut_into_parts
+from megapipe.data.preprocess.tables import arrow_batches, dataset_batches, parquet_batches, rows_of, type_in_words
 
 TEXT_KEY = "text"
-"""The field that the content of a text file counts as."""
+"""Name of the only field of a text file."""
 
 
 class Document(Protocol):
-    """A document of any format, before its text is looked at."""
+    """A document of any format, before its text is decoded."""
 
     def texts(self, keys: Sequence[str]) -> list[str]:
-        """One text per key. Raises DataError that names file and line or row."""
+        """Return one text per key. Raises DataError with file and line or row."""
 
     def place(self) -> str:
-        """File, and line or row where there are any."""
+        """Return the file, with line or row if there are any."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,13 @@ class RawDocument:
 
     path: Path
     offset: int | None
-    """First byte of the line in a file of JSON lines that can be read from any byte."""
+    """First byte of the line, in a file of JSON lines that can be read from any byte."""
     content: bytes
     line: int | None = None
-    """Number of the line, where it is known."""
+    """Number of the line, if known."""
 
     def texts(self, keys: Sequence[str]) -> list[str]:
-        """One text per key. Raises DataError that names file and line."""
+        """Return one text per key. Raises DataError with file and line."""
         if self.offset is None and self.line is None:
             if list(keys) != [TEXT_KEY]:
                 raise DataError(
@@ -60,7 +63,8 @@ class RawDocument:
         return [self._field(record, key) for key in keys]
 
     def place(self) -> str:
-        """File, and line number where there are lines. Counts the lines before it: for messages only."""
+        """Return the file, with the line number if there are lines. This counts all lines before it: only for
+        messages."""
         if self.line is not None:
             return f"{self.path}, line {self.line}"
         if self.offset is None:
@@ -100,7 +104,8 @@ class RawDocument:
 
 
 def read_documents(piece: FileRange, keys: Sequence[str]) -> Iterator[Document]:
-    """The documents of the piece, in order. Blank lines are not documents; of tables only the `keys` are read.
+    """Yield the documents of a piece of a file, in order. Blank lines are skipped; of tables, only the `keys` are
+    read.
 
     Raises DataError for a file that cannot be opened, is damaged or cut off, after the documents before the damage.
     """
@@ -133,7 +138,7 @@ def _read_lines_or_text(piece: FileRange, file: BinaryIO) -> Iterator[Document]:
     else:
         position = piece.begin
         if piece.begin:
-            # A line belongs to the piece in which it begins: skip the rest of the one before.
+            # A line belongs to the piece in which it starts: skip the rest of the previous line.
             file.seek(piece.begin - 1)
             position += len(file.readline()) - 1
         while position < piece.end:
@@ -160,7 +165,8 @@ def _numbered_lines(path: Path, file: BinaryIO) -> Iterator[Document]:
 
 
 _BROKEN_COMPRESSION = (EOFError, OSError, zlib.error)
-"""gzip: cut off, not gzip or wrong checksum, damaged. Arrow, which reads .zst, raises OSError for all of them."""
+"""Errors of gzip: cut off; not gzip or wrong checksum; damaged. Arrow, which reads .zst, raises OSError for all of
+them."""
 
 
 def _broken_compression(path: Path, line: int | None, error: Exception) -> DataError:
@@ -178,7 +184,7 @@ def _open(piece: FileRange) -> BinaryIO:
     if suffix == ".zst":
         import pyarrow
 
-        # This reader tells of a file that is cut off; the zstandard library takes it for the end.
+        # This reader reports a file that is cut off; the zstandard library would treat it as the end.
         return io.BufferedReader(pyarrow.input_stream(str(piece.path), compression="zstd"), 1 << 16)
     return piece.path.open("rb")
 
@@ -190,3 +196,57 @@ def _line_number(path: Path, offset: int) -> int:
             lines += block.count(b"\n")
             offset -= len(block)
     return lines
+
+
+SAMPLE_BYTES = 100_000_000
+
+
+class SampledTexts:
+    """Iterates over the texts of documents, each of which is selected with probability sample_bytes / size of the
+    input.
+
+    The selection is the same in every run. on_error: what a document that cannot be read does: "stop" raises
+    DataError, "skip" leaves it out with a message on stderr, None leaves it out silently, for callers that report such
+    documents later. After the iteration, num_texts and num_bytes are the numbers of texts and bytes that were read.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        json_keys: Sequence[str],
+        on_error: Literal["stop", "skip"] | None,
+        sample_bytes: int = SAMPLE_BYTES,
+    ) -> None:
+        self._files = files
+        self._keys = json_keys
+        self._on_error = on_error
+        self._share = sample_bytes / max(1, sum(file.size for file in files))
+        self.num_texts = self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_texts = self.num_bytes = 0
+        chance = np.random.Generator(np.random.Philox(0))
+        for part in cut_into_parts(self._files):
+            for piece in part.pieces:
+                try:
+                    for document in read_documents(piece, self._keys):
+                        if chance.random() < self._share:
+                            yield from self._texts(document)
+                except DataError as error:
+                    self._leave_out(error)
+
+    def _texts(self, document: Document) -> list[str]:
+        try:
+            texts = document.texts(self._keys)
+        except DataError as error:
+            self._leave_out(error)
+            return []
+        self.num_texts += len(texts)
+        self.num_bytes += sum(len(text.encode()) for text in texts)
+        return texts
+
+    def _leave_out(self, error: DataError) -> None:
+        if self._on_error == "stop":
+            raise error
+        if self._on_error == "skip":
+            print(f"skipped: {error}", file=sys.stderr)

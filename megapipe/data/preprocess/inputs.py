@@ -1,19 +1,27 @@
-"""Which files to read: from paths, folders, patterns and names of datasets to one ordered list."""
+"""Inputs of preprocessing: files from paths, patterns and dataset names, their parts, and their checksums."""
 
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import xxhash
 
 from megapipe.data.errors import DataError
-from megapipe.data.preprocess.hub_datasets import (
+from megapipe.data.files import checksum_of_file
+from megapipe.data.preprocess.tables import (
     DATASET_PREFIX,
     DatasetName,
+    arrow_ranges,
     dataset_bytes,
+    dataset_fingerprint,
+    dataset_ranges,
     is_saved_dataset,
+    parquet_ranges,
     with_options,
 )
 
@@ -31,19 +39,20 @@ COMPRESSED_SUFFIXES = (".gz", ".zst")
 UNREADABLE_SUFFIXES = (".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".bin", ".idx")
 
 PYTHON_SOURCES = "python-stdlib"
-"""Input name that stands for the sources of the running Python's standard library, a corpus on every machine."""
+"""Name of an input: the source files of the running Python's standard library, which exist on every machine."""
 PYTHON_SOURCES_EXCLUDED = ("site-packages", "dist-packages", "test*", "idlelib", "lib2to3", "pydoc_data", "encodings")
 
 
 class InputFile(NamedTuple):
     path: Path
-    """The file, or for a dataset its whole name, "dataset:..."."""
+    """The file; for a dataset its complete name, "dataset:..."."""
     size: int
-    """Bytes, as they lie on disk."""
+    """Size on disk in bytes."""
 
     @property
     def format(self) -> Format:
-        """By the name without .gz or .zst. .json holds lines, as Megatron-LM expects; unknown names are text."""
+        """Format by the name without .gz or .zst. A .json contains lines, as Megatron-LM expects; unknown names are
+        text."""
         if str(self.path).startswith(DATASET_PREFIX):
             return "dataset"
         name = self.path.with_suffix("") if self.is_compressed else self.path
@@ -51,12 +60,12 @@ class InputFile(NamedTuple):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the file's name says that it is compressed, with .gz or .zst."""
+        """Whether the file's name ends in .gz or .zst."""
         return self.path.suffix.lower() in COMPRESSED_SUFFIXES
 
     @property
     def is_whole(self) -> bool:
-        """Whether one worker has to read all of it, since it cannot be read from its middle."""
+        """Whether one worker must read the whole file, because it cannot be read from the middle."""
         return self.format == "text" or self.is_compressed
 
 
@@ -67,16 +76,17 @@ def find_inputs(
     revision: str | None = None,
     stream: bool = False,
 ) -> list[InputFile]:
-    """Files of the inputs in the order given; those of one folder or pattern sorted by their path inside it.
+    """Return the files of the inputs in their order; files of one folder or pattern are sorted by their path inside
+    it.
 
-    An input is a file, a folder (all files in it, hidden ones left out), a glob pattern (** crosses folders),
-    `python-stdlib`, a dataset `dataset:NAME[:CONFIGURATION][@SPLIT]`, or the folder of a dataset saved to disk. In
-    folders and patterns, `include` keeps the files whose name or inner path matches one of its patterns, `exclude`
-    drops those of which a folder, the name or the inner path matches. A file named twice is read once. Datasets of the
-    hub are read at `revision` (a branch, tag or commit), and with `stream` without a copy on disk.
+    An input is a file, a folder (all files in it except hidden ones), a glob pattern (** crosses folders),
+    `python-stdlib`, a dataset `dataset:NAME[:CONFIGURATION][@SPLIT]`, or the folder of a dataset that was saved to
+    disk. In folders and patterns, `include` keeps files whose name or inner path matches one of its patterns;
+    `exclude` drops files if a folder, the name or the inner path matches. A file that is named twice is read once.
+    Datasets of the hub are read at `revision` (a branch, tag or commit), and with `stream` without a copy on disk.
 
-    Raises DataError for an input without files, for a format that is not read, and for `revision` or `stream` without
-    a dataset of the hub.
+    Raises DataError for an input without files, for an unsupported format, and for `revision` or `stream` without a
+    dataset of the hub.
     """
     if (revision or stream) and not any(spec.startswith(DATASET_PREFIX) for spec in inputs):
         raise DataError(f"--dataset-revision and --dataset-streaming need an input {DATASET_PREFIX}NAME: remove them")
@@ -123,7 +133,7 @@ def _files_of(spec: str, include: Sequence[str], exclude: Sequence[str]) -> Iter
 
 
 def _files_in_folder(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-    """Sorted by inner path, folder by folder, so that the order is the same wherever the folder lies."""
+    """Yield files sorted by their inner path, folder by folder: the order does not depend on the folder's own path."""
     inner_paths = []
     for current, folders, names in os.walk(folder):
         inner = PurePath(current).relative_to(folder)
@@ -147,3 +157,130 @@ def _hint(spec: str, include: Sequence[str], exclude: Sequence[str]) -> str:
     if os.path.isdir(spec):
         return ": the folder is empty"
     return f": give a file, a folder, a pattern, {PYTHON_SOURCES} or {DATASET_PREFIX}NAME"
+
+
+PART_BYTES = 4 * 2**20
+
+
+class FileRange(NamedTuple):
+    """The documents [begin, end) of a file, counted in the units in which its format can be cut."""
+
+    path: Path
+    begin: int
+    """Byte of JSON lines (a line belongs to the piece in which it starts) or of an Arrow message; number of a Parquet
+    row group; row of a dataset."""
+    end: int
+    size: int
+    """Bytes of input."""
+    format: Format
+    is_compressed: bool = False
+    first_row: int = 0
+    """Number of the first row of a table, for messages."""
+
+
+class Part(NamedTuple):
+    pieces: tuple[FileRange, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return sum(piece.size for piece in self.pieces)
+
+
+def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> Iterator[Part]:
+    """Yield parts of about `part_bytes`, documents in order.
+
+    The cut depends only on the inputs, never on the number of workers, and so does the joined output. Text files and
+    compressed files are not cut, because they cannot be read from the middle; tables are cut between row groups or
+    record batches.
+    """
+    pieces: list[FileRange] = []
+    size = 0
+    for file in files:
+        for piece in _cut_file(file, part_bytes):
+            pieces.append(piece)
+            size += piece.size
+            if size >= part_bytes:
+                yield Part(tuple(pieces))
+                pieces, size = [], 0
+    if pieces:
+        yield Part(tuple(pieces))
+
+
+def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
+    """Return why workers will be idle although the input is large, and how to fix it; None if all have work."""
+    if sum(file.size for file in files) <= PART_BYTES or not all(file.is_whole for file in files):
+        return None
+    busy = sum(1 for _ in cut_into_parts(files, PART_BYTES))
+    if busy >= workers:
+        return None
+    many = f"{len(files)} files keep" if len(files) > 1 else f"{files[0].path} keeps"
+    return (
+        f"{many} {busy} of {workers} workers busy: compressed and text files cannot be read from their middle; give "
+        "them as several files, or as plain JSON lines or Parquet"
+    )
+
+
+def _cut_file(file: InputFile, part_bytes: int) -> Iterator[FileRange]:
+    if file.format == "parquet":
+        for group, (size, first_row) in enumerate(parquet_ranges(file.path)):
+            yield FileRange(file.path, group, group + 1, size, "parquet", first_row=first_row)
+    elif file.format == "arrow":
+        for begin, end, first_row in arrow_ranges(file.path):
+            yield FileRange(file.path, begin, end, end - begin, "arrow", first_row=first_row)
+    elif file.format == "dataset":
+        for begin, end, size in dataset_ranges(str(file.path), part_bytes):
+            yield FileRange(file.path, begin, end, size, "dataset", first_row=begin)
+    elif file.is_whole:
+        yield FileRange(file.path, 0, file.size, file.size, file.format, file.is_compressed)
+    else:
+        for begin in range(0, file.size, part_bytes):
+            end = min(begin + part_bytes, file.size)
+            yield FileRange(file.path, begin, end, end - begin, file.format)
+
+
+LISTED_SOURCES = 1000
+"""Largest number of files in a manifest: with millions of text files, it would be larger than some shards."""
+
+
+class SourceChecksums:
+    """Hashes the files in a background thread, at memory speed. Hashing releases the interpreter lock."""
+
+    def __init__(self, files: Sequence[InputFile]) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._stopped = False
+        self._result: Future[dict[str, Any]] = self._pool.submit(self._describe, files)
+
+    def result(self) -> dict[str, Any]:
+        """Return the sources for the manifest: number of files, bytes, one checksum over all checksums, and the
+        files."""
+        return self._result.result()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._pool.shutdown(cancel_futures=True)
+
+    def _describe(self, files: Sequence[InputFile]) -> dict[str, Any]:
+        digest = xxhash.xxh3_128()
+        listed: list[dict[str, Any]] = []
+        for file in files:
+            if self._stopped:
+                break
+            checksum = self._checksum(file)
+            digest.update(f"{checksum}\n".encode())
+            if len(listed) < LISTED_SOURCES:
+                listed.append({"name": str(file.path), "bytes": file.size, "checksum": checksum})
+        return {
+            "num_files": len(files),
+            "num_bytes": sum(file.size for file in files),
+            "checksum": f"xxh128:{digest.hexdigest()}",
+            "files": listed,
+        }
+
+    def _checksum(self, file: InputFile) -> str | None:
+        if file.format == "dataset":
+            return dataset_fingerprint(str(file.path))
+        try:
+            return checksum_of_file(file.path, lambda: self._stopped)
+        except OSError:  # the reader reports it
+            return None

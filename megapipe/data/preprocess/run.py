@@ -1,35 +1,160 @@
-"""The whole of preprocessing: inputs to one finished shard, with its manifest, per output."""
+"""The complete preprocessing: from inputs to one finished shard, with its manifest, per output."""
 
 import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
+from megapipe.config.untrusted import DECODING_ERRORS, read_json
 from megapipe.data.errors import DataError
-from megapipe.data.index_writer import ShardWriter, WriterPosition
-from megapipe.data.manifest import ShardManifest
-from megapipe.data.preprocess.inputs import InputFile
-from megapipe.data.preprocess.journal import Journal, job_identity, read_journal
-from megapipe.data.preprocess.parts import cut_into_parts
-from megapipe.data.preprocess.seen_documents import SeenDocuments
-from megapipe.data.preprocess.sentences import sentence_splitter_name
-from megapipe.data.preprocess.sources import SourceChecksums
-from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings, tokenize_part
-from megapipe.data.preprocess.workers import map_in_order
-from megapipe.data.shard_format import bin_path, idx_path, token_dtype
-from megapipe.data.shard_tokenizer import store_tokenizer
+from megapipe.data.files import write_whole
+from megapipe.data.manifest import ShardManifest, store_tokenizer
+from megapipe.data.preprocess.inputs import PART_BYTES, InputFile, SourceChecksums, cut_into_parts
+from megapipe.data.preprocess.tokenize_part import (
+    SeenDocuments,
+    TokenizedPart,
+    TokenizeSettings,
+    sentence_splitter_name,
+    tokenize_part,
+)
+from megapipe.data.shard_writer import ShardWriter, WriterPosition
+from megapipe.data.shards import bin_path, idx_path, token_dtype
 from megapipe.data.tokenizers import Tokenizer
 
+FORMAT_VERSION = 1
+
+
+@dataclass(kw_only=True)
+class Journal:
+    """State of the output on disk: all parts before `next_part`, joined, flushed, with checksums."""
+
+    job: str
+    """Identity of input and settings; a run with another identity starts from the beginning."""
+    next_part: int = 0
+    done_bytes: int = 0
+    num_skipped: int = 0
+    num_duplicates: int = 0
+    num_special_tokens: int = 0
+    writers: list[WriterPosition] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        write_whole(path, json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}).encode())
+
+
+def read_journal(path: Path, job: str) -> Journal | None:
+    """Return the journal of an earlier run of the same job; None if there is none, or if it cannot be used."""
+    try:
+        content = read_json(path, ValueError)
+        if content.pop("format_version") != FORMAT_VERSION or content["job"] != job:
+            return None
+        writers = [
+            WriterPosition(sequences, documents, tokens, tuple(checksums))
+            for sequences, documents, tokens, checksums in content.pop("writers")
+        ]
+        return Journal(**content, writers=writers)
+    except (OSError, *DECODING_ERRORS):
+        return None
+
+
+def job_identity(files: Sequence[InputFile], settings: TokenizeSettings, fingerprint: str) -> str:
+    """Return a hash of everything that decides the output: names, sizes and times of the files, settings,
+    tokenizer."""
+    digest = hashlib.sha256(json.dumps([PART_BYTES, asdict(settings), fingerprint]).encode())
+    for file in files:
+        changed = file.path.stat().st_mtime_ns if file.format != "dataset" else 0
+        digest.update(f"{file.path}\0{file.size}\0{changed}\n".encode(errors="surrogateescape"))
+    return f"sha256:{digest.hexdigest()}"
+
+
+Result = TypeVar("Result")
+
+
+def map_in_order(
+    function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]], workers: int
+) -> Generator[Result, None, None]:
+    """Yield `function(*task)` for each task, in order. At most two tasks per worker are pending; one worker runs in
+    this process.
+
+    Raises the exception of a task after the results before it, and DataError if a worker process dies.
+    """
+    if workers == 1:
+        yield from (function(*task) for task in tasks)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    pending: deque[Future[Result]] = deque()
+    try:
+        for task in tasks:
+            with interrupts_put_off():  # submitting a task may start a process
+                pending.append(pool.submit(function, *task))
+            if len(pending) >= 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of {workers} worker processes died; if memory ran out, use fewer with --workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block.
+
+    Processes that the block starts have it blocked from their start, so that they do not print a traceback during
+    their imports and do not find half a message from this process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _start_worker() -> None:
+    """Leave Ctrl-C to the parent, and end this worker if its parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
 JOURNAL_SECONDS = 0.5
-"""How much work a crash may cost, about."""
+"""Approximate amount of work that a crash may lose."""
 
 
 def work_folder(prefix: str) -> Path:
-    """Where parts and the journal lie until the shards are finished."""
+    """Return the folder of the parts and the journal, which exists until the shards are finished."""
     return Path(f"{prefix}.parts")
 
 
@@ -42,87 +167,85 @@ def preprocess(
     on_start: Callable[[Journal], None] = lambda journal: None,
     on_part: Callable[[TokenizedPart, ShardWriter], None] = lambda part, writer: None,
 ) -> list[ShardManifest]:
-    """Writes `<prefix>_<output>.{bin,idx,manifest.json}` for each output; returns the manifests in their order.
+    """Write `<prefix>_<output>.{bin,idx,manifest.json}` for each output; return the manifests in their order.
 
-    The bytes do not depend on `workers`. Workers write parts into `<prefix>.parts`, and one process joins them in
-    order. A journal there says what is joined and safe: after a crash the same call continues behind it, and what
-    else was left is thrown away. `on_start` is called with the journal, `on_part` after each part with the first
-    output's writer.
+    The bytes do not depend on `workers`. Workers write parts to `<prefix>.parts`, and one process joins them in order.
+    A journal there lists what is joined and flushed. After a crash, the same call continues from it and removes all
+    other files. `on_start` is called with the journal; `on_part` is called after each part with the writer of the
+    first output.
 
-    Raises DataError, and then leaves nothing: for unusable input (unless settings say to skip), and for input without
-    a single document. Any other exception (a full disk, Ctrl-C) leaves what is needed to continue.
+    Raises DataError, and then leaves no files, for unusable input (unless the settings skip it) and for input without
+    a document. Any other exception (a full disk, Ctrl-C) leaves the files that are needed to continue.
     """
     tokenizer = settings.open()
     folder = work_folder(prefix)
     with _locked(folder):
         try:
             with ExitStack() as stack:
-                job = job_identity(files, settings, tokenizer.fingerprint())
-                journal = read_journal(folder / "journal.json", job) or Journal(job=job)
-                writers, journal = _open_writers(stack, prefix, tokenizer, settings, journal, folder)
-                try:
-                    manifests = _tokenize_and_join(
-                        stack, files, writers, tokenizer, settings, journal, folder, workers, on_start, on_part
-                    )
-                except DataError:
-                    for writer in writers:
-                        writer.discard()
-                    raise
-        except DataError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        except BaseException:
-            if not (folder / "journal.json").exists():
+                job = job_identity(files, settings, tokenizer.fingerprint)
+                outputs = _Outputs(prefix, settings, tokenizer, folder, job)
+                stack.push(outputs.close)
+                outputs.open()
+                on_start(outputs.journal)
+                sources = SourceChecksums(files)
+                stack.callback(sources.stop)
+                parts = islice(enumerate(cut_into_parts(files)), outputs.journal.next_part, None)
+                tasks = ((part, str(folder / f"{index:08d}"), settings) for index, part in parts)
+                for part in stack.enter_context(closing(map_in_order(tokenize_part, tasks, workers))):
+                    outputs.add(part)
+                    on_part(part, outputs.writers[0])
+                    outputs.save_now_and_then()
+                manifests = outputs.commit(sources)
+        except BaseException as error:
+            if isinstance(error, DataError) or not (folder / "journal.json").exists():
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
         return manifests
 
 
-def _tokenize_and_join(
-    stack: ExitStack,
-    files: Sequence[InputFile],
-    writers: list[ShardWriter],
-    tokenizer: Tokenizer,
-    settings: TokenizeSettings,
-    journal: Journal,
-    folder: Path,
-    workers: int,
-    on_start: Callable[[Journal], None],
-    on_part: Callable[[TokenizedPart, ShardWriter], None],
-) -> list[ShardManifest]:
-    seen = None
-    if settings.drop_duplicates:
-        seen = stack.enter_context(closing(SeenDocuments(folder / "seen.sqlite")))
-        seen.forget_from(journal.next_part)
-    on_start(journal)
-    sources = SourceChecksums(files)
-    stack.callback(sources.stop)
-    parts = islice(enumerate(cut_into_parts(files)), journal.next_part, None)
-    tasks = ((part, str(folder / f"{index:08d}"), settings) for index, part in parts)
-    results = stack.enter_context(closing(map_in_order(tokenize_part, tasks, workers)))
-    _join(results, writers, seen, journal, folder / "journal.json", on_part)
-    if writers[0].num_documents == 0:
-        raise DataError("the input contains no usable document, so the output would be empty: check --input")
-    described = sources.result()
-    return [_commit(writer, tokenizer, settings, journal, described) for writer in writers]
+class _Outputs:
+    """The shards that are being written, the digests of their documents, and the journal."""
 
+    def __init__(self, prefix: str, settings: TokenizeSettings, tokenizer: Tokenizer, folder: Path, job: str) -> None:
+        self._settings, self._tokenizer, self._folder = settings, tokenizer, folder
+        self._prefixes = [f"{prefix}_{name}" for name in settings.output_names()]
+        self._seen: SeenDocuments | None = None
+        self.journal = read_journal(folder / "journal.json", job) or Journal(job=job)
+        self.writers: list[ShardWriter] = []
 
-def _join(
-    results: Iterator[TokenizedPart],
-    writers: list[ShardWriter],
-    seen: SeenDocuments | None,
-    journal: Journal,
-    path: Path,
-    on_part: Callable[[TokenizedPart, ShardWriter], None],
-) -> None:
-    saved = time.monotonic()
-    for part in results:
-        keep = None
-        if seen is not None:
-            keep = seen.are_new(part.digests, journal.next_part)
+    def open(self) -> None:
+        """Open writers at the journal's positions; if the files do not fit it, start over with a new journal."""
+        # Parts of an earlier run are never used; of its other files only those that a journal needs to continue.
+        for path in self._folder.iterdir():
+            if path.name != "lock" and not (self.journal.writers and path.name.startswith(("journal", "seen"))):
+                path.unlink()
+        dtype = token_dtype(self._tokenizer.vocabulary_size)
+        positions: Sequence[WriterPosition | None] = self.journal.writers or [None] * len(self._prefixes)
+        try:
+            for prefix, position in zip(self._prefixes, positions, strict=True):
+                self.writers.append(ShardWriter(prefix, dtype, position))
+                if position is not None:
+                    self.writers[-1].keep()
+        except (DataError, OSError):
+            self._discard()
+            if not self.journal.writers:
+                raise
+            self.journal = Journal(job=self.journal.job)
+            self.open()
+            return
+        if self._settings.drop_duplicates:
+            self._seen = SeenDocuments(self._folder / "seen.sqlite")
+            self._seen.forget_from(self.journal.next_part)
+        self._saved = time.monotonic()
+
+    def add(self, part: TokenizedPart) -> None:
+        """Append the documents of the next part, and remove its files."""
+        journal, keep = self.journal, None
+        if self._seen is not None:
+            keep = self._seen.are_new(part.digests, journal.next_part)
             journal.num_duplicates += int((~keep).sum())
-        for writer, part_prefix in zip(writers, part.prefixes, strict=True):
+        for writer, part_prefix in zip(self.writers, part.prefixes, strict=True):
             writer.append_shard(part_prefix, keep)
             for file in (bin_path(part_prefix), idx_path(part_prefix)):
                 file.unlink()
@@ -130,79 +253,72 @@ def _join(
         journal.done_bytes += part.input_bytes
         journal.num_skipped += len(part.skipped)
         journal.num_special_tokens += part.num_special_tokens
-        on_part(part, writers[0])
-        if time.monotonic() - saved >= JOURNAL_SECONDS:
-            journal.writers = [writer.position() for writer in writers]
-            if seen is not None:
-                seen.flush()
-            journal.save(path)
-            for writer in writers:
-                writer.keep()
-            saved = time.monotonic()
 
+    def save_now_and_then(self) -> None:
+        """Save the journal if JOURNAL_SECONDS have passed since the last time: the parts so far then survive a
+        crash."""
+        if time.monotonic() - self._saved < JOURNAL_SECONDS:
+            return
+        self.journal.writers = [writer.position() for writer in self.writers]
+        if self._seen is not None:
+            self._seen.flush()
+        self.journal.save(self._folder / "journal.json")
+        for writer in self.writers:
+            writer.keep()
+        self._saved = time.monotonic()
 
-def _open_writers(
-    stack: ExitStack, prefix: str, tokenizer: Tokenizer, settings: TokenizeSettings, journal: Journal, folder: Path
-) -> tuple[list[ShardWriter], Journal]:
-    """Writers at the journal's positions; from the beginning, with a new journal, where the files do not fit it."""
-    _remove_all_but_the_journal(folder, journal)
-    dtype = token_dtype(tokenizer.vocabulary_size)
-    prefixes = [f"{prefix}_{name}" for name in settings.output_names()]
-    positions: Sequence[WriterPosition | None] = journal.writers or [None] * len(prefixes)
-    writers: list[ShardWriter] = []
-    try:
-        for path, position in zip(prefixes, positions, strict=True):
-            writers.append(ShardWriter(path, dtype, position))
-            if position is not None:
-                writers[-1].keep()
-    except (DataError, OSError):
-        for writer in writers:
+    def commit(self, sources: SourceChecksums) -> list[ShardManifest]:
+        """Publish the shards. Raises DataError if the input had no documents."""
+        if self.writers[0].num_documents == 0:
+            raise DataError("the input contains no usable document, so the output would be empty: check --input")
+        described = sources.result()
+        return [self._commit(writer, described) for writer in self.writers]
+
+    def _commit(self, writer: ShardWriter, sources: dict[str, Any]) -> ShardManifest:
+        settings, tokenizer, journal = self._settings, self._tokenizer, self.journal
+        stored = store_tokenizer(writer.prefix, settings.tokenizer)
+        manifest = ShardManifest(
+            tokenizer=settings.tokenizer,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocabulary_size=tokenizer.vocabulary_size,
+            end_of_document=tokenizer.end_of_document,
+            end_of_document_appended=settings.append_end_of_document,
+            dtype=writer.dtype.name,
+            num_documents=writer.num_documents,
+            num_tokens=writer.num_tokens,
+            num_sequences=writer.num_sequences,
+            special_tokens=tokenizer.special_tokens,
+            sentences=sentence_splitter_name(settings.language) if settings.split_sentences else None,
+            num_skipped=journal.num_skipped,
+            num_duplicates=journal.num_duplicates if settings.drop_duplicates else None,
+            sources=sources,
+            num_special_tokens_in_text=journal.num_special_tokens,
+            special_tokens_in_text=settings.special_tokens_in_text,
+            tokenizer_copy=stored.name if stored else None,
+            tokenizer_files=stored.files if stored else None,
+        )
+        return writer.commit(manifest) or manifest
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files. After a DataError they are removed; otherwise a later run may continue."""
+        if self._seen is not None:
+            self._seen.close()
+        if isinstance(error, DataError):
+            self._discard()
+        for writer in self.writers:
+            writer.close()
+
+    def _discard(self) -> None:
+        for writer in self.writers:
             writer.discard()
-        if not journal.writers:
-            raise
-        return _open_writers(stack, prefix, tokenizer, settings, Journal(job=journal.job), folder)
-    for writer in writers:
-        stack.enter_context(writer)
-    return writers, journal
-
-
-def _commit(
-    writer: ShardWriter, tokenizer: Tokenizer, settings: TokenizeSettings, journal: Journal, sources: dict[str, Any]
-) -> ShardManifest:
-    stored = store_tokenizer(writer.prefix, settings.tokenizer)
-    manifest = ShardManifest(
-        tokenizer=settings.tokenizer,
-        tokenizer_fingerprint=tokenizer.fingerprint(),
-        vocabulary_size=tokenizer.vocabulary_size,
-        end_of_document=tokenizer.end_of_document,
-        end_of_document_appended=settings.append_end_of_document,
-        dtype=writer.dtype.name,
-        num_documents=writer.num_documents,
-        num_tokens=writer.num_tokens,
-        num_sequences=writer.num_sequences,
-        special_tokens=tokenizer.special_tokens,
-        sentences=sentence_splitter_name(settings.language) if settings.split_sentences else None,
-        num_skipped=journal.num_skipped,
-        num_duplicates=journal.num_duplicates if settings.drop_duplicates else None,
-        sources=sources,
-        num_special_tokens_in_text=journal.num_special_tokens,
-        special_tokens_in_text=settings.special_tokens_in_text,
-        tokenizer_copy=stored.name if stored else None,
-        tokenizer_files=stored.files if stored else None,
-    )
-    return writer.commit(manifest) or manifest
-
-
-def _remove_all_but_the_journal(folder: Path, journal: Journal) -> None:
-    """Parts of an earlier run are never used; of its other files only what a journal to continue from needs."""
-    for path in folder.iterdir():
-        if path.name != "lock" and not (journal.writers and path.name.startswith(("journal", "seen"))):
-            path.unlink()
+        self.writers = []
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder against a second run with the same output, as long as this process lives."""
+    """Lock the folder against a second run with the same output, until the end of the block or of this process."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:

@@ -1,15 +1,21 @@
-"""Rows of Parquet and Arrow files, by row group and record batch, columns that are not asked for left unread."""
+"""Tables whose rows are documents: Parquet and Arrow files, and datasets of the Hugging Face datasets library."""
 
+import os
+import socket
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from megapipe.data.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
+
 
 _ROWS_AT_ONCE = 1000
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -36,12 +42,12 @@ class DocumentRow:
 
     path: Path
     number: int
-    """In the file, from 0."""
+    """Number of the row in the file, from 0."""
     values: tuple[object, ...]
-    """One per field, in the order of the keys."""
+    """One value per field, in the order of the keys."""
 
     def texts(self, keys: Sequence[str]) -> list[str]:
-        """One text per key. Raises DataError that names file and row."""
+        """Return one text per key. Raises DataError with file and row."""
         for key, value in zip(keys, self.values, strict=True):
             if isinstance(value, bytes):
                 raise DataError(
@@ -56,7 +62,8 @@ class DocumentRow:
 
 
 def parquet_ranges(path: Path) -> Iterator[tuple[int, int]]:
-    """(bytes before compression, number of the first row) of each row group. Raises DataError for a damaged file."""
+    """Yield (bytes before compression, number of the first row) of each row group. Raises DataError for a damaged
+    file."""
     import pyarrow.parquet
 
     with _errors_named(path, "Parquet"):
@@ -68,7 +75,7 @@ def parquet_ranges(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def parquet_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
-    """Yield the row groups [begin, end) of a Parquet file in batches, with the columns `keys` alone.
+    """Yield the row groups [begin, end) of a Parquet file in batches, with only the columns `keys`.
 
     Raises DataError for a file that cannot be read or has no such column.
     """
@@ -76,14 +83,14 @@ def parquet_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> It
 
     with _errors_named(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
         check_columns(path, file.schema_arrow.names, keys)
-        # One thread: the workers are the parallelism.
+        # Use one thread, because several workers run in parallel.
         yield from file.iter_batches(_ROWS_AT_ONCE, range(begin, end), columns=list(keys), use_threads=False)
 
 
 def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
-    """(first byte, one past the last, number of the first row) of each record batch of an Arrow file or stream.
+    """Yield (first byte, end, number of the first row) of each record batch of an Arrow file or stream.
 
-    Raises DataError for a damaged file and for dictionaries, without which a batch in the middle cannot be read.
+    Raises DataError for a damaged file, and for dictionaries, without which a batch in the middle cannot be read.
     """
     import pyarrow
 
@@ -93,7 +100,7 @@ def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
         while (begin := source.tell()) < source.size():
             try:
                 message = pyarrow.ipc.read_message(source)
-            except EOFError:  # the mark at the end of the batches
+            except EOFError:  # the marker at the end of the batches
                 return
             if message.type == "dictionary":
                 raise DataError(
@@ -108,7 +115,7 @@ def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
 def arrow_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
     """Yield the record batches in the bytes [begin, end) of an Arrow file or stream.
 
-    Raises DataError for a file that cannot be read or has no column of `keys`.
+    Raises DataError for a file that cannot be read or does not have all columns `keys`.
     """
     import pyarrow
 
@@ -125,8 +132,7 @@ def rows_of(
 ) -> Iterator[DocumentRow]:
     """Yield a document for each row of the batches, with the values of the columns `keys`.
 
-    first_row: number of the batches' first row in the file, for messages. Raises DataError for a column that is not
-    there.
+    first_row: number of the batches' first row in the file, for messages. Raises DataError for a missing column.
     """
     for batch in batches:
         check_columns(path, batch.schema.names, keys)
@@ -145,7 +151,7 @@ def check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None
 
 
 def _values(column: "pyarrow.Array") -> list[object]:
-    """Python values; a text that is not UTF-8 as its bytes, so that it does not hide the others."""
+    """Return Python values. Text that is not UTF-8 is returned as bytes, so that all other values can be used."""
     import pyarrow
 
     try:
@@ -165,7 +171,7 @@ def _decoded(value: object) -> object:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator["pyarrow.MemoryMappedFile"]:
-    """The file, mapped, at its schema. A file differs from a stream by a frame around the same messages."""
+    """Map a file and seek to its schema. An Arrow file is an Arrow stream with a frame around it."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source:
@@ -185,3 +191,187 @@ def _errors_named(path: Path, kind: str) -> Iterator[None]:
             f"{path} cannot be read as {kind} ({str(error).splitlines()[0]}); it is damaged or cut off: copy it "
             "again, or leave it out with --exclude"
         ) from error
+
+
+DATASET_PREFIX = "dataset:"
+DEFAULT_SPLIT = "train"
+
+
+class DatasetName(NamedTuple):
+    """Parts of `dataset:NAME[:CONFIGURATION][@SPLIT][?REVISION][&stream]`; the last two come from options.
+
+    revision: a branch, tag or commit of the hub. stream: read its files over the network, without a copy on disk.
+    """
+
+    name: str
+    configuration: str = ""
+    split: str = ""
+    revision: str = ""
+    stream: bool = False
+
+    @classmethod
+    def of(cls, spec: str) -> "DatasetName":
+        """Split a specification into its parts. The path of an existing folder is a name without other parts."""
+        rest = spec.removeprefix(DATASET_PREFIX)
+        if Path(rest).exists():  # a folder, with any characters in its name
+            return cls(rest)
+        stream = rest.endswith(_STREAM)
+        rest, _, revision = rest.removesuffix(_STREAM).partition("?")
+        rest, _, split = rest.partition("@")
+        name, _, configuration = rest.partition(":")
+        return cls(name, configuration, split, revision, stream)
+
+    def __str__(self) -> str:
+        parts = [f":{self.configuration}" if self.configuration else "", f"@{self.split}" if self.split else ""]
+        parts += [f"?{self.revision}" if self.revision else "", _STREAM if self.stream else ""]
+        return DATASET_PREFIX + self.name + "".join(parts)
+
+
+_STREAM = "&stream"
+
+
+def with_options(spec: str, revision: str | None, stream: bool) -> str:
+    """Return the name of a dataset with --dataset-revision and --dataset-streaming.
+
+    A dataset that is streamed is pinned to the current commit of its revision, so that all workers read the same.
+
+    Raises DataError for a folder, which has neither.
+    """
+    if not (revision or stream):
+        return spec
+    named = DatasetName.of(spec)
+    if Path(named.name).exists():
+        raise DataError(
+            f"{named.name} is a folder, but --dataset-revision and --dataset-streaming are for datasets on the hub: "
+            "remove them"
+        )
+    named = named._replace(revision=revision or "", stream=stream)
+    return str(named._replace(revision=_commit(named)) if stream else named)
+
+
+def _commit(named: DatasetName) -> str:
+    """Return the commit of a dataset on the hub."""
+    try:
+        import huggingface_hub
+
+        commit = huggingface_hub.HfApi().dataset_info(named.name, revision=named.revision or None).sha
+    except Exception as error:  # the library raises various errors of its network library
+        raise DataError(
+            f"{named} cannot be opened on {_host()}; check name and revision ({_first_line(error)})"
+        ) from error
+    return str(commit)
+
+
+def is_saved_dataset(folder: str) -> bool:
+    """Return whether the folder was written by `save_to_disk` of the datasets library."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+def dataset_bytes(spec: str) -> int:
+    """Return the bytes of the rows in memory, about the size of their texts; 0 if they are not known before
+    reading."""
+    if DatasetName.of(spec).stream:
+        return int(_opened(spec).info.dataset_size or 0)
+    size: int = _open(spec).data.nbytes
+    return size
+
+
+def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first row, end, bytes) of ranges of about `range_bytes`; for a stream, numbers of files instead of
+    rows."""
+    if DatasetName.of(spec).stream:
+        # With this size each file becomes one part, because a file can only be streamed from its beginning.
+        yield from ((number, number + 1, range_bytes) for number in range(_opened(spec).num_shards))
+        return
+    dataset = _open(spec)
+    row_bytes = max(1, dataset.data.nbytes // max(1, len(dataset)))
+    step = max(1, range_bytes // row_bytes)
+    for begin in range(0, len(dataset), step):
+        end = min(begin + step, len(dataset))
+        yield begin, end, (end - begin) * row_bytes
+
+
+def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"]:
+    """Yield the rows [begin, end) of a dataset in batches; of a streamed dataset, its files [begin, end)."""
+    dataset = _open(spec)
+    if DatasetName.of(spec).stream:
+        for number in range(begin, end):
+            yield from dataset.shard(dataset.num_shards, number).iter(_ROWS_AT_ONCE)
+        return
+    for start in range(begin, end, _ROWS_AT_ONCE):
+        yield dataset[start : min(start + _ROWS_AT_ONCE, end)]
+
+
+def dataset_fingerprint(spec: str) -> str:
+    """Return an identifier of a dataset's state: its commit if it is streamed. It is not a checksum of its rows."""
+    named = DatasetName.of(spec)
+    if named.stream:
+        return f"commit:{named.revision}"
+    return f"datasets:{_opened(spec)._fingerprint}"
+
+
+def _open(spec: str) -> Any:
+    """Return the dataset, with rows as Arrow tables."""
+    return _opened(spec).with_format("arrow")
+
+
+@lru_cache(maxsize=4)
+def _opened(spec: str) -> Any:
+    """Return the dataset. spec: as in DatasetName; NAME may be a folder.
+
+    Raises DataError if the library is missing, the dataset cannot be opened, or it has several splits and none is
+    named.
+    """
+    name, configuration, split, revision, stream = DatasetName.of(spec)
+    unreachable = None if Path(name).exists() else _why_unreachable()
+    if unreachable is not None:
+        # The library reads this at import, and then uses its cache immediately instead of after 30 s of attempts.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{spec} needs the datasets library: pip install datasets") from error
+    try:
+        if is_saved_dataset(name):
+            opened = datasets.load_from_disk(name)
+        else:
+            opened = datasets.load_dataset(
+                name, configuration or None, split=split or None, revision=revision or None, streaming=stream
+            )
+    except Exception as error:  # the library raises various errors of file formats and networks
+        if unreachable is not None or isinstance(error, ConnectionError):
+            raise DataError(
+                f"{spec} is not in the cache of the datasets library, and {_host()} cannot be reached "
+                f"({unreachable or _first_line(error)}): load it once where there is a network, or name a folder "
+                f"of its files, {DATASET_PREFIX}FOLDER"
+            ) from error
+        what = "folder" if Path(name).is_dir() else "name and revision"
+        raise DataError(f"{spec} cannot be opened as a dataset; check the {what} ({_first_line(error)})") from error
+    if isinstance(opened, dict):
+        split = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in opened or len(opened) != 1 else next(iter(opened)))
+        if split not in opened:
+            raise DataError(f"{spec} has the splits {', '.join(opened)}: name one, {DATASET_PREFIX}{name}@SPLIT")
+        opened = opened[split]
+    elif split and str(opened.split or split) != split:
+        raise DataError(f"{spec}: that folder contains only the split {opened.split}")
+    return opened
+
+
+def _host() -> str:
+    """Return the host of datasets that are opened by name."""
+    return urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or ""
+
+
+def _why_unreachable() -> str | None:
+    """Return why the host of datasets cannot be reached; None if it may be reachable, for example through a proxy."""
+    if urllib.request.getproxies():
+        return None
+    try:
+        socket.getaddrinfo(_host(), 443)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

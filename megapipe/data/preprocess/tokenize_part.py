@@ -1,53 +1,152 @@
-"""One part of the input to one shard per output: what a worker does."""
+"""Tokenization of a part of the input into one shard per output, which is the task of a worker."""
 
+import importlib.metadata
 import re
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import xxhash
 
 from megapipe.data.errors import DataError
-from megapipe.data.index_writer import ShardWriter
 from megapipe.data.preprocess.documents import Document, read_documents
-from megapipe.data.preprocess.parts import Part
-from megapipe.data.preprocess.seen_documents import digest_of
-from megapipe.data.preprocess.sentences import split_sentences
-from megapipe.data.shard_format import token_dtype
+from megapipe.data.preprocess.inputs import Part
+from megapipe.data.shard_writer import ShardWriter
+from megapipe.data.shards import token_dtype
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.fast_core import use_fast_core
+from megapipe.data.tokenizers.hugging_face import use_fast_core
+
+_SPACES = {code: " " for code in range(0x80, 0x3001) if chr(code).isspace()}
+
+
+def sentence_splitter_name(language: str) -> str:
+    """Return the splitter's name for manifests, with its version, because other versions may split differently."""
+    return f"sentencex {importlib.metadata.version('sentencex')}, {language}"
+
+
+def split_sentences(text: str, language: str = "en") -> list[str]:
+    """Return the sentences in order, each with the white space around it; concatenated, they are the text.
+
+    A blank line ends a sentence, a line end does not. Pieces that are only white space belong to the previous
+    sentence.
+    """
+    sentences: list[str] = []
+    for paragraph in _paragraphs(text):
+        for sentence in _split_paragraph(paragraph, language):
+            if sentences and not sentence.strip():
+                sentences[-1] += sentence
+            else:
+                sentences.append(sentence)
+    return sentences
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Return ranges of lines that end with a blank line."""
+    paragraphs: list[str] = []
+    begin = position = 0
+    for line in text.splitlines(keepends=True):
+        position += len(line)
+        if not line.strip():
+            paragraphs.append(text[begin:position])
+            begin = position
+    return [*paragraphs, text[begin:]] if begin < len(text) else paragraphs
+
+
+def _split_paragraph(paragraph: str, language: str) -> list[str]:
+    import sentencex
+
+    # The library fails on white space of several bytes, so it gets plain spaces; only its lengths are used.
+    plain = paragraph.translate(_SPACES)
+    pieces = sentencex.segment(language, plain)
+    if "".join(pieces) != plain:
+        return [paragraph]
+    sentences, position = [], 0
+    for piece in pieces:
+        sentences.append(paragraph[position : position + len(piece)])
+        position += len(piece)
+    return sentences
+
+
+DIGEST_BYTES = 16
+_CACHE_KIB = 65_536
+
+
+def digest_of(texts: Sequence[str]) -> bytes:
+    """Return 16 bytes (XXH3) of a document's fields. Among 10^9 documents, a collision has the probability 10^-21."""
+    digest = xxhash.xxh3_128()
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.digest()
+
+
+class SeenDocuments:
+    """The digests of all documents so far, in an SQLite file. A crash loses the changes since the last flush."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = sqlite3.connect(path, isolation_level=None)
+        for setting in ("journal_mode = WAL", "synchronous = FULL", f"cache_size = -{_CACHE_KIB}"):
+            self._database.execute(f"PRAGMA {setting}")
+        self._database.execute("CREATE TABLE IF NOT EXISTS seen (digest BLOB PRIMARY KEY, part INTEGER) WITHOUT ROWID")
+        self._database.execute("BEGIN")
+
+    def forget_from(self, part: int) -> None:
+        """Remove the documents of this part and later ones."""
+        self._database.execute("DELETE FROM seen WHERE part >= ?", (part,))
+        self.flush()
+
+    def are_new(self, digests: bytes, part: int) -> np.ndarray:
+        """Return whether each digest is new: bool [number of digests]. Adds them."""
+        insert = self._database.cursor()
+        statement = "INSERT OR IGNORE INTO seen VALUES (?, ?)"
+        new = [
+            insert.execute(statement, (digests[start : start + DIGEST_BYTES], part)).rowcount == 1
+            for start in range(0, len(digests), DIGEST_BYTES)
+        ]
+        return np.array(new, dtype=bool)
+
+    def flush(self) -> None:
+        self._database.execute("COMMIT")
+        self._database.execute("BEGIN")
+
+    def close(self) -> None:
+        self._database.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeSettings:
-    """Settings that determine the output, together with the input."""
+    """Settings that, together with the input, determine the output."""
 
     tokenizer: str
     """Name for open_tokenizer."""
     end_of_document: str | None = None
-    """Name of the token that ends documents, None where the tokenizer knows it."""
+    """Name of the token that ends documents; None if the tokenizer defines it."""
     append_end_of_document: bool = False
     """End every non-empty document with that token."""
     json_keys: tuple[str, ...] = ("text",)
-    """Fields of JSON lines and columns of tables; each becomes a shard of its own."""
+    """Fields of JSON lines and columns of tables; each becomes a separate shard."""
     join_keys: str | None = None
-    """Text between the fields, where they become one document of one shard; None keeps them apart."""
+    """Text between the fields if they are joined to one document of one shard; None makes separate shards."""
     split_sentences: bool = False
     """One sequence per sentence instead of one per document."""
     language: str = "en"
-    """Of the sentences, ISO 639-1."""
+    """Language of the sentences, ISO 639-1."""
     drop_duplicates: bool = False
-    """Leave out documents whose fields all equal those of an earlier one."""
+    """Leave out documents whose fields are all equal to those of an earlier one."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What a document that cannot be read does: end the run, or be left out of every shard and counted."""
+    """Effect of a document that cannot be read: end the run, or leave the document out of every shard and count it."""
     special_tokens_in_text: Literal["text", "token", "error"] = "text"
-    """How the name of a special token in a document is read: as text, as that token, or as an error."""
+    """How to read the name of a special token in a document: as text, as that token, or as an error."""
     fast_core: bool = False
-    """Encode with the fast core, which was found to give the same ids."""
+    """Encode with the fast core, which has been checked to give the same ids."""
 
     def open(self) -> Tokenizer:
-        """Raises DataError for an unknown tokenizer, and when it has no token to append."""
+        """Open the tokenizer. Raises DataError for an unknown one, and if it has no token to append."""
         tokenizer = open_tokenizer(self.tokenizer, self.end_of_document)
         if self.append_end_of_document and tokenizer.end_of_document is None:
             raise DataError(
@@ -59,7 +158,7 @@ class TokenizeSettings:
         return tokenizer
 
     def output_names(self) -> list[str]:
-        """Of the shards, behind the prefix, as Megatron-LM names them."""
+        """Return the names of the shards after the prefix, as in Megatron-LM."""
         level = "sentence" if self.split_sentences else "document"
         keys = self.json_keys if self.join_keys is None else ["_".join(self.json_keys)]
         return [f"{key}_{level}" for key in keys]
@@ -67,21 +166,22 @@ class TokenizeSettings:
 
 class TokenizedPart(NamedTuple):
     prefixes: tuple[str, ...]
-    """One shard per output."""
+    """Prefix of one shard for each output."""
     input_bytes: int
     skipped: tuple[str, ...]
-    """Why each left-out document was left out."""
+    """The reason for each document that was left out."""
     digests: bytes
-    """One per document, where duplicates are to be found; else empty."""
+    """One digest per document if duplicates are to be dropped; else empty."""
     num_special_tokens: int
     """Number of names of special tokens in the texts."""
 
 
 def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> TokenizedPart:
-    """Writes the shards `<prefix>_<number of the output>`. Raises DataError for a broken document not skipped."""
+    """Write the shards `<prefix>_<number of the output>`. Raises DataError for a broken document that is not
+    skipped."""
     tokenizer = _opened(settings)
     dtype = token_dtype(tokenizer.vocabulary_size)
-    # Not durable: what a killed run leaves is thrown away.
+    # The files need not be durable, because the parts of a killed run are removed.
     writers = [ShardWriter(f"{prefix}_{n}", dtype, durable=False) for n in range(len(settings.output_names()))]
     skipped: list[str] = []
     digests = bytearray()
@@ -106,7 +206,7 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
                         digests += digest_of(texts)
                     for writer, sequences in zip(writers, documents, strict=True):
                         writer.add_document(sequences)
-            except DataError as error:  # the rest of a file that is cut off or cannot be opened
+            except DataError as error:  # a file is cut off or cannot be opened
                 if settings.on_error == "stop":
                     raise
                 skipped.append(str(error))
@@ -141,7 +241,7 @@ def _count_special_tokens(
 
 
 def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: TokenizeSettings) -> list[np.ndarray]:
-    """Token ids of a document: one sequence, or one per sentence, none of them empty."""
+    """Return the token ids of a document: one sequence, or one per sentence, without empty ones."""
     texts = split_sentences(text, settings.language) if settings.split_sentences else [text]
     sequences = [ids for ids in map(tokenizer.encode_array, texts) if len(ids)]
     end = tokenizer.end_of_document
@@ -158,5 +258,5 @@ def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: To
 
 @lru_cache(maxsize=1)
 def _opened(settings: TokenizeSettings) -> Tokenizer:
-    """A worker tokenizes many parts with one tokenizer."""
+    """Return the tokenizer, which a worker keeps for its later parts."""
     return settings.open()

@@ -1,38 +1,42 @@
 """Tokenizers of the Hugging Face library: tokenizer.json, GPT-2's vocab.json with merges.txt, BERT's vocab.txt."""
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
 from megapipe.config.untrusted import read_json
 from megapipe.data.errors import DataError
-from megapipe.data.tokenizers.protocol import fingerprint_of_files
+from megapipe.data.tokenizers.protocol import Tokenizer, fingerprint_of_files
 
 if TYPE_CHECKING:
     import tokenizers
 
+
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "[SEP]")
-"""Tokens taken for the end of a document, in this order, where nothing names one."""
+"""Names of tokens that end documents, in order of preference, if no name is specified."""
 
 
-class HuggingFaceTokenizer:
-    """A tokenizer of the tokenizers library. Its template (beginning and end tokens), truncation and padding are not
-    applied."""
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of the tokenizers library, without its template (tokens at the beginning and end), truncation and
+    padding."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", spec: str, fingerprint: str, end: str | None) -> None:
-        """`end` names the token that ends documents; None takes the first of END_OF_DOCUMENT_NAMES, if any.
+        """Wrap a tokenizer. end: name of the token that ends documents; None uses the first of END_OF_DOCUMENT_NAMES,
+        if any.
 
-        Raises DataError for a name that the vocabulary does not have.
+        Raises DataError for a name that is not in the vocabulary.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self.spec = spec
-        # Not the number of entries: ids may have gaps.
+        # The number of entries may be smaller, because ids may have gaps.
         self.vocabulary_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.end_of_document = self._find_end(end)
         self.special_tokens: dict[str, int] = {
@@ -41,20 +45,20 @@ class HuggingFaceTokenizer:
             if token.special
         }
         self.fast_core: Callable[[str], np.ndarray] | None = None
-        """Gives the ids of `encode`, faster; see fast_core.py."""
+        """Returns the same ids as `encode`, faster; see `FastCore`."""
 
     def read_special_tokens(self, as_tokens: bool) -> None:
         self._tokenizer.encode_special_tokens = not as_tokens
 
     def encode(self, text: str) -> list[int]:
-        # The batch call leaves out character offsets, which cost a third of the time.
+        # The batch call does not compute character offsets, which take a third of the time.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def encode_array(self, text: str) -> np.ndarray:
         if self.fast_core is not None:
             return self.fast_core(text)
-        return np.array(self.encode(text), dtype=np.int64)
+        return super().encode_array(text)
 
     def definition(self) -> str:
         """Return the tokenizer.json without unused parts, and without special tokens if their names are text."""
@@ -68,9 +72,6 @@ class HuggingFaceTokenizer:
         text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
 
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
     def _find_end(self, name: str | None) -> int | None:
         candidates = [name] if name is not None else END_OF_DOCUMENT_NAMES
         found: list[int] = [
@@ -82,8 +83,8 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
-    """Reads a tokenizer.json. The end of a document is `end`, else the eos_token of the tokenizer_config.json
-    in its folder.
+    """Open a tokenizer.json. The end of a document is `end`, else the eos_token of the tokenizer_config.json in its
+    folder.
 
     Raises DataError for a file that the library cannot read.
     """
@@ -98,9 +99,9 @@ def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
 
 
 def open_gpt2_files(vocabulary: Path, merges: Path, end: str | None) -> HuggingFaceTokenizer:
-    """Byte-level BPE from the two files that GPT-2 was published with.
+    """Open a byte-level BPE from the two files of GPT-2's publication.
 
-    Raises DataError for files that do not fit each other.
+    Raises DataError for files that do not belong together.
     """
     import tokenizers
 
@@ -110,7 +111,7 @@ def open_gpt2_files(vocabulary: Path, merges: Path, end: str | None) -> HuggingF
         raise DataError(f"{vocabulary} and {merges} are not a vocabulary and its merges: {error}") from error
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    # The end is an ordinary entry of vocab.json; without this, its name in a text would be taken apart.
+    # The end is an ordinary entry of vocab.json; without this, its name in a text would be split.
     tokenizer.add_special_tokens([name for name in END_OF_DOCUMENT_NAMES if tokenizer.token_to_id(name) is not None])
     return HuggingFaceTokenizer(tokenizer, str(vocabulary), fingerprint_of_files(vocabulary, merges), end)
 
@@ -119,10 +120,10 @@ BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str | None) -> HuggingFaceTokenizer:
-    """WordPiece from the vocab.txt that BERT was published with, one token a line.
+    """Open a WordPiece tokenizer from the vocab.txt of BERT's publication, one token per line.
 
-    `lowercase` also strips accents; None takes do_lower_case from a tokenizer_config.json in its folder. Raises
-    DataError when that does not say, and for a vocabulary without one of BERT_SPECIAL_TOKENS.
+    lowercase: also strips accents; None reads do_lower_case from a tokenizer_config.json in the same folder. Raises
+    DataError if that file does not specify it, and for a vocabulary without one of BERT_SPECIAL_TOKENS.
     """
     import tokenizers
 
@@ -144,7 +145,7 @@ def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str
 
 
 def word_piece(vocabulary: dict[str, int], special_tokens: Sequence[str], lowercase: bool) -> "tokenizers.Tokenizer":
-    """BERT's way from text to tokens. `special_tokens` are in the vocabulary."""
+    """Return BERT's tokenizer for a vocabulary, which contains `special_tokens`."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -156,7 +157,7 @@ def word_piece(vocabulary: dict[str, int], special_tokens: Sequence[str], lowerc
 
 
 def _eos_token(config: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json, which writes it as a string or as an object."""
+    """Return the eos_token of a tokenizer_config.json, which contains it as a string or as an object."""
     token = _configuration(config).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
@@ -169,3 +170,100 @@ def _configuration(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise DataError(f"{path} does not contain a JSON object; repair or remove it")
     return content
+
+
+CHECKED_BYTES = 1_000_000
+"""Bytes of the input's own texts that are compared; the library needs about 0.3 s for them."""
+_RENEWED_AFTER = 64_000_000
+"""Bytes of text after which the core is recreated, because it caches every word."""
+_CHARACTERS_AT_ONCE = 500
+
+
+class FastCore:
+    """Ids of a text by gigatoken, with memory that does not grow with the corpus."""
+
+    def __init__(self, definition: str) -> None:
+        """Read a definition: the content of a tokenizer.json. Raises an error of the library if it is not
+        supported."""
+        self._definition = definition.encode()
+        self._left = 0
+        self._core: Any = None
+        self._renew()
+
+    def __call__(self, text: str) -> np.ndarray:
+        if self._left <= 0:
+            self._renew()
+        self._left -= len(text)
+        ids: np.ndarray = self._core.encode(text)
+        return ids
+
+    def _renew(self) -> None:
+        # Use one thread, because several workers run in parallel.
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")
+        import gigatoken
+
+        self._core = None  # free its cache before the next one is created
+        self._core = gigatoken.Tokenizer.from_json(self._definition).backend
+        self._left = _RENEWED_AFTER
+
+
+def use_fast_core(tokenizer: Tokenizer) -> None:
+    """Make `encode_array` use the fast core, after `why_no_fast_core` has returned None."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.fast_core = FastCore(tokenizer.definition())
+
+
+def why_no_fast_core(tokenizer: HuggingFaceTokenizer, texts: Iterable[str]) -> str | None:
+    """Return the reason not to use the fast core; None if it gives the library's ids.
+
+    The comparison covers every Unicode character that is a word of its own (ideographs and Hangul by samples), the
+    special tokens within text, and about CHECKED_BYTES of `texts`.
+    """
+    try:
+        core = FastCore(tokenizer.definition())
+    except Exception as error:  # the library raises various errors
+        return f"it does not know this tokenizer ({error})"
+    for text in (*_tricky_texts(tokenizer), *_limited(texts)):
+        if core(text).tolist() != tokenizer.encode(text):
+            return f"its ids differ from those of the tokenizers library for {_shortened(text)}"
+    return None
+
+
+def is_byte_level_bpe(tokenizer: Tokenizer) -> TypeGuard[HuggingFaceTokenizer]:
+    """Return whether a tokenizer is a byte-level BPE of the tokenizers library; the fast core encodes only this
+    kind."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return False
+    content = json.loads(tokenizer.definition())
+    return content["model"]["type"] == "BPE" and '"ByteLevel"' in json.dumps(content["pre_tokenizer"])
+
+
+def _tricky_texts(tokenizer: HuggingFaceTokenizer) -> Iterator[str]:
+    for name in tokenizer.special_tokens:
+        yield f"before{name}after {name} {name}\n{name}{name}"
+    for space in (" ", "\n", "\t", "\r\n", "\u00a0", " \n "):
+        yield f"x{space * 1000}y{space * 7}"
+    yield from ("", "\x00", "it's I'M we'Ll don't 'tis 1234567 a1b2", "x" * 10_000)
+    characters = [chr(code) for code in (*range(0x32400), *range(0xE0000, 0xE0200)) if _is_tried(code)]
+    for start in range(0, len(characters), _CHARACTERS_AT_ONCE):
+        chunk = characters[start : start + _CHARACTERS_AT_ONCE]
+        yield "".join(f"a{character}1 {character}{character}\n{character}b" for character in chunk)
+
+
+def _is_tried(code: int) -> bool:
+    category = unicodedata.category(chr(code))
+    many = 0x3400 <= code < 0xD7A4 or 0x17000 <= code < 0x18D00 or 0x20000 <= code < 0x32400
+    return category not in ("Cn", "Co", "Cs") and (not many or code % 97 == 0)
+
+
+def _limited(texts: Iterable[str]) -> Iterator[str]:
+    left = CHECKED_BYTES
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -1,4 +1,4 @@
-"""Learns a vocabulary from texts: SentencePiece (BPE, unigram), byte-level BPE and WordPiece."""
+"""Training of vocabularies on texts: SentencePiece (BPE, unigram), byte-level BPE and WordPiece."""
 
 import io
 import re
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""Name of the end of a document in what is trained here as byte-level BPE (SentencePiece models: </s>)."""
+"""Name of the token that ends documents in byte-level BPE that is trained here (in SentencePiece models: </s>)."""
 RESERVED_TOKENS = (END_OF_DOCUMENT, *BERT_SPECIAL_TOKENS, "<unk>", "</s>")
 
 
 def train_sentence_piece(
     texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str], model_type: Literal["bpe", "unigram"]
 ) -> bytes:
-    """A SentencePiece .model of exactly `vocabulary_size` pieces that gives every text back whole.
+    """Return a SentencePiece .model of exactly `vocabulary_size` pieces, from which decoding restores every text.
 
-    The settings that matter: nothing is normalised, trimmed or prefixed; line ends are pieces of their own; runs of
-    spaces may be pieces (without these two, source code takes over half as many tokens again); bytes stand in for
-    characters without a piece. Raises DataError when the texts are too few for the vocabulary.
+    The important settings: no text is normalized, trimmed or prefixed; line ends are separate pieces; sequences of
+    spaces may be pieces (without these two, source code has over 50% more tokens); characters without a piece are
+    split into bytes. Raises DataError if there is too little text for the vocabulary.
     """
     import sentencepiece
 
@@ -45,7 +45,7 @@ def train_sentence_piece(
             max_sentence_length=2**30,
             bos_id=-1,
             pad_id=-1,
-            num_threads=16,  # changes the sums of unigram training, and so the model: the same on every machine
+            num_threads=16,  # fixed, because the number changes the sums of unigram training, and so the model
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -54,10 +54,10 @@ def train_sentence_piece(
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str]) -> bytes:
-    """A tokenizer.json of exactly `vocabulary_size` tokens, split as GPT-2's; id 0 is END_OF_DOCUMENT, then come the
-    special tokens.
+    """Return a tokenizer.json of exactly `vocabulary_size` tokens, which splits texts like GPT-2.
 
-    Raises DataError when the texts are too few for the vocabulary.
+    Id 0 is END_OF_DOCUMENT; the special tokens follow. Raises DataError if there is too little text for the
+    vocabulary.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -77,13 +77,13 @@ def train_byte_level_bpe(texts: Iterable[str], vocabulary_size: int, special_tok
 def train_word_piece(
     texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str], lowercase: bool
 ) -> bytes:
-    """BERT's WordPiece as a tokenizer.json of exactly `vocabulary_size` tokens, BERT's special tokens first.
+    """Return BERT's WordPiece as a tokenizer.json of exactly `vocabulary_size` tokens, BERT's special tokens first.
 
-    Without `lowercase`, case and accents are kept. Raises DataError when the texts are too few for the vocabulary.
+    Without `lowercase`, case and accents are kept. Raises DataError if there is too little text for the vocabulary.
     """
     names = [*BERT_SPECIAL_TOKENS, *special_tokens]
-    # The library numbers continuing characters as its hash table gives them, another way in every run, and decides
-    # ties by number. Where they are given to it first, it does not.
+    # The library numbers continuing characters in the order of its hash table, which differs in every run, and breaks
+    # ties by number. If they are passed to it as first tokens, their numbers are fixed.
     alphabet = _train_word_piece(texts, 0, names, lowercase)
     characters = sorted(token for token in alphabet if len(token) == 3 and token.startswith("##"))
     vocabulary = _train_word_piece(texts, vocabulary_size, [*names, *characters], lowercase)
@@ -127,7 +127,7 @@ TRAINERS: dict[str, tuple[str, Trainer]] = {
     "wordpiece-uncased": (".json", partial(train_word_piece, lowercase=True)),
     "wordpiece-cased": (".json", partial(train_word_piece, lowercase=False)),
 }
-"""Kinds of tokenizers that can be trained: the suffix of the file, and the function that gives its content."""
+"""Kinds of tokenizers that can be trained: the suffix of the file, and the function that returns its content."""
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _sentence_piece_error(error: RuntimeError, vocabulary_size: int) -> DataError:
-    """The library's errors about sizes in words, any other as it is."""
+    """Return a clear error for the library's errors about sizes, and any other error unchanged."""
     if largest := re.search(r"value <= (\d+)", str(error)):
         return _too_few_texts(vocabulary_size, int(largest[1]))
     if smallest := re.search(r"required_chars. \d+ vs (\d+)", str(error)):

@@ -1,11 +1,11 @@
-"""What collectives take over links: rings, and rings inside nodes joined by rings between them.
+"""Seconds of collectives over links: rings, and rings inside nodes that are joined by rings between them.
 
-n members, M bytes of the whole buffer as `spec.ops.Exchange` counts them, a latency a step. A ring forwards
-M / n bytes a step, over every link at once, so its slowest link sets the pace; an all-gather or reduce-scatter takes
+n members, M bytes of the whole buffer as `spec.ops.Exchange` counts them, one latency per step. A ring forwards
+M / n bytes per step, over every link at once, so its slowest link sets the pace; an all-gather or reduce-scatter takes
 n - 1 steps (Thakur, Rabenseifner and Gropp 2005, doi 10.1177/1094342005051521, section 4.1), an all-reduce both.
 Between nodes the members of one local index form a ring each, and share the node's adapters: of an all-reduce that is
-2 (n_in - 1) M / (n_in bw_in) + 2 (n_out - 1) M / (n_out bw_out), Pipette's form (arXiv 2405.18093) with bw_out what
-the members of a node have together. A library takes whichever is faster, and so does `collective_time`.
+2 (n_in - 1) M / (n_in bw_in) + 2 (n_out - 1) M / (n_out bw_out), Pipette's form (arXiv 2405.18093) with bw_out the
+bandwidth of all members of a node together. A library takes the faster way, and so does `collective_time`.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from megapipe.spec.ops import Exchange, Operation
 
 @dataclass(frozen=True)
 class GroupLinks:
-    """A group of ranks as its collectives meet the hardware.
+    """The links of a group of ranks.
 
     members: on each node that it touches, in the ring's order. inside: links of these nodes, of the slowest. crossing:
     bytes per second that its members on one node send to the next node, together, over the ring's slowest such step;
@@ -50,11 +50,11 @@ class CollectiveTime:
 
     @property
     def seconds(self) -> float:
-        """Both together."""
+        """Sum of both."""
         return self.latency + self.transfer
 
     def times(self, calls: int) -> "CollectiveTime":
-        """Of as many calls, one behind the other."""
+        """Return the time of this number of calls, one after the other."""
         return CollectiveTime(self.algorithm, self.latency * calls, self.transfer * calls)
 
 
@@ -119,7 +119,7 @@ def collective_time(operation: Operation, num_bytes: float, group: GroupLinks) -
 
 
 def exchange_time(exchange: Exchange, group: GroupLinks) -> CollectiveTime:
-    """All calls of an exchange, one behind the other."""
+    """Return the time of all calls of an exchange, one after the other."""
     return collective_time(exchange.operation, exchange.elements * exchange.element_bytes, group).times(exchange.calls)
 
 

@@ -1,17 +1,29 @@
-"""What a machine is made of: devices in nodes, links inside a node, adapters between nodes.
+"""The parts of a machine: devices in nodes, links inside a node, adapters between nodes.
 
 Units: bytes, seconds, FLOP/s, bytes per second and direction. A data sheet that counts both directions of a link
 together gives twice the number.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 from megapipe.config.errors import ConfigError, nearest
-from megapipe.layout.hardware.measured import MeasuredCollective, Measurements
+from megapipe.config.field_types import Bound, NaturalFloat, Share
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.measured import Count, MeasuredCollective, Measurements
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """Number formats of matrix products that a device may have a peak for."""
+
+# Values outside of these bounds were written in another unit.
+FlopRate = Annotated[float, Bound(1e3, 1e24, words="from 1e3 to 1e24, in FLOP/s (312e12, not 312)")]
+ByteCount = Annotated[float, Bound(1e3, 1e24, words="from 1e3 to 1e24, in bytes (80e9, not 80)")]
+BYTE_RATES = Bound(1e3, 1e24, words="from 1e3 to 1e24, in bytes per second (50e9, not 50)")
+ByteRate = Annotated[float, BYTE_RATES]
+Latency = Annotated[float, Bound(0, 1, words="from 0 to 1, in seconds (3e-6, not 3)")]
 
 
 @dataclass(frozen=True)
@@ -21,17 +33,16 @@ class Efficiency:
     The rate follows Hockney's law in each dimension of a product (Hockney and Jesshope, Parallel Computers 2, 1988,
     section 1.3: r = r_max / (1 + n_half / n)). The defaults are the peak itself: a bound, not a prediction.
 
-    ceiling: share of the peak that a very large product reaches, above 0, at most 1. half_size: elements of one
-    dimension at which it alone halves the rate, 0 or more. launch: seconds that every kernel takes besides, 0 or more.
-    memory, links: shares of the nominal bandwidths of its memory, and of links inside and between nodes, that are
-    reached; above 0, at most 1. Not of a link_matrix, which is measured.
+    ceiling: share of the peak that a very large product reaches. half_size: elements of one dimension at which it
+    alone halves the rate. launch: additional seconds of every kernel. memory, links: reached shares of the nominal
+    bandwidths of memory, and of links inside and between nodes. They do not apply to a link_matrix, which is measured.
     """
 
-    ceiling: float = 1.0
-    half_size: float = 0.0
-    launch: float = 0.0
-    memory: float = 1.0
-    links: float = 1.0
+    ceiling: Share = 1.0
+    half_size: NaturalFloat = 0.0
+    launch: NaturalFloat = 0.0
+    memory: Share = 1.0
+    links: Share = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,10 +54,19 @@ class Device:
     """
 
     name: str
-    peak_flops: Mapping[str, float]
-    memory_bytes: float
-    memory_bandwidth: float
+    peak_flops: Mapping[str, FlopRate]
+    memory_bytes: ByteCount
+    memory_bandwidth: ByteRate
     efficiency: Efficiency = field(default_factory=Efficiency)
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for each rule that the fields break."""
+        if not self.peak_flops:
+            yield "peak_flops", f"is empty: write the FLOP/s of at least one of {', '.join(DTYPES)}"
+        for dtype in self.peak_flops:
+            if dtype not in DTYPES:
+                hint = nearest(dtype, DTYPES)
+                yield f"peak_flops.{dtype}", f"is an unknown key{hint} (known here: {', '.join(DTYPES)})"
 
     @property
     def reached_bandwidth(self) -> float:
@@ -56,9 +76,10 @@ class Device:
     def peak(self, dtype: str) -> float:
         """FLOP/s in a number format; ConfigError where the device has none."""
         if dtype not in self.peak_flops:
+            known = [each for each in DTYPES if each in self.peak_flops]
             raise ConfigError(
-                f"device {self.name!r} has no peak for {dtype!r}{nearest(dtype, self.peak_flops)} "
-                f"(it has {', '.join(self.peak_flops)}); choose another precision, or add the number to its peak_flops"
+                f"device {self.name!r} has no peak for {dtype!r}{nearest(dtype, known)} (it has {', '.join(known)}); "
+                "choose another precision, or add the number to its peak_flops"
             )
         return self.peak_flops[dtype]
 
@@ -68,14 +89,27 @@ class IntraNodeLink:
     """The links of every device inside a node.
 
     latency: seconds a message. bandwidth: of one device, to all others together, a direction. pair_bandwidth: between
-    two devices alone, less than that where no switch joins them. collectives: measured calls, which count in place of
-    formulas.
+    two devices alone, less than that where no switch joins them; the same if it is left out. collectives: measured
+    calls, which count in place of formulas.
     """
 
-    latency: float
-    bandwidth: float
-    pair_bandwidth: float
+    latency: Latency
+    bandwidth: ByteRate
+    pair_bandwidth: ByteRate = math.nan
     collectives: tuple[MeasuredCollective, ...] = ()
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.pair_bandwidth):
+            object.__setattr__(self, "pair_bandwidth", self.bandwidth)
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for each rule that the fields break."""
+        if self.pair_bandwidth > self.bandwidth:
+            yield (
+                "pair_bandwidth",
+                f"is {self.pair_bandwidth:g}; it must be at most bandwidth {self.bandwidth:g}, which a device has to "
+                "all others together",
+            )
 
     def measured(self, operation: str, ranks: int) -> MeasuredCollective | None:
         """The first row of an operation among as many ranks; None without any."""
@@ -94,9 +128,9 @@ class Network:
     latency: seconds a message. bandwidth: of all adapters of a node together, a direction. adapters: how many.
     """
 
-    latency: float
-    bandwidth: float
-    adapters: int
+    latency: Latency
+    bandwidth: ByteRate
+    adapters: Count = 1
 
     def of_device(self, active: int, bandwidth: float | None = None) -> float:
         """Bytes per second of one device while `active` devices of its node send to other nodes: its share, at most
@@ -115,11 +149,11 @@ class HostLink:
     bandwidth: of one device, a direction, both at once. latency: seconds a copy.
     """
 
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: ByteRate
+    latency: Latency = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one copy."""
+        """Return the seconds of one copy."""
         return self.latency + num_bytes / self.bandwidth
 
 
@@ -133,11 +167,11 @@ class NodeGroup:
 
     name: str
     device: Device
-    devices_per_node: int
+    devices_per_node: Count
     inside: IntraNodeLink
     outside: Network
-    num_nodes: int | None = None
-    price_per_hour: float | None = None
+    num_nodes: Count | None = None
+    price_per_hour: NaturalFloat | None = None
     host: HostLink | None = None
 
     @property
@@ -165,8 +199,38 @@ class Hardware:
 
     name: str
     groups: tuple[NodeGroup, ...]
-    link_matrix: tuple[tuple[float, ...], ...] | None = None
+    link_matrix: tuple[tuple[NaturalFloat, ...], ...] | None = None
     measured: Measurements | None = None
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for each rule that the fields break."""
+        endless = [group.name for group in self.groups if group.num_nodes is None]
+        if endless and len(self.groups) > 1:
+            yield (
+                "groups",
+                f"do not set num_nodes of {endless[0]!r}, but with several groups each needs its own; set it",
+            )
+        elif self.link_matrix is not None:
+            yield from self._matrix_problems(self.link_matrix)
+
+    def _matrix_problems(self, matrix: tuple[tuple[float, ...], ...]) -> Iterator[tuple[str, str]]:
+        nodes = sum(group.num_nodes or 0 for group in self.groups)
+        sizes = {len(row) for row in matrix}
+        if len(matrix) != nodes or sizes != {nodes}:
+            yield (
+                "link_matrix",
+                f"has {len(matrix)} rows of {', '.join(map(str, sorted(sizes)))} numbers, but the groups have {nodes} "
+                "nodes by num_nodes: write one row and one column for each",
+            )
+            return
+        places = {(row, column): value for row, values in enumerate(matrix) for column, value in enumerate(values)}
+        if not all(value for (row, column), value in places.items() if row != column):
+            yield "link_matrix", "has a 0 off its diagonal: write the bytes per second between each pair of nodes"
+        elif any(value for (row, column), value in places.items() if row == column):
+            yield "link_matrix", "has a value above 0 on its diagonal, where a node would send to itself: write 0"
+        for (row, column), value in places.items():
+            if value and not BYTE_RATES.holds(value):
+                yield f"link_matrix[{row}][{column}]", f"is {value:g}, but must be {BYTE_RATES}"
 
     def nodes(self, num_devices: int) -> tuple[NodeGroup, ...]:
         """The nodes that `num_devices` ranks occupy, each given by its group; ranks fill a node before the next.
@@ -189,16 +253,16 @@ class Hardware:
         )
 
     def price_per_hour(self, num_devices: int) -> float | None:
-        """Of all nodes that are occupied, whole ones; None where a price is not known."""
+        """Return the price of all occupied nodes, each as a whole; None if a price is not known."""
         prices = [node.price_per_hour for node in self.nodes(num_devices)]
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
     def with_reserve(self, num_bytes: float) -> "Hardware":
-        """The same with so much less memory on every device: for what is there beside tensors.
+        """Return the machine with this many bytes less on every device: memory that is not for tensors.
 
         Raises:
-            ConfigError: less than nothing, or a device would have none left.
+            ConfigError: the number is negative, or a device would have no memory left.
         """
         smallest = min(self.groups, key=lambda group: group.device.memory_bytes).device
         if not 0 <= num_bytes < smallest.memory_bytes:
@@ -222,3 +286,45 @@ class Hardware:
             while left is None or left > 0:
                 yield group
                 left = None if left is None else left - 1
+
+
+CPU_WORDS = re.compile(r"(?<![a-z])(cpus?|cores?)(?![a-z])", re.IGNORECASE)
+
+
+def hardware_device_type(hardware: Hardware) -> Literal["cpu", "cuda"]:
+    """The type that torch knows the first group's devices by, on which attention's path and sums of gradients depend.
+
+    A device is a CPU where its name has the word cpu or core, or where fp32 is its only number format.
+    """
+    return device_type(hardware.groups[0].device)
+
+
+def device_type(device: Device) -> Literal["cpu", "cuda"]:
+    """Return the type of one device; see `hardware_device_type`."""
+    return "cpu" if CPU_WORDS.search(device.name) or set(device.peak_flops) == {"fp32"} else "cuda"
+
+
+SINGLE = ("fp32", "tf32")
+"""Formats that fp32 matrices may be multiplied in."""
+
+
+def with_named_precision(config: PretrainConfig, devices: Iterable[Device]) -> tuple[PretrainConfig, str | None]:
+    """The run with auto replaced, and a remark on that; without auto the run itself.
+
+    A run takes bf16 where a matrix product is faster in it than in fp32 (`training.precision`): here where every
+    device has the higher peak in it, tf32 taken for fp32.
+    """
+    if config.training.precision != "auto":
+        return config, None
+    devices = tuple(devices)
+    choice: Literal["bf16", "fp32"] = "bf16" if all(_is_faster_in_bf16(device) for device in devices) else "fp32"
+    names = ", ".join(dict.fromkeys(device.name for device in devices))
+    remark = (
+        f"training.precision auto: planned as {choice}, by the peaks of {names}; a run measures both when it starts"
+    )
+    return replace(config, training=replace(config.training, precision=choice)), remark
+
+
+def _is_faster_in_bf16(device: Device) -> bool:
+    single = max((device.peak_flops[name] for name in SINGLE if name in device.peak_flops), default=0.0)
+    return device.peak_flops.get("bf16", 0.0) > single

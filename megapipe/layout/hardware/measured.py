@@ -1,18 +1,22 @@
-"""What was measured on a machine: layers of one model, collectives, and what busy neighbours cost.
+"""Measurements of a machine: layers of one model, collectives, and the cost of busy neighbours.
 
-All times are seconds. `megapipe.calibration` fills this in, a hardware file carries it, `planner.measured`
-answers from it.
+All times are seconds. `megapipe.calibration` measures, a hardware file stores the results, and `planner.measured` uses
+them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
 
-LAYER_KINDS = ("embedding", "block", "head")
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-TRANSPORTS = ("gloo", "shared_memory", "nccl")
+from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat
+from megapipe.spec.ops import Operation
+
 LayerKind = Literal["embedding", "block", "head"]
 Transport = Literal["gloo", "shared_memory", "nccl"]
+LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
+Count = Annotated[int, Bound(1, 10**9)]
+_ISO_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,13 @@ class LayerRow:
     """
 
     kind: LayerKind
-    tensor: int
-    context: int
-    micro_size: int
-    forward: float
-    backward: float
-    backward_input: float
-    backward_weight: float
+    tensor: Count
+    context: Count
+    micro_size: Count
+    forward: NaturalFloat
+    backward: NaturalFloat
+    backward_input: NaturalFloat
+    backward_weight: NaturalFloat
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,14 @@ class MeasuredLayer(LayerRow):
     recompute: the forward again, 0 for layers that never do.
     """
 
-    recompute: float
+    recompute: NaturalFloat
 
 
 @dataclass(frozen=True)
 class MeasuredWait(LayerRow):
-    """What ranks that share the layer wait in it for one another, beside their own work.
+    """Time that ranks of one layer wait for each other, in addition to their own work.
 
-    Messages, and that ranks come to each other early and late by turns.
+    They wait for messages, and because ranks arrive early and late by turns.
     """
 
 
@@ -59,15 +63,15 @@ class MeasuredCollective:
     processor seconds that a rank spends in a second of it, 0 where a device of its own does the work.
     """
 
-    operation: str
-    ranks: int
+    operation: Operation
+    ranks: Count
     over: Transport
-    latency: float
-    bandwidth: float
-    busy: float = 0.0
+    latency: NaturalFloat
+    bandwidth: PositiveFloat
+    busy: NaturalFloat = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one call."""
+        """Return the seconds of one call."""
         return self.latency + num_bytes / self.bandwidth
 
 
@@ -75,28 +79,40 @@ class MeasuredCollective:
 class Contention:
     """How many times longer the same work takes while `ranks` ranks of a node compute at once."""
 
-    ranks: int
-    factor: float
+    ranks: Count
+    factor: PositiveFloat
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What `profile` found.
+    """Results of `profile`.
 
     date: ISO, of the day. torch: version. shape: what the layers' times depend on (`planner.measured.shape_of`).
     update_seconds: of an optimizer step with its gradient norm, per element that a rank updates. action_seconds: that
     the engine takes around every forward and backward. contention: ascending in ranks, the first for one rank. waits:
-    inside layers that ranks share, as far as the machine has ranks for that; where there is no row, models tell.
+    inside layers that ranks share, for numbers of ranks that the machine has; models estimate the others.
     """
 
     date: str
     torch: str
-    shape: Mapping[str, str]
-    update_seconds: float
-    action_seconds: float
+    update_seconds: NaturalFloat
+    action_seconds: NaturalFloat
     layers: tuple[MeasuredLayer, ...]
+    shape: Mapping[str, str] = field(default_factory=dict)
     contention: tuple[Contention, ...] = (Contention(1, 1.0),)
     waits: tuple[MeasuredWait, ...] = ()
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for each rule that the fields break."""
+        if not _ISO_DAY.fullmatch(self.date):
+            yield "date", f"is {self.date!r}, which is not a date: write it as 2026-01-31"
+        ranks = [each.ranks for each in self.contention]
+        if ranks != sorted({1, *ranks}):
+            yield (
+                "contention",
+                f"is for {', '.join(map(str, ranks))} ranks: write each number once, in ascending order, starting "
+                "with 1",
+            )
 
     def slowdown(self, ranks: float) -> float:
         """Factor while that many ranks compute: in between by straight lines, beyond the last by its share a rank."""

@@ -1,7 +1,7 @@
-"""Which ranks stand on which node, and so which groups cross nodes and what links they have.
+"""The node of every rank, and so the groups that cross nodes and their links.
 
 Ranks are numbered with tensor fastest, then context, pipeline and data, and fill a node before the next (Narayanan et
-al. 2021, arXiv 2104.04473, section 3.2): tensor ranks stay inside a node where they fit.
+al. 2021, arXiv 2104.04473, section 3.2): tensor ranks stay inside a node if they fit.
 """
 
 import itertools
@@ -27,10 +27,10 @@ class Placement:
     """The ranks of a mesh on the nodes of a machine.
 
     Args:
-        hardware: to stand on.
+        hardware: the machine.
         sizes: ranks along each dimension of `DIMENSIONS`; one that is left out has size 1.
-        node_order: the node that each slot of consecutive ranks lies on, numbers of all occupied nodes; by default in
-            order. Needs nodes of as many devices each.
+        node_order: the node of each slot of consecutive ranks, numbers of all occupied nodes; by default in order.
+            Nodes must have equal numbers of devices.
 
     Raises:
         ConfigError: an unknown dimension, a size below 1, more ranks than devices, no order of the nodes.
@@ -68,7 +68,7 @@ class Placement:
             raise ConfigError("node_order needs nodes with equal numbers of devices; leave it out for this hardware")
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank stands on."""
+        """Return the node of a rank."""
         return self.node_order[bisect_right(self._first_ranks, rank) - 1]
 
     def device_of(self, rank: int) -> Device:
@@ -105,9 +105,9 @@ class Placement:
 
     @cached_property
     def inside(self) -> dict[str, int] | None:
-        """Of each dimension how many ranks lie on one node, where every node is alike and cut evenly; else None.
+        """Ranks of each dimension on one node, if all nodes are alike and cut evenly; else None.
 
-        Then a group over several dimensions has the product of these on each of its nodes.
+        A group over several dimensions then has the product of these on each of its nodes.
         """
         if any(node is not self.nodes[0] for node in self.nodes):
             return None
@@ -190,7 +190,7 @@ class Placement:
         visits = starts.sum(axis=1)
         crosses = np.repeat(visits > 1, visits)
         active = np.bincount(visited[crosses], counts[crosses], len(self.nodes)).astype(np.int64)
-        # Groups have the same links that visit nodes of the same kind as busy as each other; a matrix tells all apart.
+        # Groups that visit equally busy nodes of the same kinds have the same links, unless there is a link matrix.
         kinds = visited if self.hardware.link_matrix is not None else self._kinds[visited]
         likeness = np.stack([counts, kinds, np.where(crosses, active[visited], 0)], axis=1)
         ends = visits.cumsum().tolist()
@@ -203,7 +203,7 @@ class Placement:
 
     @cached_property
     def _kinds(self) -> Numbers:
-        """Of every node the number of its kind."""
+        """Number of the kind of every node."""
         numbers: dict[int, int] = {}
         return np.array([numbers.setdefault(id(node), len(numbers)) for node in self.nodes])
 
@@ -228,7 +228,7 @@ class Placement:
 
 
 def _slower(links: Iterable[IntraNodeLink]) -> IntraNodeLink:
-    """Of each figure the worst."""
+    """Return the worst of each figure."""
     found = list(links)
     if all(link == found[0] for link in found):
         return found[0]

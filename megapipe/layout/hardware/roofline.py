@@ -5,7 +5,7 @@ is `Efficiency`'s law in each dimension, as if each were longer by `half_size`; 
 from its own measured products (`fit_efficiency`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,12 +15,12 @@ from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Device, Efficiency
 
 DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of an element as it lies in memory."""
+"""Bytes of an element in memory."""
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Seconds of one kernel, in its terms: arithmetic, memory traffic, and what any kernel takes besides."""
+    """Seconds of one kernel: for arithmetic, for memory traffic, and for its launch."""
 
     compute: float
     memory: float
@@ -91,8 +91,8 @@ def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> E
     """The efficiency under which the device's predictions come nearest to measured products.
 
     Least squares of the logarithms of predicted over measured seconds, so that a small product weighs as much as a
-    large one. All three parameters are searched on grids that close in on the best point: a search of its own, because
-    the slower of arithmetic and traffic bends the error, and to leave no parameter outside its bounds.
+    large one. The slower of arithmetic and traffic bends the error, which has several minima: the search is a global
+    one.
 
     Raises:
         ConfigError: fewer than 3 products, or times that are not above 0.
@@ -104,47 +104,21 @@ def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> E
     if any(product.seconds <= 0 for product in products):
         raise ConfigError("a measured product took 0 seconds or less; measure it again with more repetitions")
 
-    sizes = np.array([(each.rows, each.inner, each.columns) for each in products], dtype=np.float64)
-    batches, seconds = (np.array([getattr(each, name) for each in products]) for name in ("batch", "seconds"))
-    memory = np.array([matrix_product_time(device, *each[:3], dtype, each.batch).memory for each in products])
+    from scipy.optimize import differential_evolution  # takes a quarter of a second
+
+    sizes = np.array([(each.rows, each.inner, each.columns) for each in products], dtype=np.float64)[..., None]
+    batches, seconds = (np.array([[getattr(each, name)] for each in products]) for name in ("batch", "seconds"))
+    memory = np.array([[matrix_product_time(device, *each[:3], dtype, each.batch).memory] for each in products])
 
     def errors(points: np.ndarray) -> np.ndarray:
-        """Sum of squares for each of [points, 3]."""
-        ceiling, half_size, launch = (points[:, axis, None] for axis in range(3))
-        padded = (sizes[None] + half_size[..., None]).prod(axis=2)
-        compute = 2.0 * batches * padded / (device.peak(dtype) * ceiling)
-        predicted = np.maximum(compute, memory) + launch
-        squares: np.ndarray = (np.log(predicted / seconds) ** 2).sum(axis=1)
+        """Return the sum of squares for each of [3, points]."""
+        ceiling, half_size, launch = points
+        compute = 2.0 * batches * (sizes + half_size).prod(axis=1) / (device.peak(dtype) * ceiling)
+        squares: np.ndarray = (np.log((np.maximum(compute, memory) + launch) / seconds) ** 2).sum(axis=0)
         return squares
 
-    lows, highs = np.array([0.01, 0.0, 0.0]), np.array([1.0, sizes.max(), seconds.min()])
-    # Sizes that matter lie far apart, so the first grid of half_size is a geometric one.
-    halves = np.concatenate([[0.0], np.geomspace(1.0, highs[1], _FIRST_POINTS)])
-    point = _best(
-        errors, [np.linspace(lows[0], 1.0, _FIRST_POINTS), halves, np.linspace(0.0, highs[2], _FIRST_POINTS)]
-    )
-    reach = np.array([0.1, 0.5 * point[1] + 1.0, 0.1 * highs[2]])
-    for _ in range(_ROUNDS):
-        lower, upper = np.maximum(lows, point - reach), np.minimum(highs, point + reach)
-        point = _best(errors, [np.linspace(*ends, _POINTS) for ends in zip(lower, upper, strict=True)], point)
-        reach = reach * _SHRINK
-    return replace(device.efficiency, **dict(zip(_FITTED, map(float, point), strict=True)))
-
-
-def _best(
-    errors: Callable[[np.ndarray], np.ndarray], axes: Sequence[np.ndarray], known: np.ndarray | None = None
-) -> np.ndarray:
-    """The point of a grid with the least error, or the one known before where none is better."""
-    grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
-    points = grid if known is None else np.concatenate([known[None], grid])
-    best: np.ndarray = points[errors(points).argmin()]
-    return best
-
-
-_FITTED = ("ceiling", "half_size", "launch")
-_FIRST_POINTS = 16
-_POINTS = 7
-_ROUNDS = 80
-_SHRINK = 0.85
-"""Of the search: each round's grid reaches 0.85 of the last one's extent to either side of its best point, further
-than to that grid's next points, so that it can follow a bent valley."""
+    bounds = [(0.01, 1.0), (0.0, sizes.max()), (0.0, seconds.min())]
+    best = differential_evolution(
+        errors, bounds, vectorized=True, updating="deferred", polish=False, popsize=20, maxiter=400, tol=1e-8, rng=0
+    ).x
+    return replace(device.efficiency, **dict(zip(("ceiling", "half_size", "launch"), map(float, best), strict=True)))

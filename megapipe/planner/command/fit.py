@@ -3,16 +3,14 @@
 import json
 
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.writer import written
-from megapipe.planner.command.arguments import Request
-from megapipe.planner.command.launch import check_folders, write_text
-from megapipe.planner.fitting.fit import FitResult
-from megapipe.planner.fitting.measured_rows import fit_rows
-from megapipe.planner.fitting.report import find_table, fit_table, report_lines
+from megapipe.layout.hardware.files import written
+from megapipe.planner.command.main import Request
+from megapipe.planner.command.planning import check_folders, write_text
+from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_table, report_lines
 
 
 def run_fit(request: Request) -> int:
-    """Fit, print every row beside its prediction, and write the machine where --output asks for it."""
+    """Fit, print every row with its prediction, and write the machine to --output."""
     flags = request.flags
     check_folders(flags["output"])
     result, title, unit = _fit(request)
@@ -30,7 +28,7 @@ def run_fit(request: Request) -> int:
 
 
 def _fit(request: Request) -> tuple[FitResult, str, str]:
-    """What was found, its title, and the unit of its speeds."""
+    """Return the result, its title, and the unit of its speeds."""
     flags = request.flags
     if (flags["published"] is None) == (flags["rows"] is None):
         raise ConfigError("pass either --published, a table of published rows, or --rows, a file with your own rows")

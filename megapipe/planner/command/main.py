@@ -1,13 +1,306 @@
-"""What ``megapipe plan`` does: reads a command, runs it, tells of a wrong input in one line a problem."""
+"""The command ``megapipe plan``: it reads a command line, runs it, and reports each wrong input in one line."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
+from jsonargparse import ArgumentParser
+
+from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError, nearest
-from megapipe.planner.command.arguments import COMMANDS, Request, parse_request
+from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, PositiveInt, Probability, bound_of
+from megapipe.config.help_format import packaged_files
+from megapipe.config.load import Given, build_parser, kind_of, parse_given
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.planner.search.space import Objective
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.registry import GENERATORS, searched
+
+Devices = Annotated[int, Bound(least=1, most=1_000_000, words="at least 1 and at most 1,000,000")]
+"""Ranks of a plan. The limit is above any real machine; the time of planning grows with the number of nodes."""
+MEMORY_RESERVE = 0.05
+"""Fraction of a device's memory that plans keep free by default; 4 GB of 80 GB, for a CUDA context (0.5 GB), NCCL's
+buffers (1 to 2 GB) and fragmentation."""
+NO_DATA = "DATA"
+"""Placeholder for the data.prefix of a configuration that is written without one."""
+DOCUMENTED = frozenset({"-h", "--help", "--help-all", "--help_all"})
+"""Arguments whose output includes the help of fields."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line. arguments: without the command's name. config: every field. given: fields that were set. flags:
+    the command's own, by name."""
+
+    command: str
+    arguments: tuple[str, ...]
+    kind: type[PretrainConfig]
+    config: PretrainConfig
+    given: frozenset[str]
+    flags: Mapping[str, Any]
+
+    def hardware(self) -> Hardware:
+        """Return the machine that --hardware names, less --memory_reserve. Raises ConfigError without --hardware."""
+        if self.flags["hardware"] is None:
+            raise ConfigError(f"--hardware is missing; set it to a file or to one of {', '.join(PRESETS)}")
+        hardware = load_hardware(self.flags["hardware"])
+        reserve = self.flags.get("memory_reserve")
+        if reserve is not None:
+            return hardware.with_reserve(reserve * 1e9)
+        return hardware.with_share(1 - self.default_reserve())
+
+    def default_reserve(self) -> float:
+        """Return the fraction of each device's memory to keep free if no flag sets it.
+
+        It is 0 with recompute.method auto, which has its own budget, and for commands that measure.
+        """
+        given = self.flags.get("memory_reserve") is not None or "memory_reserve" not in self.flags
+        return 0.0 if given or self.config.recompute.method == "auto" else MEMORY_RESERVE
+
+    def devices(self) -> int:
+        """Return the number of ranks: --devices, or the product of the sizes of the layout."""
+        parallel, devices = self.config.parallel, self.flags["devices"]
+        if devices is None:
+            if parallel.data is None:
+                raise ConfigError("--devices is missing; set it, or set parallel.data and the other sizes")
+            return parallel.data * parallel.pipeline * parallel.context * parallel.tensor
+        return int(devices)
+
+    def for_file(self, file: str) -> "Request":
+        """Return the same command for the configuration of a file, whose fields the flags override."""
+        given = parse_given(_parser(self.command, self.kind), self.kind, ["--config", file, *self.arguments])
+        return replace(self, config=given.config, given=given.fields)
+
+
+Flag = tuple[str, dict[str, Any]]
+"""Name and keyword arguments of `ArgumentParser.add_argument`; `type` may be one of `config.field_types`."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand. summary: one line. usage: follows its name. flags: its own, in groups."""
+
+    summary: str
+    usage: str
+    flags: tuple[tuple[Flag, ...], ...]
+
+
+def _flag(name: str, about: str, type: Any = str, **more: Any) -> Flag:
+    return name, {"type": type, "help": about, **more}
+
+
+def _switch(name: str, about: str) -> Flag:
+    return name, {"action": "store_true", "help": about}
+
+
+_HARDWARE = f"file, or one of {', '.join(PRESETS)}"
+_MACHINE = (
+    _flag("--hardware", _HARDWARE),
+    _flag("--devices", "total number of ranks (default: the product of the sizes of the layout)", Devices),
+    _flag(
+        "--memory_reserve",
+        f"memory of every device to keep free for CUDA, NCCL and fragmentation (default {MEMORY_RESERVE:.0%} of it)",
+        float,
+        metavar="GB",
+    ),
+)
+_TRAINING = (
+    _flag(
+        "--tokens",
+        "tokens to train on, such as 300e9; adds the number of steps, the days and the price",
+        PositiveFloat,
+    ),
+    _flag(
+        "--price_per_hour",
+        "price of one node for an hour, in any currency (default: that of the hardware file)",
+        NaturalFloat,
+    ),
+)
+_JSON = (_switch("--json", "machine-readable output"),)
+_PICTURES = (
+    _flag("--html", "a report with pictures, in one file", Path, metavar="FILE"),
+    _flag("--pictures", "the report's pictures, as SVG files", Path, metavar="FOLDER"),
+)
+_FAILURES = (
+    _flag(
+        "--mean_time_between_failures",
+        "mean time between failures of the whole job; with --save_seconds, adds how often to save",
+        PositiveFloat,
+        metavar="HOURS",
+    ),
+    _flag("--save_seconds", "seconds that a save adds to the training time (docs/checkpoints.md)", PositiveFloat),
+)
+_SEARCH = (
+    _flag(
+        "--objective",
+        "speed: most tokens/s. cost: lowest price per token, on --devices or fewer. time: shortest time for "
+        "--tokens, on --devices or fewer. size: largest model that fits (default speed)",
+        choices=get_args(Objective),
+        default="speed",
+    ),
+    _flag(
+        "--schedules",
+        "names to try with every division of ranks, separated by commas (default "
+        f"{','.join(searched('all', GENERATORS.registered()))}, and other schedules with the most promising "
+        "divisions)",
+    ),
+    _flag(
+        "--models",
+        "with --objective size: model files to try (default: --model, scaled)",
+        nargs="+",
+        metavar="FILE",
+    ),
+    _switch("--per_layer", "also print the per-layer plan of Galvatron, with strategies that megapipe may not train"),
+    _switch("--two_buffered", "also print the plan of PipeDream-2BW's planner"),
+    _flag("--top", "number of layouts to list (default 5)", PositiveInt, default=5),
+    _flag("--write_config", "write the best layout as a configuration to train", Path, metavar="FILE"),
+)
+_TRAIN_TIME = (
+    _flag("--tokens", "tokens that the model is trained on", PositiveFloat),
+    _flag(
+        "--achieved_tflops", "TFLOP/s that each device reaches, instead of --hardware: 8 T P / (n X)", PositiveFloat
+    ),
+    _switch("--bounds", "also print the lower bounds of Lamy-Poirier's analysis"),
+    _flag("--parameters", "number of parameters of the model (default: those of --model)", PositiveFloat),
+    _flag("--least_efficiency", "with --bounds: least share of peak FLOP/s (default 0.5)", Probability, default=0.5),
+)
+_FILES = (_flag("files", "configuration files, one per layout; flags override fields of each", nargs="+"),)
+_FILE = (_flag("file", "configuration"),)
+_LAYOUT = (
+    _flag(
+        "--write_layout",
+        "configuration file to write, with the stages and the strategy of each layer",
+        Path,
+    ),
+)
+_PROFILE = (
+    _flag("--output", "hardware file to write", Path, required=True),
+    _flag("--ranks", "number of processes that run at the same time (default 2)", int, default=2),
+    *(
+        _flag(f"--{name}_sizes", f"{about} to measure, as in [1,2]", list[int], default=sizes)
+        for name, about, sizes in (
+            ("tensor", "sizes of parallel.tensor", [1]),
+            ("context", "sizes of parallel.context", [1]),
+            ("micro", "micro-batch sizes", [1, 2, 4]),
+        )
+    ),
+)
+_LINKS = (
+    _flag("--hardware", f"file that describes a node, or one of {', '.join(PRESETS)}"),
+    _flag("--output", "hardware file to write, including the links", Path, required=True),
+    _flag("--megabytes", "size of a message (default 64)", float, default=64.0),
+)
+_FIT = (
+    _flag("--published", "a table of published rows"),
+    _flag("--rows", "YAML of your own measured runs (docs/cost_model.md)", metavar="FILE"),
+    _flag("--hardware", "with --rows: file or preset of the machine on which the runs were measured"),
+    _flag("--output", "hardware file to write, including the fitted efficiency", Path),
+)
+
+COMMANDS: dict[str, Command] = {
+    "search": Command(
+        "find the best layout of a model on a machine, and print why others are slower",
+        "--model FILE --hardware FILE|PRESET --devices N --batch.global_size B [--parallel.tensor 8 ...]",
+        (_MACHINE, _SEARCH, _TRAINING, _FAILURES, _JSON, _PICTURES),
+    ),
+    "predict": Command(
+        "predict step time and memory of one layout",
+        "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
+        (_MACHINE, _TRAINING, _FAILURES, _JSON, _PICTURES),
+    ),
+    "explain": Command(
+        "predict one layout and print every term with its source",
+        "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
+        (_MACHINE, _JSON),
+    ),
+    "compare": Command(
+        "predict several layouts side by side",
+        "FILE [FILE ...] --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
+        (_FILES, _MACHINE, _JSON),
+    ),
+    "train-time": Command(
+        "estimate the days that training on a number of tokens takes",
+        "--model FILE --tokens T --devices N --hardware FILE|PRESET | --achieved_tflops X",
+        (_MACHINE, _TRAIN_TIME, _JSON),
+    ),
+    "profile": Command(
+        "measure this machine and write a hardware file",
+        "--model FILE --output FILE [--ranks N]",
+        (_PROFILE, _JSON),
+    ),
+    "links": Command(
+        "measure the links between the nodes of a job and write a hardware file",
+        "--hardware FILE|PRESET --output FILE, started by torchrun on every node",
+        (_LINKS, _JSON),
+    ),
+    "fit": Command(
+        "fit a machine's efficiency to measured runs, and print the remaining errors",
+        "--published NAME | --rows FILE --hardware FILE|PRESET [--output FILE]",
+        (_FIT, _JSON),
+    ),
+    "dry-run": Command(
+        "check the rules, schedule, shapes and memory of a run of any size in one process",
+        "FILE [--devices N] [--hardware FILE|PRESET] [--group.field VALUE ...]",
+        (_FILE, _LAYOUT, _MACHINE, _JSON),
+    ),
+}
+"""Every subcommand by its name."""
+
+
+def parse_request(command: str, arguments: Sequence[str]) -> Request:
+    """Read a command line. Raises ConfigError; --help prints and exits.
+
+    It is of a BERT with --bert, or if a flag or a file sets a field that only BERT runs have, as in `megapipe train`.
+    """
+    kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *_positional_files(arguments)])
+    parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
+    given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
+    problems = []
+    for name, more in _flags_of(command):
+        bound, value = bound_of(more.get("type")), given.flags[name.removeprefix("--")]
+        if bound is not None and value is not None and not bound.holds(value):
+            finite = "" if isfinite(value) else " and finite"
+            problems.append(f"{name} is {value:,.15g}; it must be {bound}{finite}")
+    if problems:
+        raise ConfigError(problems)
+    return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)
+
+
+def _positional_files(arguments: Sequence[str]) -> list[str]:
+    """Return flags that read the files among the words of a command line, such as those of `dry-run` and `compare`."""
+    packaged = packaged_files("config")
+    return [f"--config={word}" for word in arguments if word in packaged or os.path.isfile(word)]
+
+
+def _flags_of(command: str) -> list[Flag]:
+    return [flag for group in COMMANDS[command].flags for flag in group]
+
+
+def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
+    """Return the parser of a command. documented: with the help of every field, which takes longer."""
+    about = COMMANDS[command]
+    parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
+    parser.prog = f"megapipe plan {command}"
+    parser.usage = f"megapipe plan {command} {about.usage}"
+    parser.add_argument(
+        "--bert", action="store_true", help="plan a BERT run; this is the default if a BERT field is set"
+    )
+    for name, arguments in _flags_of(command):
+        if name == "--published":
+            from megapipe.planner.fitting.fit import TABLES  # imports the cost model, which most commands do not need
+
+            arguments = {**arguments, "choices": tuple(TABLES)}
+        parser.add_argument(name, **arguments)
+    return parser
+
 
 Handler = Callable[[Request], int]
 """Runs a command and gives the exit status. Raises ConfigError or ScheduleError for what the user can mend."""
@@ -20,8 +313,8 @@ HANDLERS = {
     "train-time": ("train_time", "run_train_time"),
     "fit": ("fit", "run_fit"),
 }
-"""Commands that need no torch: the module beside this one and its function. A module is imported once its command is
-asked for, as most commands need little of what the others do."""
+"""Commands that need no torch: module of this package and function. A module is imported when its command runs,
+because most commands need few of the imports of the others."""
 
 
 def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
@@ -38,7 +331,7 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
             raise ConfigError(f"unknown command {arguments[0]!r}{nearest(name, COMMANDS)} (--help lists them)")
         request = parse_request(name, arguments[1:])
         status = (others[name] if name in others else _handler(name))(request)
-        # A full disk behind a redirection shows at a flush, and the interpreter's own comes too late to be told.
+        # After a redirection, a full disk shows at a flush; the interpreter's own flush is too late to be reported.
         sys.stdout.flush()
         return status
     except ConfigError as error:
@@ -61,7 +354,7 @@ def _handler(name: str) -> Handler:
 
 
 def overview() -> str:
-    """Help without a command."""
+    """Return the help without a command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

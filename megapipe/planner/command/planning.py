@@ -1,26 +1,157 @@
-"""What the commands about layouts share: the configuration made ready, the machine, words about both."""
+"""Functions of several commands: the configuration to plan, the machine, the cost of training, phrases, files, and
+the command that starts a run."""
 
-from dataclasses import replace
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
+import yaml
+
+from megapipe.config.command_line import DAY, HOUR, bytes_text, count_text, duration_text, seconds_text
 from megapipe.config.errors import ConfigError
+from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.words import HOUR, count_told, duration_told
-from megapipe.layout.hardware.description import Efficiency, Hardware
-from megapipe.layout.hardware.precision import with_named_precision
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.layout.stages import layers_of
-from megapipe.planner.command.arguments import NO_DATA, Request
+from megapipe.layout.hardware.description import Efficiency, Hardware, with_named_precision
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.scheduling import schedule_name
+from megapipe.layout.stages import num_parameters
+from megapipe.planner.command.main import NO_DATA, Request
+from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.measured.times import MeasuredTimes
-from megapipe.planner.save_interval import lost_share, save_interval
+from megapipe.planner.measured import MeasuredTimes
+
+
+def layout_cells(config: PretrainConfig) -> dict[str, str]:
+    """Return column -> value of a layout, in the words of the configuration."""
+    parallel = config.parallel
+    return {
+        "data": "open" if parallel.data is None else str(parallel.data),
+        "pipeline": str(parallel.pipeline),
+        "context": str(parallel.context),
+        "tensor": f"{parallel.tensor}{f' + {sequence_text(config)}' if parallel.sequence else ''}",
+        "micro-batch": str(config.batch.micro_size),
+        "schedule": schedule_text(config),
+        "ZeRO": str(config.zero.stage),
+        "recompute": recompute_text(config.recompute),
+    }
+
+
+def sequence_text(config: PretrainConfig) -> str:
+    """Return `sequence`, or `sequence x 4` if its traffic overlaps with products in four chunks."""
+    chunks = config.parallel.sequence_chunks
+    return f"sequence x {chunks}" if chunks > 1 else "sequence"
+
+
+def schedule_text(config: PretrainConfig) -> str:
+    """Return the name of the schedule, with its chunks if they are set, such as `interleaved_1f1b x 2`."""
+    name, chunks = schedule_name(config), config.schedule.chunks
+    return f"{name} x {chunks}" if chunks is not None else name
+
+
+def recompute_text(recompute: RecomputeConfig) -> str:
+    """Return the method, with the parts of a block or the blocks of a stage if not all, such as `full x 2`."""
+    if recompute.method == "selective" and set(recompute.parts) != set(RecomputeConfig().parts):
+        return f"selective {' + '.join(recompute.parts)}"
+    if recompute.method == "full" and recompute.num_blocks is not None:
+        return f"full x {recompute.num_blocks}"
+    return recompute.method
+
+
+def layout_text(config: PretrainConfig) -> str:
+    """Return a layout in one line, without what is off."""
+    parallel, found = config.parallel, []
+    for name in ("data", "pipeline", "context", "tensor"):
+        size = getattr(parallel, name)
+        if size is not None and size > 1:
+            found.append(f"{name} {size}")
+    found = found or ["one rank"]
+    if parallel.pipeline > 1:
+        found.append(schedule_text(config))
+    if parallel.sequence:
+        found.append(sequence_text(config))
+    if config.zero.stage:
+        found.append(f"ZeRO {config.zero.stage}")
+    if config.recompute.method != "none":
+        found.append(f"recompute {recompute_text(config.recompute)}")
+    return ", ".join([*found, f"micro-batch {config.batch.micro_size}"])
+
+
+def figures_cells(estimate: Estimate) -> dict[str, str]:
+    """Return column -> figure of an estimate."""
+    found = estimate.as_json()
+    return {
+        "step": seconds_text(estimate.step_seconds),
+        "tokens/s/device": f"{found['tokens_per_s_per_device']:,.0f}",
+        "TFLOP/s/device": f"{found['model_tflops_per_device']:.1f}",
+        "memory": bytes_text(estimate.peak_bytes),
+        "fits": "yes" if estimate.fits else f"no, by {bytes_text(estimate.missing_bytes)}",
+    }
+
+
+def terms_cells(estimate: Estimate) -> list[dict[str, str]]:
+    """Return each term of a step by column, with the place that it comes from."""
+    return [
+        {
+            "term": term.name,
+            "time": seconds_text(term.seconds),
+            "of the step": f"{term.seconds / estimate.step_seconds:.1%}",
+            "source": term.source,
+        }
+        for term in estimate.terms
+    ]
+
+
+def print_cells(rows: Sequence[Mapping[str, str]], title: str = "") -> None:
+    """Print rows by `print_table`; the keys of the first row are the columns."""
+    print_table(list(rows[0]), [list(row.values()) for row in rows], title)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print rows under columns: by rich on a terminal, else aligned by blanks, one line per row."""
+    if sys.stdout.isatty():
+        # The import takes longer than the printing.
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if _is_number(rows, index) else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    print(plain_table(columns, rows, title))
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
+    """Return the table as text, with numbers aligned to the right."""
+    lines = [list(columns), *(list(row) for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    right = [_is_number(rows, index) for index in range(len(columns))]
+    aligned = (
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+    return "\n".join([*([title] if title else []), *aligned])
+
+
+def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
+    """Return whether all cells of a column start with a digit or a sign."""
+    cells = [row[column] for row in rows if row[column]]
+    return bool(cells) and all(cell[0].isdigit() or cell[0] in "+-" for cell in cells)
+
 
 FITTED_PRESETS = ("a100-80", "h100")
 """Presets whose efficiency was fitted to published runs; presets of the same chips have the same."""
 PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
-"""Precisions, the fastest first that trains without care."""
-
-
+"""Precisions, the one to prefer first."""
 NEVER_MEASURED = "predicted times, not measured with megapipe"
 
 
@@ -93,7 +224,7 @@ def planned_config(
 
 
 def check_fields(config: PretrainConfig) -> None:
-    """Raise ConfigError with every rule that single fields break; that data is named is not asked for."""
+    """Raise ConfigError with every rule that single fields break; data.prefix may be missing."""
     named = config
     if not config.data.prefixes[0]:
         named = replace(config, data=replace(config.data, prefix=NO_DATA))
@@ -103,34 +234,69 @@ def check_fields(config: PretrainConfig) -> None:
 
 
 def measured_times(hardware: Hardware, devices: int) -> LayerTimes | None:
-    """What was measured of layers, where the ranks are those of the measured machine; None for the roofline."""
+    """Return the measured times of layers if all ranks are on the measured machine; None for the roofline."""
     on_one = hardware.measured is not None and len(hardware.nodes(devices)) == 1
     return MeasuredTimes(hardware) if on_one else None
 
 
-def num_parameters(config: PretrainConfig) -> int:
-    """Of the whole model, tied weights once."""
-    return sum(
-        {spec.name: spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values()}.values()
-    )
-
-
 def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
-    """Model, machine and batch in a line."""
+    """Return model, machine and batch in a line."""
     nodes = hardware.nodes(devices)
     names = ", ".join(dict.fromkeys(node.device.name for node in nodes))
     return (
-        f"{config.kind.upper()} of {count_told(num_parameters(config))} parameters on {devices:,} x {names} "
+        f"{config.kind.upper()} of {count_text(num_parameters(config))} parameters on {devices:,} x {names} "
         f"({len(nodes):,} node{'s' if len(nodes) > 1 else ''}); a step is {config.batch.global_size:,} samples of "
         f"{config.data.sequence_length:,} tokens, in {config.training.precision}"
     )
 
 
-def checkpoint_facts(request: Request, step_seconds: float) -> dict[str, float] | None:
-    """How often to save, by Young's and Daly's rule; None where nothing was said of failures.
+def priced(hardware: Hardware, price: float | None) -> Hardware:
+    """Return the machine with --price_per_hour for each node, if that is given; 0 is for a machine of one's own.
 
-    Raises ConfigError where one of the two flags is missing or not above 0.
+    Raises ConfigError for a machine with nodes of several kinds.
     """
+    if price is None:
+        return hardware
+    if len(hardware.groups) > 1:
+        raise ConfigError(
+            f"--price_per_hour sets one price, but hardware {hardware.name!r} has {len(hardware.groups)} kinds of "
+            "nodes; write price_per_hour into each group of the hardware file"
+        )
+    return replace(hardware, groups=(replace(hardware.groups[0], price_per_hour=price),))
+
+
+def training_facts(request: Request, answer: Estimate, hardware: Hardware) -> tuple[dict[str, Any], list[str]]:
+    """Return what a whole training takes at an estimate's speed, for JSON and as lines.
+
+    training: steps, days and cost of --tokens, without evaluation, saves and restarts; the cost is of all occupied
+    nodes, None if one has no price. checkpoint: how often to save, if the flags about failures are given.
+
+    Raises ConfigError if only one of the flags about failures is given.
+    """
+    tokens, config = request.flags["tokens"], answer.config
+    found: dict[str, Any] = {"checkpoint": _checkpoint(request, answer.step_seconds), "training": None}
+    lines = []
+    if tokens is not None:
+        steps = math.ceil(tokens / (config.batch.global_size * config.data.sequence_length))
+        seconds = steps * answer.step_seconds
+        price = hardware.price_per_hour(answer.world_size)
+        cost = None if price is None else seconds / HOUR * price
+        found["training"] = {"tokens": tokens, "steps": steps, "days": seconds / DAY, "cost": cost}
+        lines.append(
+            f"{count_text(tokens)} tokens: {steps:,} steps (--training.steps {steps}), {duration_text(seconds)}"
+            f"{'' if cost is None else f', price {cost:,.0f}'}; evaluation, saves and restarts not counted"
+        )
+    facts = found["checkpoint"]
+    if facts is not None:
+        lines.append(
+            f"save every {duration_text(facts['interval_s'])} (--checkpoint.every {facts['interval_steps']:.0f}): "
+            f"saves and repeated work take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
+        )
+    return found, lines
+
+
+def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | None:
+    """Return how often to save, by Young's and Daly's rule; None without the flags about failures."""
     hours, save = request.flags["mean_time_between_failures"], request.flags["save_seconds"]
     if hours is None and save is None:
         return None
@@ -140,8 +306,6 @@ def checkpoint_facts(request: Request, step_seconds: float) -> dict[str, float] 
             f"--{missing} is missing; how often to save depends on both the time between failures and the time of a "
             "save"
         )
-    if hours <= 0 or save <= 0:
-        raise ConfigError(f"--mean_time_between_failures {hours:g} and --save_seconds {save:g} must be above 0")
     interval = save_interval(save, hours * HOUR)
     return {
         "interval_s": interval,
@@ -150,9 +314,93 @@ def checkpoint_facts(request: Request, step_seconds: float) -> dict[str, float] 
     }
 
 
-def checkpoint_told(facts: dict[str, Any]) -> str:
-    """The rule's answer in a line."""
-    return (
-        f"save every {duration_told(facts['interval_s'])} (--checkpoint.every {facts['interval_steps']:.0f}): saves "
-        f"and repeated work take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
-    )
+def save_interval(save_seconds: float, seconds_between_failures: float) -> float:
+    """Return the seconds between saves that lose the least time to saving and to repeated work: sqrt(2 C M).
+
+    Young, "A first order approximation to the optimum checkpoint interval" (Communications of the ACM, 1974); Daly
+    2006 (Future Generation Computer Systems 22) shows it to be the first term of the exact one, good where saving
+    takes much less than the time between failures.
+
+    Args:
+        save_seconds: what a save adds to the training time, C.
+        seconds_between_failures: mean, of the whole job, M.
+    """
+    return math.sqrt(2 * save_seconds * seconds_between_failures)
+
+
+def lost_share(interval_seconds: float, save_seconds: float, seconds_between_failures: float) -> float:
+    """Return the share of the training time that saves every `interval_seconds`, and half an interval per failure,
+    take, to first order. Arguments as in `save_interval`."""
+    return save_seconds / interval_seconds + interval_seconds / (2 * seconds_between_failures)
+
+
+def config_yaml(config: PretrainConfig) -> str:
+    """Return a configuration as the text of a file, with the whole layout and all that differs from the defaults."""
+    always = {
+        "parallel": ("data", "tensor", "pipeline", "context", "sequence"),
+        "batch": ("global_size", "micro_size"),
+        "schedule": ("name",),
+        "zero": ("stage",),
+        "recompute": ("method",),
+        "training": ("precision",),
+        "data": ("sequence_length",),
+    }
+    plain = type(config)()
+    found: dict[str, object] = {}
+    for group in fields(config):
+        if group.name == "init_from":
+            continue
+        mine, theirs = asdict(getattr(config, group.name)), asdict(getattr(plain, group.name))
+        kept = {
+            name: value for name, value in mine.items() if value != theirs[name] or name in always.get(group.name, ())
+        }
+        if kept:
+            found[group.name] = kept
+    return str(yaml.safe_dump(found | ({"init_from": config.init_from} if config.init_from else {}), sort_keys=False))
+
+
+def write_config(path: Path, config: PretrainConfig, remarks: list[str]) -> None:
+    """Write the file. remarks: comment lines at its top. ConfigError where it cannot be written."""
+    text = "".join(f"# {line}\n" for line in remarks) + config_yaml(config)
+    write_text(path, text)
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Raise ConfigError where a file could not be written, before any work is done for it."""
+    problems = [
+        f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
+        for path in paths
+        if path is not None and not path.parent.is_dir()
+    ]
+    problems += [f"{path} is a folder; choose a file name" for path in paths if path is not None and path.is_dir()]
+    if problems:
+        raise ConfigError(problems)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of a result. ConfigError where that cannot be done."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose a file in a writable folder") from None
+
+
+def launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
+    """Return the command to start on every node; HEAD_NODE names one of several (examples/launch/several_nodes.sh)."""
+    nodes = hardware.nodes(devices)
+    where = f"-n {min(devices, nodes[0].devices_per_node)}"
+    if len(nodes) > 1:
+        where += f" --nodes {len(nodes)} --rendezvous $HEAD_NODE:29500"
+    kind = f" --kind {config.kind}" if config.kind != PretrainConfig.kind else ""
+    data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
+    return f"megapipe train {where}{kind} --config {file}{data}"
+
+
+def uneven_nodes(hardware: Hardware, devices: int) -> str | None:
+    """Return a warning if nodes do not run the same number of ranks, which one command cannot express."""
+    sizes = [node.devices_per_node for node in hardware.nodes(devices)]
+    if len(sizes) == 1 or (sum(sizes) == devices and len(set(sizes)) == 1):
+        return None
+    last = devices - sum(sizes[:-1])
+    listed = ", ".join(str(size) for size in [*sizes[:-1], last])
+    return f"nodes run {listed} ranks: set -n on each node accordingly"

@@ -1,32 +1,370 @@
-"""What `--html` and `--pictures` write."""
+"""Reports of `--html` and `--pictures`: pictures, and one page that needs no other file."""
 
+import io
+import re
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from megapipe.config.command_line import bytes_text, seconds_text
+from megapipe.planner.command.planning import layout_text
+from megapipe.planner.cost.estimate import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+from collections.abc import Mapping
+from html import escape
+from typing import TYPE_CHECKING
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.words import bytes_told, seconds_told
 from megapipe.layout.hardware.description import Hardware
-from megapipe.planner.command.arguments import Request
-from megapipe.planner.command.launch import write_text
-from megapipe.planner.command.planning import run_told
-from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.command.main import Request
+from megapipe.planner.command.planning import figures_cells, layout_cells, run_told, terms_cells, write_text
 from megapipe.planner.cost.model import Prediction, estimate
-from megapipe.planner.report.breakdown import Row, draw_breakdown
-from megapipe.planner.report.memory import draw_memory
-from megapipe.planner.report.page import PageSection, command_html, draw_page, lines_html, table_html
-from megapipe.planner.report.pareto import draw_pareto
-from megapipe.planner.report.words import figures_cells, layout_cells, layout_told
 from megapipe.planner.search.findings import Findings
 from megapipe.schedules.drawing import draw_svg
+from megapipe.schedules.drawing.bars import activation_curves, bars_of
+from megapipe.schedules.drawing.page import Curves, Line, html_page
+from megapipe.schedules.simulation.simulate import Simulation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+INK, SOFT, PAPER, LANE, LINE = "#1d2430", "#5c6675", "#ffffff", "#f1f3f6", "#dfe3e9"
+LIMIT, POINT = "#c8234a", "#3b7dd8"
+DARK: Final = {
+    INK: "#e8ebf0",
+    SOFT: "#98a2b3",
+    PAPER: "#171c24",
+    LANE: "#232a35",
+    LINE: "#333b48",
+    LIMIT: "#ff5c7f",
+}
+"""Colors of a light page -> those of a dark one."""
+MEMORY_COLORS: Final = {
+    "weights": "#3b7dd8",
+    "master": "#8657c4",
+    "gradients": "#e08a1e",
+    "moments": "#b26bb5",
+    "activations": "#3f9c6c",
+    "buffers": "#8b93a1",
+    "messages": "#2f8f9d",
+    "temporaries": "#c2554f",
+}
+TERM_COLORS: Final = {
+    "compute": "#3b7dd8",
+    "recompute": "#8fa3bd",
+    "bubble": "#b9c0ca",
+    "waiting": "#b9c0ca",
+    "tensor": "#3f9c6c",
+    "context": "#5fb3b3",
+    "pipeline": "#e08a1e",
+    "data": "#b26bb5",
+    "update": "#8657c4",
+}
+OTHER_COLORS: Final = ("#a8894f", "#cdb587", "#c9a3d6", "#e9b872", "#7fa9dc", "#9bd3b5")
+WIDTH: Final = 900
+LONGEST_NAME: Final = 42
+MOST_ROWS: Final = 12
+"""Layouts whose figures are listed below the picture of speed against memory."""
+SVG: Final = "http://www.w3.org/2000/svg"
+NOTE: Final = "note: "
+"""Start of the id of a part; the rest is shown where the part is pointed at."""
+
+
+class Row(NamedTuple):
+    """A layout and what it is called."""
+
+    name: str
+    estimate: Estimate
+
+
+def memory_figure(estimate: Estimate) -> "Figure":
+    """Return one bar per pipeline coordinate, in parts, and the memory of its device as a line."""
+    count = len(estimate.memory)
+    pitch = 26 if count <= 16 else 14 if count <= 64 else 7
+    axes = _chart("Memory of a rank, by pipeline coordinate", pitch * count, 84, 84, below=70)
+    places, left = range(count), [0.0] * count
+    for name in (each.name for each in fields(estimate.memory[0])):
+        sizes = [getattr(memory, name) for memory in estimate.memory]
+        if any(sizes):
+            notes = [f"stage {place}: {name} {bytes_text(size)}" for place, size in enumerate(sizes)]
+            _bars(axes, places, [size / 1e9 for size in sizes], left, name, MEMORY_COLORS[name], notes)
+            left = [start + size / 1e9 for start, size in zip(left, sizes, strict=True)]
+    _rows(axes, count, max(*estimate.memory_limits, estimate.peak_bytes) / 1e9, "{x:g} GB")
+    shown = [place for place in places if pitch >= 14 or place % 8 == 0]
+    axes.set_yticks(shown, [f"stage {place}" for place in shown], fontsize=12 if pitch > 7 else 9)
+    for place in shown:
+        _after(axes, place, bytes_text(estimate.memory[place].total), INK, 12 if pitch > 7 else 9)
+    limits = estimate.memory_limits
+    starts = [place for place, each in enumerate(limits) if place == 0 or each != limits[place - 1]]
+    for first, stop in zip(starts, [*starts[1:], count], strict=True):
+        limit = limits[first] / 1e9
+        axes.plot([limit, limit], [first - 0.5, stop - 0.5], color=LIMIT, linestyle="--", clip_on=False)
+        words, align = f"device: {bytes_text(limits[first])}", "bottom" if first == 0 else "top"
+        axes.text(limit, first - 0.6, words, color=LIMIT, fontsize=12, ha="right", va=align)
+    _legend(axes)
+    return axes.figure  # type: ignore[return-value]
+
+
+def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by what it goes into") -> "Figure":
+    """Return one bar per layout, its step in terms; layouts that do not fit say so after their bar."""
+    names = [row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 3]}..." for row in rows]
+    axes = _chart(title, 30 * len(rows), 24 + 6.8 * max(map(len, names)), 150, below=70)
+    left = [0.0] * len(rows)
+    terms = list(dict.fromkeys(term.name for row in rows for term in row.estimate.terms if term.seconds > 0))
+    others = iter(OTHER_COLORS * len(terms))
+    for term in terms:
+        seconds = [row.estimate.seconds_of(term) for row in rows]
+        notes = [
+            f"{name}: {term} {seconds_text(each)}, {each / estimate.step_seconds:.1%} of the step"
+            for (name, estimate), each in zip(rows, seconds, strict=True)
+        ]
+        _bars(axes, range(len(rows)), seconds, left, term, TERM_COLORS.get(term) or next(others), notes)
+        left = [start + each for start, each in zip(left, seconds, strict=True)]
+    _rows(axes, len(rows), max(row.estimate.step_seconds for row in rows), "{x:g} s")
+    axes.set_yticks(range(len(rows)), names, color=INK)
+    axes.get_yticklabels()[0].set_fontweight("bold")
+    for place, (_, each) in enumerate(rows):
+        told = seconds_text(each.step_seconds)
+        if each.fits:
+            _after(axes, place, told, INK, 12)
+        else:
+            _after(axes, place - 0.2, told, SOFT, 10)
+            _after(axes, place + 0.25, f"too large by {bytes_text(each.missing_bytes)}", LIMIT, 9)
+    _legend(axes)
+    return axes.figure  # type: ignore[return-value]
+
+
+def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
+    """Return layouts that no other one beats in both speed and memory.
+
+    They are numbered from the fastest on, and listed below by their numbers. limit: bytes of a device.
+    """
+    listed = min(len(front), MOST_ROWS + 1)
+    axes = _chart("Speed against memory of the fullest rank", 280, 84, 28, below=46 + 18 * listed)
+    x, y = [each.peak_bytes / 1e9 for each in front], [each.tokens_per_second for each in front]
+    axes.set_xlim(0, max(limit / 1e9, *x))
+    axes.set_ylim(0, 1.08 * max(y))
+    axes.grid(color=LINE)
+    axes.xaxis.set_major_formatter("{x:g} GB")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.text(-0.09, 1.02, "tokens per second", color=SOFT, fontsize=12, transform=axes.transAxes)
+    axes.axvline(limit / 1e9, color=LIMIT, linestyle="--", clip_on=False)
+    words, above = f"device: {bytes_text(limit)}", axes.get_xaxis_transform()
+    axes.text(limit / 1e9, 1.02, words, color=LIMIT, fontsize=12, ha="right", transform=above)
+    axes.plot(x, y, color=POINT)
+    for index, covered in enumerate(_covered(axes, list(zip(x, y, strict=True)))):
+        disc = axes.scatter(x[index], y[index], 36 if covered else 320, color=POINT if index else LIMIT, clip_on=False)
+        disc.set_gid(f"{NOTE}{index + 1}: {layout_text(front[index].config)}")
+        disc.set_zorder(2 if covered else 3)
+        if not covered:
+            number = {"ha": "center", "va": "center", "weight": "bold", "fontsize": 11}
+            axes.text(x[index], y[index], str(index + 1), number, color=PAPER, zorder=4)
+    for index, each in enumerate(front[:MOST_ROWS]):
+        cells = (str(index + 1), f"{each.tokens_per_second:,.0f}", bytes_text(each.peak_bytes))
+        for place, cell in zip((84, 176, 250), cells, strict=True):
+            _below(axes, place, index, cell, "right", INK if index == 0 else SOFT)
+        _below(axes, 268, index, layout_text(each.config), "left", INK if index == 0 else SOFT)
+    if len(front) > MOST_ROWS:
+        _below(axes, 268, MOST_ROWS, f"and {len(front) - MOST_ROWS} slower ones", "left", SOFT)
+    return axes.figure  # type: ignore[return-value]
+
+
+def _chart(title: str, height: float, left: float, right: float, below: float) -> "Axes":
+    """Return axes of a height in pixels in a figure with margins around them. The title is above them."""
+    from matplotlib.figure import Figure
+
+    above = 54
+    whole = above + height + below
+    figure = Figure((WIDTH / 72, whole / 72), dpi=72, facecolor=PAPER)
+    figure.text(12 / WIDTH, 1 - 24 / whole, title, fontsize=15, weight="bold", color=INK)
+    place = (left / WIDTH, below / whole, (WIDTH - left - right) / WIDTH, height / whole)
+    axes = figure.add_axes(place, facecolor="none")
+    axes.spines[:].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, pad=8, labelsize=12, labelcolor=SOFT)
+    axes.locator_params(nbins=6, steps=[1, 2, 5, 10])
+    return axes
+
+
+def _rows(axes: "Axes", count: int, largest: float, unit: str) -> None:
+    """Set limits of horizontal bars, from 0 to the largest value, the first bar at the top, each on a lane."""
+    axes.set_xlim(0, largest)
+    axes.set_ylim(count - 0.5, -0.5)
+    axes.grid(axis="x", color=LINE)
+    axes.xaxis.set_major_formatter(unit)
+    axes.barh(range(count), [largest] * count, color=LANE, zorder=0)
+
+
+def _bars(
+    axes: "Axes",
+    places: Sequence[int],
+    widths: Sequence[float],
+    left: Sequence[float],
+    name: str,
+    color: str,
+    notes: Sequence[str],
+) -> None:
+    bars = axes.barh(places, widths, left=left, color=color, label=name, zorder=2, clip_on=False)
+    for bar, note in zip(bars, notes, strict=True):
+        bar.set_gid(f"{NOTE}{note}")
+
+
+def _after(axes: "Axes", place: float, words: str, color: str, size: float) -> None:
+    """Write words after the end of a bar's lane."""
+    axes.text(1.01, place, words, color=color, fontsize=size, va="center", transform=axes.get_yaxis_transform())
+
+
+def _below(axes: "Axes", x: float, row: int, words: str, align: str, color: str) -> None:
+    """Write a line of the list below the axes. x: pixels from the figure's left edge."""
+    words = words if len(words) <= 90 else f"{words[:87]}..."
+    y = axes.bbox.y0 - 42 - 18 * row
+    axes.figure.text(x / WIDTH, y / axes.figure.bbox.height, words, color=color, ha=align, fontsize=12)
+
+
+def _legend(axes: "Axes") -> None:
+    """Write the names of the bars' colors below the axes, in lines of seven."""
+    look: dict[str, Any] = {"frameon": False, "labelcolor": SOFT, "fontsize": 12}
+    spaces: dict[str, Any] = {"borderaxespad": 2.2, "handlelength": 1, "columnspacing": 1.4}
+    left = -axes.bbox.x0 / axes.bbox.width  # the left edge of the figure
+    axes.legend(loc="upper left", bbox_to_anchor=(left, 0), ncols=7, **look, **spaces)
+
+
+def _covered(axes: "Axes", points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Return for each point whether a disc around it would cover that of an earlier one that is not covered itself."""
+    drawn: list[Any] = []
+    found = []
+    for x, y in axes.transData.transform(points):
+        found.append(any(abs(x - left) < 18 and abs(y - top) < 18 for left, top in drawn))
+        if not found[-1]:
+            drawn.append((x, y))
+    return found
+
+
+def as_svg(figure: "Figure") -> str:
+    """Return a figure as an SVG document with notes, whose colors are variables of the style sheet in it."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megapipe"}), io.StringIO() as written:
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+        root = ElementTree.fromstring(written.getvalue())
+    root.set("class", "plan-chart")
+    for part in root.iter(f"{{{SVG}}}g"):
+        name = part.attrib.pop("id", "")
+        if name.startswith(NOTE):
+            ElementTree.SubElement(part, f"{{{SVG}}}title").text = name.removeprefix(NOTE)
+    for part in root.iter(f"{{{SVG}}}use"):
+        part.set("href", part.attrib.pop("{http://www.w3.org/1999/xlink}href"))
+    for metadata in root.findall(f"{{{SVG}}}metadata"):
+        root.remove(metadata)
+    ElementTree.register_namespace("", SVG)
+    text = ElementTree.tostring(root, encoding="unicode")
+    names = {color: f"--plan-{index}" for index, color in enumerate(DARK)}
+    text = re.sub("|".join(DARK), lambda match: f"var({names[match[0]]})", text)
+    light, dark = (
+        "".join(f"{names[color]}: {shown}; " for color, shown in shades)
+        for shades in ([(each, each) for each in DARK], DARK.items())
+    )
+    style = f".plan-chart {{ {light}}} @media (prefers-color-scheme: dark) {{ .plan-chart {{ {dark}}} }}"
+    head, end, rest = text.partition(">")
+    return f"{head}{end}\n<style>{style}</style>{rest}\n"
+
+
+MOST_BARS: Final = 40_000
+"""Bars that a page draws smoothly; of longer schedules some ranks are shown."""
+
+SHORT: Final = 20
+"""Characters of a cell that no line break cuts, such as `8.11 s`."""
+
+STYLE: Final = """<style>
+.plan { margin: 26px 24px 0; max-width: 1100px; }
+.plan h3 { margin: 0 0 8px; font-size: 15px; }
+.plan .wide { overflow-x: auto; }
+.plan svg { max-width: 100%; min-width: 620px; height: auto; display: block; }
+.plan p { margin: 4px 0 10px; color: var(--soft); }
+.plan pre { padding: 10px 14px; border-radius: 8px; background: var(--lane); white-space: pre-wrap;
+            overflow-wrap: anywhere; }
+.plan table { border-collapse: collapse; font-size: 13px; }
+.plan th, .plan td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top;
+                     border-bottom: 1px solid var(--line); }
+.plan td.short { white-space: nowrap; }
+.plan th { color: var(--soft); font-weight: 600; }
+body { padding-bottom: 40px; }
+</style>"""
+
+
+class PageSection(NamedTuple):
+    """A part of the page below the timeline. body: HTML. note: a sentence under the title."""
+
+    title: str
+    body: str
+    note: str = ""
+
+
+def table_html(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table of plain words; the keys of the first row are the columns."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in (rows[0] if rows else ()))
+    body = "".join("<tr>" + "".join(map(_cell, row.values())) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    short = ' class="short"' if len(text) <= SHORT else ""
+    return f"<td{short}>{escape(text)}</td>"
+
+
+def draw_page(
+    title: str, figures: Sequence[tuple[str, str, str]], simulation: Simulation, sections: Sequence[PageSection]
+) -> str:
+    """Return an HTML document. figures: (name, value, meaning). simulation: of a step, in seconds."""
+    header = simulation.table.header
+    bars, ranks = bars_of(simulation), header.num_ranks
+    shown = _spread(ranks, max(1, MOST_BARS * ranks // max(1, len(bars))))
+    line_of = {rank: index for index, rank in enumerate(shown)}
+    curves = [curve if rank in line_of else [] for rank, curve in enumerate(activation_curves(simulation))]
+    page = html_page(
+        title,
+        [list(each) for each in figures],
+        [Line(f"stage {rank}") for rank in shown],
+        [(line_of[bar.rank], bar, "") for bar in bars if bar.rank in line_of],
+        simulation.finish,
+        Curves(
+            "Activations alive, in micro-batches of a whole rank's layers (the time line above is in seconds)",
+            "micro-batches of activations alive",
+            curves,
+            1.0,
+        ),
+    )
+    return page.replace("</body>", f"{STYLE}\n{''.join(_section(each) for each in sections)}\n</body>")
+
+
+def _section(section: PageSection) -> str:
+    note = f"<p>{escape(section.note)}</p>" if section.note else ""
+    body = f'<div class="wide">{section.body}</div>'
+    return f'<section class="plan"><h3>{escape(section.title)}</h3>{note}{body}</section>'
+
+
+def _spread(ranks: int, most: int) -> list[int]:
+    """Return at most `most` ranks at even distances, with the first and the last if there may be two."""
+    if most >= ranks:
+        return list(range(ranks))
+    if most == 1:
+        return [0]
+    return sorted({round(index * (ranks - 1) / (most - 1)) for index in range(most)})
+
 
 DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
 """Largest schedule whose still picture can be read."""
 
 
 def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: Sequence[str]) -> None:
-    """The report of one layout, where a flag asks for it. notes: what the command prints beside the figures."""
+    """Write the report of one layout, if a flag requests it. notes: lines that the command prints with the figures."""
     rows = [Row("this layout", prediction.estimate)]
-    _write(request, hardware, prediction, {"breakdown": draw_breakdown(rows)}, _notes(notes))
+    _write(request, hardware, prediction, {"breakdown": breakdown_figure(rows)}, _notes(notes))
 
 
 def write_search(
@@ -37,7 +375,7 @@ def write_search(
     command: str,
     notes: Sequence[str],
 ) -> None:
-    """The report of a search. prediction: of the best layout. command: that starts it. notes: as above.
+    """Write the report of a search. prediction: of the best layout. command: that starts it. notes: as above.
 
     Layouts are compared by their estimates, as in a search.
     """
@@ -46,61 +384,56 @@ def write_search(
     others = [
         Row(each.name, each.estimate)
         for each in findings.alternatives
-        if each.estimate is not None and layout_told(each.estimate.config) != layout_told(best.config)
+        if each.estimate is not None and layout_text(each.estimate.config) != layout_text(best.config)
     ]
-    pictures = {
-        "breakdown": draw_breakdown([Row("best", best), *others], "Estimated time of a step, by term"),
-        "pareto": draw_pareto([each.estimate for each in findings.pareto], best.memory_limit),
+    limit = best.memory_limit
+    figures = {
+        "breakdown": breakdown_figure([Row("best", best), *others], "Estimated time of a step, by term"),
+        "pareto": pareto_figure([each.estimate for each in findings.pareto], limit),
     }
     ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]
-    _write(
-        request,
-        hardware,
-        prediction,
-        pictures,
-        [
-            *_notes(notes),
-            PageSection("The best layouts", table_html(list(ranked[0]), [list(each.values()) for each in ranked])),
-            PageSection(
-                "Why others lose",
-                table_html(["layout", "why"], [[each.name, each.reason] for each in findings.alternatives]),
-            ),
-            PageSection("To start it, on every node", command_html(command)),
-        ],
-    )
+    losers = [{"layout": each.name, "why": each.reason} for each in findings.alternatives]
+    sections = [
+        *_notes(notes),
+        PageSection("The best layouts", table_html(ranked)),
+        PageSection("Why others lose", table_html(losers)),
+        PageSection("To start it, on every node", f"<pre>{escape(command)}</pre>"),
+    ]
+    _write(request, hardware, prediction, figures, sections)
 
 
 def _notes(lines: Sequence[str]) -> list[PageSection]:
-    return [PageSection("Notes", lines_html(lines))] if lines else []
+    return [PageSection("Notes", "".join(f"<p>{escape(line)}</p>" for line in lines))] if lines else []
 
 
 def _write(
-    request: Request, hardware: Hardware, prediction: Prediction, pictures: dict[str, str], extra: list[PageSection]
+    request: Request,
+    hardware: Hardware,
+    prediction: Prediction,
+    figures: dict[str, "Figure"],
+    extra: list[PageSection],
 ) -> None:
-    html, folder, answer = request.flags["html"], request.flags["pictures"], prediction.estimate
-    pictures = {"memory": draw_memory(answer), **pictures}
+    html, folder = request.flags["html"], request.flags["pictures"]
+    answer = prediction.estimate
+    pictures = {name: as_svg(figure) for name, figure in ({"memory": memory_figure(answer)} | figures).items()}
     if folder is not None:
         header = prediction.schedule.header
         if header.num_ranks <= DRAWN_RANKS and header.num_microbatches <= DRAWN_MICROBATCHES:
             pictures["timeline"] = draw_svg(prediction.simulation)
-        _write_pictures(folder, pictures)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be created: {error.strerror}; choose another folder") from None
+        for name, picture in pictures.items():
+            write_text(folder / f"{name}.svg", picture)
     if html is not None:
         page = draw_page(
-            f"{run_told(answer.config, hardware, answer.world_size)}: {layout_told(answer.config)}",
+            f"{run_told(answer.config, hardware, answer.world_size)}: {layout_text(answer.config)}",
             _figures(answer),
             prediction.simulation,
             [*_sections(hardware, answer, pictures), *extra],
         )
         write_text(html, page)
-
-
-def _write_pictures(folder: Path, pictures: dict[str, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be created: {error.strerror}; choose another folder") from None
-    for name, picture in pictures.items():
-        write_text(folder / f"{name}.svg", picture)
 
 
 def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
@@ -112,17 +445,13 @@ def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
         ("TFLOP/s/device", cells["TFLOP/s/device"], "of the model, without recomputation"),
         (
             "fullest rank",
-            bytes_told(answer.tightest_bytes),
-            f"of {bytes_told(answer.memory_limit)}; fits: {cells['fits']}",
+            bytes_text(answer.tightest_bytes),
+            f"of {bytes_text(answer.memory_limit)}; fits: {cells['fits']}",
         ),
     ]
 
 
 def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) -> list[PageSection]:
-    terms = [
-        [term.name, seconds_told(term.seconds), f"{term.seconds / answer.step_seconds:.1%}", term.source]
-        for term in answer.terms
-    ]
     found = [
         PageSection(
             "Memory",
@@ -141,5 +470,5 @@ def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) ->
                 "search compares them; the figures at the top are those of the simulated schedule.",
             )
         )
-    found.append(PageSection("Terms of a step", table_html(["term", "time", "of the step", "source"], terms)))
+    found.append(PageSection("Terms of a step", table_html(terms_cells(answer))))
     return found

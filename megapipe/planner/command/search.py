@@ -2,51 +2,51 @@
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from megapipe.config.command_line import bytes_text, progress_bar, seconds_text
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
-from megapipe.config.progress import progress_bar
-from megapipe.config.words import seconds_told
+from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
-from megapipe.planner.command.advice import advised, print_advice
-from megapipe.planner.command.arguments import NO_DATA, Request
-from megapipe.planner.command.budget import check_tokens, priced, training_facts, training_told
-from megapipe.planner.command.launch import check_folders, launch_command, uneven_nodes, write_config
 from megapipe.planner.command.layouts import print_memory, print_terms
+from megapipe.planner.command.main import NO_DATA, Request
 from megapipe.planner.command.planning import (
-    checkpoint_facts,
-    checkpoint_told,
+    check_folders,
+    figures_cells,
+    launch_command,
+    layout_cells,
     measured_times,
     planned_config,
+    priced,
+    print_cells,
     provenance,
     run_told,
+    training_facts,
+    uneven_nodes,
+    write_config,
 )
 from megapipe.planner.cost.model import predict
-from megapipe.planner.recompute_auto import limited
-from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import figures_cells, layout_cells
+from megapipe.planner.recompute import limited
 from megapipe.planner.search.findings import Findings, Found
-from megapipe.planner.search.plan import Effort
-from megapipe.planner.search.search import search
+from megapipe.planner.search.plan import Effort, search
 from megapipe.planner.search.space import SearchSpace
 
 OUTPUT_NAME = "plan.yaml"
-"""File that commands name where none was written."""
+"""File that the printed command names if none was written."""
 
 
 def run_search(request: Request) -> int:
-    """Print, and where flags ask for it write, what a search finds."""
+    """Print what a search finds, and write the files that flags ask for."""
     flags = request.flags
     check_folders(flags["html"], flags["write_config"])
-    check_tokens(flags["tokens"])
     hardware, devices = priced(request.hardware(), flags["price_per_hour"]), _devices(request)
-    if flags["top"] < 1:
-        raise ConfigError(f"--top is {flags['top']}; it must be at least 1")
     config, remarks = planned_config(request, hardware, layout_open=True)
     pinned = request.given
     if config.recompute.method == "auto":
@@ -72,12 +72,7 @@ def run_search(request: Request) -> int:
             report=report,
         )
     best = findings.best
-    facts = checkpoint_facts(request, best.estimate.step_seconds)
-    training = training_facts(request, best.estimate, hardware)
-    said = [
-        *([training_told(training)] if training is not None else []),
-        *([checkpoint_told(facts)] if facts is not None else []),
-    ]
+    facts, said = training_facts(request, best.estimate, hardware)
     file = OUTPUT_NAME if flags["write_config"] is None else str(flags["write_config"])
     command = launch_command(best.config, hardware, best.estimate.world_size, file)
     if flags["html"] is not None or flags["pictures"] is not None:
@@ -94,8 +89,7 @@ def run_search(request: Request) -> int:
         found = {
             "advice": advice,
             "launch": command,
-            "checkpoint": facts,
-            "training": training,
+            **facts,
             "remarks": remarks,
             "search": findings.as_json(),
         }
@@ -120,8 +114,8 @@ def run_search(request: Request) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without looking for garbage in cycles: all that a search makes lives to its end, and is looked through in vain
-    for a tenth of its time."""
+    """Disable the collection of cycles: all that a search makes lives to its end, and searching it for garbage takes a
+    tenth of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -132,7 +126,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def print_findings(findings: Findings, top: int) -> None:
-    """The layouts that a search ranked, what it compared, and why others lose."""
+    """Print the layouts that a search ranked, what it compared, and why others lose."""
     print(
         f"\n{findings.layouts:,} layouts, of which {findings.examined:,} were estimated and the others ruled out by "
         "lower bounds"
@@ -141,14 +135,18 @@ def print_findings(findings: Findings, top: int) -> None:
         {"": str(place)} | layout_cells(each.config) | _figures(each)
         for place, each in enumerate(findings.ranked[:top], start=1)
     ]
-    columns = [name for name in rows[0] if name != "context" or any(row[name] != "1" for row in rows)]
-    print_table(columns, [[row[name] for name in columns] for row in rows])
+    if all(row["context"] == "1" for row in rows):
+        rows = [{name: cell for name, cell in row.items() if name != "context"} for row in rows]
+    print_cells(rows)
     if any(each.simulated for each in findings.ranked[:top]):
         print("(*: time from a simulation of the schedule, others: estimates)")
     if findings.trials:
-        told = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
+        compared = _COMPARED[findings.objective]
+        values = ["-" if each.found is None else f"{each.value:,.4g}" for each in findings.trials]
         print()
-        print_table(["compared", _COMPARED[findings.objective]], told)
+        print_cells(
+            [{"compared": each.name, compared: value} for each, value in zip(findings.trials, values, strict=True)]
+        )
     print(f"not searched: {'; '.join(findings.not_searched)}")
     for hint in findings.hints:
         print(f"hint: {hint}")
@@ -175,7 +173,7 @@ def _figures(found: Found) -> dict[str, str]:
 
 
 def _devices(request: Request) -> int:
-    """A search needs them said: sizes that are not given are open."""
+    """Return --devices, which a search needs: sizes of the layout that are not given are open."""
     if request.flags["devices"] is None:
         raise ConfigError("--devices is missing; set it to the number of devices that may be used")
     if "batch.global_size" not in request.given:
@@ -186,7 +184,7 @@ def _devices(request: Request) -> int:
 
 
 def _models(request: Request) -> list[tuple[str, ModelConfig]]:
-    """What the objective size chooses from. Raises ConfigError for models beside another objective."""
+    """Return the models of the objective size. Raises ConfigError for models with another objective."""
     files, objective = request.flags["models"], request.flags["objective"]
     if files is None:
         return []
@@ -209,7 +207,7 @@ def _space(request: Request) -> SearchSpace:
 def _file_remarks(hardware: Hardware, best: Found, command: str) -> list[str]:
     estimate = best.estimate
     return [
-        f"Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_told(estimate.step_seconds)} a "
+        f"Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_text(estimate.step_seconds)} a "
         f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted; {provenance(hardware)}.",
         f"Start on every node: {command}",
     ]
@@ -226,3 +224,51 @@ def _print_start(request: Request, hardware: Hardware, best: Found, command: str
     warning = uneven_nodes(hardware, best.estimate.world_size)
     if warning is not None:
         print(f"  {warning}")
+
+
+def advised(request: Request, config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
+    """Return the plans of papers' planners that flags ask for, by name. Raises ConfigError if one finds none."""
+    found = {}
+    if request.flags["per_layer"]:
+        from megapipe.planner.papers.galvatron import per_layer
+
+        found["per_layer"] = per_layer(config, hardware, devices)
+    if request.flags["two_buffered"]:
+        from megapipe.planner.papers.two_buffered import two_buffered_plan
+
+        found["two_buffered"] = two_buffered_plan(config, hardware, devices)
+    return found
+
+
+def print_advice(advice: Mapping[str, Any]) -> None:
+    """Print the plans of `advised`."""
+    if "per_layer" in advice:
+        plan = advice["per_layer"]
+        print(f"\n{plan['source']}: {seconds_text(plan['step_time_s'])} a step by its own model; {plan['note']}")
+        for number, stage in enumerate(plan["stages"]):
+            print(f"  stage {number}, {bytes_text(stage['memory_bytes'])}: {'; '.join(_runs(stage['layers']))}")
+    if "two_buffered" in advice:
+        plan = advice["two_buffered"]
+        settings = " ".join(f"--{name} {_flag(value)}" for name, value in plan["settings"].items())
+        print(
+            f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, micro-batch {plan['micro_size']}, "
+            f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} a step by its own model\n"
+            f"  {settings}"
+        )
+
+
+def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield neighbouring layers of one strategy together."""
+    for strategy, members in groupby(layers, key=_strategy_text):
+        names = [each["name"] for each in members]
+        yield f"{names[0] if len(names) == 1 else f'{names[0]} to {names[-1]}'}: {strategy}"
+
+
+def _strategy_text(layer: Mapping[str, Any]) -> str:
+    degrees = (("data", "data"), ("sharded data", "sharded_data"), ("tensor", "tensor"))
+    told = [f"{words} {layer[name]}" for words, name in degrees if layer[name] > 1]
+    return ", ".join([*(told or ["one rank"]), *(["recompute"] if layer["recompute"] else [])])
+
+
+def _flag(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -1,72 +1,313 @@
-"""`train-time`: how many days a training takes, and the fewest that it can take, by two papers' analyses.
+"""`train-time`: the days that a training takes, and the fewest that it can take, by the analyses of two papers.
 
-Narayanan et al. (2021, arXiv 2104.04473, section 5.1, equation 4), and Lamy-Poirier (2021, arXiv 2106.02679).
+`training_seconds` is Megatron-LM's (Narayanan et al., 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", arXiv 2104.04473, section 5.1, equation 4). All else follows the analysis of Lamy-Poirier
+(2021), "Layered gradient accumulation and modular pipeline parallelism", arXiv 2106.02679: the arithmetic intensity of
+each kind of traffic, in FLOPs per byte sent, against what a link needs. Its constants are derived here, not copied
+from the paper's tables, for 16-bit weights, gradients and activations, and for a device that recomputes every layer's
+forward: 8 FLOPs per token and parameter, of which 6 in the backward, so 96 h^2 per token and layer.
 """
 
 import json
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from itertools import product
+from typing import Any
 
+from megapipe.config.command_line import DAY, bytes_text, count_text, seconds_text
 from megapipe.config.errors import ConfigError
-from megapipe.config.words import DAY, bytes_told, count_told, seconds_told
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.stages import layers_of
-from megapipe.planner.command.arguments import Request
-from megapipe.planner.command.planning import PREFERRED, measured_times, num_parameters, planned_config
-from megapipe.planner.report.table import print_table
-from megapipe.planner.report.words import layout_told
+from megapipe.layout.stages import layers_of, num_parameters
+from megapipe.planner.command.main import Request
+from megapipe.planner.command.planning import PREFERRED, layout_text, measured_times, planned_config, print_table
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
-from megapipe.planner.training_time.intensity import (
-    Transformer,
-    critical_batch_tokens,
-    data_intensity,
-    link_threshold,
-    partitioned_intensity,
-    pipeline_intensity,
-    tensor_intensity,
-)
-from megapipe.planner.training_time.layouts import (
-    Cluster,
-    Method,
-    MethodLayout,
-    Overheads,
-    layout_seconds,
-    memory_bytes,
-    overheads,
-    shortest,
-)
-from megapipe.planner.training_time.megatron import training_seconds
+from megapipe.schedules.registry import find_published
 from megapipe.spec.layers import active_parameters
+
+GPT3_PARAMETERS = 175e9
+GPT3_BATCH_TOKENS = 3.2e6
+"""Brown et al. (2020), arXiv 2005.14165, table 2.1: the batch size in tokens of the largest model."""
+MODULAR = find_published("arXiv 2106.02679").name
+METHODS = ("3d", "sharded", "layered", MODULAR)
+"""3d: replicated state, contiguous pipeline, usual accumulation. sharded: the same with a partitioned state. layered:
+partitioned state, layered accumulation, no pipeline. modular: partitioned state, layered accumulation, modular
+pipeline of one layer a chunk."""
+
+STATE_BYTES = 12
+"""Bytes of a parameter that are partitioned: its fp32 weight and Adam's two moments."""
+WORKING_BYTES = 4
+"""Bytes of a parameter in use: its 16-bit weight and gradient."""
+BUFFERED_LAYERS = 2
+"""Layers whose whole weights and gradients a rank of a partitioned state holds at once."""
+BACKWARD_SHARE = 6 / 8
+"""Share of a step's FLOPs, with recomputation."""
+
+
+def training_seconds(parameters: float, tokens: float, devices: int, device_flops: float) -> float:
+    """Return the end-to-end training time in seconds, 8 T P / (n X): section 5.1, equation 4.
+
+    Args:
+        parameters: P, of the model. tokens: T, that it is trained on. devices: n.
+        device_flops: X, the FLOP/s that each device achieves, including recomputation.
+    """
+    return 8 * tokens * parameters / (devices * device_flops)
 
 
 @dataclass(frozen=True)
-class Shortest:
-    """The fastest layout of a method: Lamy-Poirier's figures of it, or why there is none."""
+class Transformer:
+    """Layers L of hidden size h with `num_heads` heads, on sequences of s tokens; embeddings are left out."""
 
-    method: Method
-    layout: MethodLayout | None = None
-    seconds: float = math.nan
-    memory: float = math.nan
-    shares: Overheads | None = None
-    intensities: dict[str, float] | None = None
-    problem: str = ""
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    sequence_length: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Numbers alone; infinite intensities, of traffic that there is none of, are null."""
-        if self.layout is None or self.shares is None or self.intensities is None:
-            return {"method": self.method, "problem": self.problem}
-        return {
-            "method": self.method,
-            "layout": vars(self.layout),
-            "devices": self.layout.devices,
-            "batch": self.layout.batch_size,
-            "days": self.seconds / DAY,
-            "memory_bytes": self.memory,
-            "efficiency": self.shares.efficiency,
-            "overheads": vars(self.shares),
-            "intensities": {key: value if math.isfinite(value) else None for key, value in self.intensities.items()},
-        }
+    @property
+    def parameters(self) -> int:
+        """Return the weights of all layers, without biases and norms: 12 L h^2."""
+        return 12 * self.num_layers * self.hidden_size**2
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return the bytes of all layers' inputs for one sequence, 16 bits per number: 2 s h L."""
+        return 2 * self.sequence_length * self.hidden_size * self.num_layers
+
+
+def link_threshold(peak_flops: float, bytes_per_second: float) -> float:
+    """Return the FLOPs that a device computes while its link carries a byte: compute can hide traffic of a higher
+    intensity.
+
+    peak_flops: of a device. bytes_per_second: of its link, both directions together as its data sheet states them.
+    """
+    return peak_flops / bytes_per_second
+
+
+def pipeline_intensity(model: Transformer, layers_per_chunk: float) -> float:
+    """Return the intensity of activations and their gradients, 4 h bytes per token and chunk of layers: 24 h times its
+    layers.
+
+    layers_per_chunk: L / p in a contiguous pipeline, 1 in the modular one.
+    """
+    return 24 * model.hidden_size * layers_per_chunk
+
+
+def tensor_intensity(model: Transformer, tensor: int) -> float:
+    """Return the intensity of the six all-reduces of a layer between `tensor` devices, two of them recomputed:
+    4 h / (n_a - 1).
+
+    They do not overlap with compute: threshold over intensity is their share on top of it. Infinite for one device.
+    """
+    return 4 * model.hidden_size / (tensor - 1) if tensor > 1 else float("inf")
+
+
+def critical_batch_tokens(parameters: float) -> float:
+    """Return the tokens of the batch beyond which larger ones no longer save steps in proportion.
+
+    It grows with the cube root of the number of parameters, here through GPT-3's batch: 572 P^(1/3).
+    """
+    return float(GPT3_BATCH_TOKENS * (parameters / GPT3_PARAMETERS) ** (1 / 3))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices: FLOP/s at peak and bytes of memory of one, bytes per second of a device's links.
+
+    tensor_link: inside a node. link: between nodes, for data and pipeline traffic. node_size: devices that tensor
+    parallelism may span.
+    """
+
+    peak_flops: float
+    memory_bytes: float
+    tensor_link: float
+    link: float
+    node_size: int
+
+
+@dataclass(frozen=True)
+class MethodLayout:
+    """n_b replicas (`data`), n_l stages (`pipeline`), n_a devices that shard layers (`tensor`).
+
+    micro_size: b, sequences. microbatches: m of a replica and step.
+    """
+
+    method: str
+    data: int
+    pipeline: int
+    tensor: int
+    micro_size: int
+    microbatches: int
+
+    @property
+    def devices(self) -> int:
+        """Return n_b n_l n_a."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def batch_size(self) -> int:
+        """Return the sequences of a step, n_b b m."""
+        return self.data * self.micro_size * self.microbatches
+
+    @property
+    def partitioned(self) -> bool:
+        """Return whether replicas shard one copy of the state."""
+        return self.method != "3d"
+
+    @property
+    def accumulated(self) -> int:
+        """Return the micro-batches that a layer takes in a row: all of them under layered accumulation."""
+        return self.microbatches if self.method in ("layered", MODULAR) else 1
+
+    def data_intensity(self, model: Transformer) -> float:
+        """Return the intensity of the traffic between replicas.
+
+        Of whole states it is 1.5 s b m: an all-reduce of gradients, 4 bytes per parameter for a backward of 6 FLOPs
+        per token. Of a partitioned state it is 4/3 s b m: two restores and one reduction of 2 bytes for 8 FLOPs per
+        token. m is 1 for usual accumulation.
+        """
+        return (4 / 3 if self.partitioned else 1.5) * model.sequence_length * self.micro_size * self.accumulated
+
+    def layers_per_chunk(self, num_layers: int) -> int:
+        """Return the layers of a chunk: 1 in the modular pipeline, L / p in a contiguous one."""
+        return 1 if self.method == MODULAR else num_layers // self.pipeline
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Time of a step beyond its compute at peak, as shares of that compute."""
+
+    bubble: float
+    tensor: float
+    data: float
+    pipeline: float
+
+    @property
+    def efficiency(self) -> float:
+        """Return the share of the step in which the device computes; the bubble grows with the time of the stages."""
+        return 1 / ((1 + self.bubble) * (1 + self.tensor) * (1 + self.data + self.pipeline))
+
+
+def bubble(model: Transformer, layout: MethodLayout) -> float:
+    """Return idle time over compute: (p - 1) / (m v) with v chunks per stage, more if m is below p."""
+    stages, microbatches = layout.pipeline, layout.microbatches
+    chunks = model.num_layers // stages // layout.layers_per_chunk(model.num_layers)
+    # A micro-batch returns to a stage for its next chunk after at least as many steps as there are stages.
+    steps = (chunks - 1) * max(stages, microbatches) + microbatches + stages - 1
+    return steps / (microbatches * chunks) - 1
+
+
+def overheads(model: Transformer, cluster: Cluster, layout: MethodLayout) -> Overheads:
+    """Return the shares of a step that compute does not hide, from intensities and thresholds."""
+    link = link_threshold(cluster.peak_flops, cluster.link)
+    tensor = link_threshold(cluster.peak_flops, cluster.tensor_link) / tensor_intensity(model, layout.tensor)
+    data = sends = 0.0
+    if layout.data > 1:
+        # Usual accumulation overlaps only with the backward of the last micro-batch.
+        share = 1.0 if layout.partitioned else BACKWARD_SHARE / layout.microbatches
+        data = share * _exposed(link, layout.data_intensity(model))
+    if layout.pipeline > 1:
+        sends = _exposed(link, pipeline_intensity(model, layout.layers_per_chunk(model.num_layers)))
+    return Overheads(bubble(model, layout), tensor, data, sends)
+
+
+def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
+    """Return the bytes of the first stage's device: state, weights and gradients in use, checkpoints and one layer's
+    activations.
+
+    Checkpoints are of every micro-batch under layered accumulation, of those in flight otherwise. The activations of
+    the current layer are s b (34 h + 5 a s): Korthikanti et al. (2022), arXiv 2205.05198, equation 1.
+    """
+    in_flight = layout.microbatches
+    if layout.accumulated == 1:
+        in_flight = min(layout.pipeline, in_flight)
+    own = model.parameters / (layout.pipeline * layout.tensor)
+    if layout.partitioned:
+        buffered = min(BUFFERED_LAYERS, model.num_layers // layout.pipeline)
+        working = buffered * WORKING_BYTES * model.parameters / model.num_layers / layout.tensor
+        state = STATE_BYTES * own / layout.data + working
+    else:
+        state = (STATE_BYTES + WORKING_BYTES) * own
+    sequences = layout.micro_size * in_flight
+    length = model.sequence_length
+    checkpoints = model.checkpoint_bytes * sequences / (layout.pipeline * layout.tensor)
+    activations = length * layout.micro_size * (34 * model.hidden_size + 5 * model.num_heads * length) / layout.tensor
+    return state + checkpoints + activations
+
+
+def layout_seconds(model: Transformer, cluster: Cluster, layout: MethodLayout, tokens: float) -> float:
+    """Return the seconds to train on `tokens` tokens: 8 P tokens / (devices x peak x efficiency)."""
+    rate = layout.devices * cluster.peak_flops * overheads(model, cluster, layout).efficiency
+    return 8 * model.parameters * tokens / rate
+
+
+def shortest(
+    model: Transformer,
+    cluster: Cluster,
+    method: str,
+    batch_size: int,
+    tokens: float,
+    *,
+    max_micro_size: int = 8,
+    max_devices: int | None = None,
+    least_efficiency: float = 0.0,
+) -> tuple[MethodLayout, float]:
+    """Return the layout that trains fastest within memory, and its seconds.
+
+    Exact over tensor sizes that are powers of 2 within a node and divide the heads, stages that divide the layers,
+    micro-batches of up to `max_micro_size` sequences, any replicas and micro-batches whose batch is at most
+    `batch_size` sequences: the critical batch, beyond which more devices no longer save steps. Without a limit, the
+    fastest layout has ever more devices that idle in a long bubble: `least_efficiency` is the share of peak that a
+    layout has to reach.
+
+    Raises:
+        ValueError: no layout fits; the message has the least memory that one takes.
+    """
+    best: tuple[float, int, MethodLayout] | None = None
+    least = math.inf
+    replicas = {
+        size: {batch_size // (size * count) for count in range(1, batch_size // size + 1)}
+        for size in range(1, min(max_micro_size, batch_size) + 1)
+    }
+    tensors = [2**power for power in range(cluster.node_size.bit_length()) if not model.num_heads % 2**power]
+    stages = [1] if method == "layered" else [p for p in range(1, model.num_layers + 1) if not model.num_layers % p]
+    for tensor, pipeline, micro_size in product(tensors, stages, replicas):
+        cap = batch_size if max_devices is None else max_devices // (pipeline * tensor)
+        for data in {min(cap, count) for count in replicas[micro_size]} - {0}:
+            # More micro-batches never reduce efficiency, they only take memory: the most that fit are the best.
+            most = batch_size // (micro_size * data)
+            layout = MethodLayout(method, data, pipeline, tensor, micro_size, most)
+            count = _most_that_fit(model, cluster, layout)
+            layout = replace(layout, microbatches=max(1, count))
+            least = min(least, memory_bytes(model, layout))
+            if count:
+                key = (layout_seconds(model, cluster, layout, tokens), layout.devices)
+                fast = overheads(model, cluster, layout).efficiency >= least_efficiency
+                if fast and (best is None or key < best[:2]):
+                    best = (*key, layout)
+    if best is None:
+        need = f"the smallest one needs {least / 1e9:,.2f} GB" if least < math.inf else "max_devices leaves none"
+        raise ValueError(
+            f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} GB per device at "
+            f"efficiency {least_efficiency:g}: {need}; use more memory or devices, a smaller model, or a lower "
+            "efficiency"
+        )
+    return best[2], best[0]
+
+
+def _most_that_fit(model: Transformer, cluster: Cluster, layout: MethodLayout) -> int:
+    """Return the largest number of micro-batches, up to the layout's own, that fits in memory; 0 for none."""
+    if memory_bytes(model, layout) <= cluster.memory_bytes:
+        return layout.microbatches
+    return bisect_right(
+        range(1, layout.microbatches),
+        cluster.memory_bytes,
+        key=lambda count: memory_bytes(model, replace(layout, microbatches=count)),
+    )
+
+
+def _exposed(threshold: float, intensity: float) -> float:
+    """Return the time by which traffic exceeds the compute that it overlaps with, over that compute."""
+    return max(0.0, threshold / intensity - 1)
 
 
 def run_train_time(request: Request) -> int:
@@ -86,64 +327,43 @@ def run_train_time(request: Request) -> int:
         raise ConfigError("--bounds needs --hardware, whose nominal figures it uses; set it to a file or a preset")
     _check_dense(request)
     parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
-    _check({"tokens": tokens, "parameters": parameters, "achieved_tflops": flags["achieved_tflops"]})
-    if flags["devices"] is not None and flags["devices"] < 1:
-        raise ConfigError(f"--devices is {flags['devices']}; it must be at least 1")
-    if not 0 <= flags["least_efficiency"] < 1:
-        raise ConfigError(
-            f"--least_efficiency is {flags['least_efficiency']:g}; it is a fraction of the peak, at least 0 and below "
-            "1"
-        )
-    answer = _answer(request, parameters, tokens)
-    methods: list[Shortest] = []
-    cluster = None
+    seconds, assumptions = _answer(request, parameters, tokens)
+    found = {
+        "parameters": parameters,
+        "tokens": tokens,
+        "critical_batch_tokens": critical_batch_tokens(parameters),
+        "days": seconds / DAY,
+        "assumptions": assumptions,
+        "batch": _batch(request),
+        "thresholds": None,
+        "bounds": [],
+    }
     if flags["bounds"]:
-        hardware = request.hardware()
-        most = _most_devices(hardware, flags["devices"])
-        cluster = _cluster(hardware, request)
-        methods = [_shortest(request, cluster, method, _batch(request), tokens, most) for method in get_args(Method)]
+        found |= _bounds(request, request.hardware())
     if flags["json"]:
-        found = {
-            "parameters": parameters,
-            "tokens": tokens,
-            "critical_batch_tokens": critical_batch_tokens(parameters),
-            "days": answer.seconds / DAY,
-            "assumptions": answer.assumptions,
-            "batch": _batch(request),
-            "thresholds": None if cluster is None else _thresholds(cluster),
-            "bounds": [each.as_json() for each in methods],
-        }
         print(json.dumps(found, indent=2))
         return 0
-    print(f"{count_told(parameters)} parameters on {count_told(tokens)} tokens: {answer.seconds / DAY:.1f} days")
-    for line in answer.assumptions:
+    print(f"{count_text(parameters)} parameters on {count_text(tokens)} tokens: {seconds / DAY:.1f} days")
+    for line in assumptions:
         print(f"  {line}")
-    if cluster is not None:
-        _print_shortest(request, cluster, methods, _batch(request))
+    if flags["bounds"]:
+        _print_bounds(request, found)
     return 0
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One training time. assumptions: one sentence for each."""
-
-    seconds: float
-    assumptions: list[str]
-
-
-def _answer(request: Request, parameters: float, tokens: float) -> Answer:
-    """Return the time at the FLOP/s that the user measured, or else of the layout that a search finds."""
-    devices = request.flags["devices"]
-    achieved = _megatron(request, parameters, tokens)
+def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, list[str]]:
+    """Return the seconds at the FLOP/s that the user measured, or else of the layout that a search finds; and one
+    sentence for each assumption."""
+    devices, achieved = request.flags["devices"], request.flags["achieved_tflops"]
     if achieved is not None:
-        return Answer(
-            achieved,
-            [
-                f"{devices:,} devices at {request.flags['achieved_tflops']:g} TFLOP/s each, as given by "
-                "--achieved_tflops",
-                "8 T P / (n X): every forward is recomputed and counted (Narayanan et al. 2021, section 5.1)",
-            ],
-        )
+        if devices is None:
+            raise ConfigError(
+                f"--devices is missing; set it to the number of devices that reach --achieved_tflops {achieved:g} each"
+            )
+        return training_seconds(parameters, tokens, devices, achieved * 1e12), [
+            f"{devices:,} devices at {achieved:g} TFLOP/s each, as given by --achieved_tflops",
+            "8 T P / (n X): every forward is recomputed and counted (Narayanan et al. 2021, section 5.1)",
+        ]
     if request.flags["hardware"] is None or devices is None:
         raise ConfigError(
             "no speed is given: pass --devices with --hardware, or with the --achieved_tflops of each device"
@@ -154,10 +374,9 @@ def _answer(request: Request, parameters: float, tokens: float) -> Answer:
         )
     hardware, samples = request.hardware(), _batch(request)
     config, remarks = planned_config(request, hardware, layout_open=True)
-    remarks = [
-        f"batches of {samples:,} samples of {config.data.sequence_length:,} tokens" + _chosen(request),
-        *remarks,
-    ]
+    chosen = ", the critical batch (GPT-3's, by the cube root of the parameters)"
+    batches = f"batches of {samples:,} samples of {config.data.sequence_length:,} tokens"
+    remarks.insert(0, batches + ("" if "batch.global_size" in request.given else chosen))
     config = replace(config, batch=replace(config.batch, global_size=samples))
     best = search_speed(
         config, hardware, devices, request.given, times=measured_times(hardware, devices), effort=BEST_ALONE
@@ -165,14 +384,9 @@ def _answer(request: Request, parameters: float, tokens: float) -> Answer:
     remarks.insert(
         0,
         f"the best layout of megapipe plan search on {devices:,} x {hardware.groups[0].device.name}: "
-        f"{layout_told(best.config)}, {seconds_told(best.step_seconds)} a step, without saves, failures or evaluation",
+        f"{layout_text(best.config)}, {seconds_text(best.step_seconds)} a step, without saves, failures or evaluation",
     )
-    return Answer(tokens / best.tokens_per_second, remarks)
-
-
-def _chosen(request: Request) -> str:
-    given = "batch.global_size" in request.given
-    return "" if given else ", the critical batch (GPT-3's, by the cube root of the parameters)"
+    return tokens / best.tokens_per_second, remarks
 
 
 def _check_dense(request: Request) -> None:
@@ -187,45 +401,34 @@ def _check_dense(request: Request) -> None:
         )
 
 
-def _megatron(request: Request, parameters: float, tokens: float) -> float | None:
-    devices, achieved = request.flags["devices"], request.flags["achieved_tflops"]
-    if achieved is None:
-        return None
-    if devices is None:
-        raise ConfigError(
-            f"--devices is missing; set it to the number of devices that reach --achieved_tflops {achieved:g} each"
-        )
-    return training_seconds(parameters, tokens, devices, achieved * 1e12)
+def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
+    """Return Lamy-Poirier's thresholds and fastest layouts, for JSON, on nodes of the first group.
 
-
-def _most_devices(hardware: Hardware, asked: int | None) -> int | None:
-    """As many as are asked for, or as the first group has, whose nodes the analysis is of; None for any number.
-
-    Raises ConfigError where fewer are there than asked for.
+    Bandwidths count both directions, as in the paper. Raises ConfigError if the group has too few devices.
     """
-    group = hardware.groups[0]
+    group, most = hardware.groups[0], request.flags["devices"]
     there = None if group.num_nodes is None else group.num_nodes * group.devices_per_node
-    if asked is not None and there is not None and asked > there:
+    if most is not None and there is not None and most > there:
         raise ConfigError(
-            f"--devices is {asked:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has "
+            f"--devices is {most:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has "
             f"{there:,}; lower --devices, or raise num_nodes of the group"
         )
-    return there if asked is None else asked
-
-
-def _cluster(hardware: Hardware, request: Request) -> Cluster:
-    """The first group's nodes as the paper's cluster. Its bandwidths count both directions."""
-    group = hardware.groups[0]
     known = [name for name in PREFERRED if name in group.device.peak_flops]
     asked = request.config.training.precision
-    precision = asked if "training.precision" in request.given or not known else known[0]
-    return Cluster(
-        peak_flops=group.device.peak(precision),
+    cluster = Cluster(
+        peak_flops=group.device.peak(asked if "training.precision" in request.given or not known else known[0]),
         memory_bytes=group.device.memory_bytes,
         tensor_link=2 * group.inside.bandwidth,
         link=2 * group.outside.of_device(group.devices_per_node),
         node_size=group.devices_per_node,
     )
+    return {
+        "thresholds": {
+            "inside": link_threshold(cluster.peak_flops, cluster.tensor_link),
+            "outside": link_threshold(cluster.peak_flops, cluster.link),
+        },
+        "bounds": [_shortest(request, cluster, method, there if most is None else most) for method in METHODS],
+    }
 
 
 def _transformer(request: Request) -> Transformer:
@@ -242,54 +445,41 @@ def _batch(request: Request) -> int:
     return critical // devices * devices or critical
 
 
-def _shortest(
-    request: Request, cluster: Cluster, method: Method, batch: int, tokens: float, most: int | None
-) -> Shortest:
-    model = _transformer(request)
+def _shortest(request: Request, cluster: Cluster, method: str, most: int | None) -> dict[str, Any]:
+    """Return the figures of the fastest layout of a method on at most `most` devices, or the reason why there is none.
+
+    The intensity of traffic that a layout does not have is null.
+    """
+    model, flags = _transformer(request), request.flags
+    limits = {"max_devices": most, "least_efficiency": flags["least_efficiency"]}
     try:
-        layout, _ = shortest(
-            model,
-            cluster,
-            method,
-            batch,
-            tokens,
-            max_devices=most,
-            least_efficiency=request.flags["least_efficiency"],
-        )
+        layout, seconds = shortest(model, cluster, method, _batch(request), flags["tokens"], **limits)
     except ValueError as error:
-        return Shortest(method, problem=str(error))
-    layers = 1 if method == "modular" else model.num_layers / layout.pipeline
-    data = (
-        partitioned_intensity(model, layout.micro_size, layout.accumulated)
-        if layout.partitioned
-        else data_intensity(model, layout.micro_size, layout.accumulated)
-    )
-    return Shortest(
-        method,
-        layout,
-        layout_seconds(model, cluster, layout, tokens),
-        memory_bytes(model, layout),
-        overheads(model, cluster, layout),
-        {
-            "data": data if layout.data > 1 else math.inf,
-            "pipeline": pipeline_intensity(model, layers) if layout.pipeline > 1 else math.inf,
-            "tensor": tensor_intensity(model, layout.tensor),
-        },
-    )
-
-
-def _thresholds(cluster: Cluster) -> dict[str, float]:
+        return {"method": method, "problem": str(error)}
+    shares = overheads(model, cluster, layout)
+    intensities = {
+        "data": layout.data_intensity(model),
+        "pipeline": pipeline_intensity(model, layout.layers_per_chunk(model.num_layers)),
+        "tensor": tensor_intensity(model, layout.tensor),
+    }
     return {
-        "inside": link_threshold(cluster.peak_flops, cluster.tensor_link),
-        "outside": link_threshold(cluster.peak_flops, cluster.link),
+        "method": method,
+        "layout": vars(layout),
+        "devices": layout.devices,
+        "batch": layout.batch_size,
+        "days": seconds / DAY,
+        "memory_bytes": memory_bytes(model, layout),
+        "efficiency": shares.efficiency,
+        "overheads": vars(shares),
+        "intensities": {name: each if getattr(layout, name) > 1 else None for name, each in intensities.items()},
     }
 
 
-def _print_shortest(request: Request, cluster: Cluster, methods: list[Shortest], batch: int) -> None:
-    limits = _thresholds(cluster)
+def _print_bounds(request: Request, found: dict[str, Any]) -> None:
+    limits = found["thresholds"]
     print(
-        f"\nlower bounds from a paper's analysis with nominal peaks, not predictions\nbatches of at most {batch:,} "
-        f"sequences of {request.config.data.sequence_length:,} tokens, efficiency at least "
+        f"\nlower bounds from a paper's analysis with nominal peaks, not predictions\nbatches of at most "
+        f"{found['batch']:,} sequences of {request.config.data.sequence_length:,} tokens, efficiency at least "
         f"{request.flags['least_efficiency']:.0%} of the peak (Lamy-Poirier 2021)"
     )
     print(
@@ -297,30 +487,22 @@ def _print_shortest(request: Request, cluster: Cluster, methods: list[Shortest],
         f"tensor traffic is never hidden and adds {limits['inside']:,.0f} / intensity to the time\n"
     )
     rows = []
-    for each in methods:
-        if each.layout is None or each.shares is None or each.intensities is None:
-            print(f"{each.method}: {each.problem}")
+    for each in found["bounds"]:
+        if "problem" in each:
+            print(f"{each['method']}: {each['problem']}")
             continue
-        layout, found = each.layout, each.intensities
-        sizes = (layout.devices, layout.data, layout.pipeline, layout.tensor, layout.micro_size, layout.microbatches)
+        sizes = [each["layout"][name] for name in ("data", "pipeline", "tensor", "micro_size", "microbatches")]
+        intensities = each["intensities"].values()
         rows.append(
             [
-                each.method,
-                f"{each.seconds / DAY:,.1f}",
-                *(f"{size:,}" for size in sizes),
-                f"{each.shares.efficiency:.0%}",
-                bytes_told(each.memory),
-                *(f"{value:,.0f}" if math.isfinite(value) else "none" for value in found.values()),
+                each["method"],
+                f"{each['days']:,.1f}",
+                *(f"{size:,}" for size in (each["devices"], *sizes)),
+                f"{each['efficiency']:.0%}",
+                bytes_text(each["memory_bytes"]),
+                *("none" if value is None else f"{value:,.0f}" for value in intensities),
             ]
         )
     if rows:
         columns = ["method", "days", "devices", "data", "pipeline", "tensor", "micro-batch", "micro-batches"]
-        print_table(
-            [*columns, "efficiency", "memory", *(f"{name} FLOP/B" for name in ("data", "pipeline", "tensor"))], rows
-        )
-
-
-def _check(values: dict[str, float | None]) -> None:
-    for name, value in values.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{name} is {value:g}; it must be a finite number above 0")
+        print_table([*columns, "efficiency", "memory", "data FLOP/B", "pipeline FLOP/B", "tensor FLOP/B"], rows)

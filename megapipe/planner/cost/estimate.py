@@ -1,10 +1,12 @@
-"""What the cost model answers."""
+"""Results of the cost model, and its assumptions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware, hardware_device_type
+from megapipe.layout.scheduling import schedule_name
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Term:
 class RankMemory:
     """Bytes on the device of a rank at one pipeline coordinate.
 
-    weights to moments: what lives between steps. activations: the most that any moment of a step holds.
-    buffers: whole weights and gradients of sharded units, and what their sums need, at the most. messages: what other
-    ranks' stages send arrives in, and stays in until its backward, and what is sent until it has left. temporaries:
-    peak bytes of tensors that exist only within a backward (`spec.temporaries`).
+    weights to moments: state between steps. activations: peak over the moments of a step. buffers: peak of whole
+    weights and gradients of sharded units, and of what their sums need. messages: slots of received tensors, which
+    stay there until their backward, and sent tensors until they have left. temporaries: peak bytes of tensors that
+    exist only within a backward (`spec.moments`).
     """
 
     weights: int
@@ -41,7 +43,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it: a bound, as its parts need not peak together."""
+        """Return the sum: a bound, because its parts need not peak together."""
         state = self.weights + self.master + self.gradients + self.moments
         return state + self.activations + self.buffers + self.messages + self.temporaries
 
@@ -67,49 +69,49 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole machine."""
+        """Return the tokens per second of the whole machine."""
         return self.config.batch.global_size * self.config.data.sequence_length / self.step_seconds
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Return the bytes of the fullest rank."""
         return max(memory.total for memory in self.memory)
 
     @cached_property
     def tightest(self) -> int:
-        """The coordinate that exceeds its device by most, or leaves the least of it; on equal devices the fullest."""
+        """Return the coordinate that exceeds its device by most, or leaves the least; on equal devices the fullest."""
         spare = [limit - each.total for each, limit in zip(self.memory, self.memory_limits, strict=True)]
         return spare.index(min(spare))
 
     @property
     def tightest_bytes(self) -> int:
-        """Of a rank at the tightest coordinate."""
+        """Return the bytes of a rank at the tightest coordinate."""
         return self.memory[self.tightest].total
 
     @property
     def memory_limit(self) -> float:
-        """Bytes of the smallest device at the tightest coordinate."""
+        """Return the bytes of the smallest device at the tightest coordinate."""
         return self.memory_limits[self.tightest]
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits its device."""
+        """Return whether every rank fits its device."""
         return self.tightest_bytes <= self.memory_limit
 
     @property
     def missing_bytes(self) -> float:
-        """By how much the tightest rank exceeds its device; 0 where it fits."""
+        """Return by how many bytes the tightest rank exceeds its device; 0 if it fits."""
         return max(0.0, self.tightest_bytes - self.memory_limit)
 
     def seconds_of(self, name: str) -> float:
-        """Of all terms of a name; 0 without any."""
+        """Return the seconds of all terms of a name; 0 without any."""
         return sum(term.seconds for term in self.terms if term.name == name)
 
     def as_json(self) -> dict[str, Any]:
-        """The keys that `megapipe plan --json` promises."""
+        """Return the keys of `megapipe plan --json`."""
         parallel = self.config.parallel
         layout = {name: getattr(parallel, name) for name in ("data", "tensor", "pipeline", "context", "sequence")}
-        layout |= {"micro_size": self.config.batch.micro_size, "schedule": self.config.schedule.name}
+        layout |= {"micro_size": self.config.batch.micro_size, "schedule": schedule_name(self.config)}
         layout |= {"chunks": self.config.schedule.chunks, "zero": self.config.zero.stage}
         layout |= {"recompute": self.config.recompute.method}
         model = {name: getattr(self.config.model, name) for name in ("num_layers", "hidden_size", "vocabulary_size")}
@@ -126,3 +128,38 @@ class Estimate:
             "layout": layout,
             "terms": [vars(term) for term in self.terms],
         }
+
+
+SLOW_DOWNS = {"cpu": 2.0, "cuda": 1.1}
+"""By device type. A CPU's cores do the communication too, so that both take turns; a GPU's copies and network adapters
+do most of it: 1.1 is the lower end of the range that Galvatron's authors profile, 1.1 to 1.3."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Choices of an implementation that no configuration names; the defaults are this project's own engine.
+
+    slow_down: of compute and of communication while they run side by side, at least 1 (Galvatron, arXiv 2211.13878,
+    cost estimator); 0 takes that of the device type. scattered_sends: each of t tensor ranks sends 1/t of a message
+    between stages, and its node gathers it again (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
+    waits_for_sends: no message between stages overlaps with compute. gathers_beside_forward: gathers of weights that
+    an update has written in shards (ZeRO 1 and 2) overlap with the next step's first forwards.
+    megatron_kernels: the loss takes a kernel for each of its steps, in fp32, and dropout stores its mask, a byte an
+    element, as in Megatron-LM. tensor_by_tensor: with ZeRO 3, each weight has its own gather and
+    each gradient its own sum, see `tensor_by_tensor_seconds`.
+    """
+
+    slow_down: float = 0.0
+    scattered_sends: bool = False
+    waits_for_sends: bool = False
+    gathers_beside_forward: bool = False
+    megatron_kernels: bool = False
+    tensor_by_tensor: bool = False
+
+    def on(self, hardware: Hardware) -> "Assumptions":
+        """Return these assumptions with the machine's slow-down filled in."""
+        return self if self.slow_down else replace(self, slow_down=SLOW_DOWNS[hardware_device_type(hardware)])
+
+
+ENGINE = Assumptions()
+"""Assumptions of this project's engine."""

@@ -1,40 +1,49 @@
-"""Where times of layers come from: a device's roofline, or measurements of such layers."""
+"""Seconds of a layer: by the roofline of a device, kernel by kernel as ops declare them, or from elsewhere."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, Protocol
 
+from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
-from megapipe.spec.parameters import LayerSpec
+from megapipe.layout.hardware.description import Device, device_type
+from megapipe.layout.hardware.roofline import KernelTime, matrix_product_time, memory_bound_time
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.units import Unit, UnitCosts
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.ops import Kernel, KernelPhase, MicrobatchShape
+from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
 
 class PhaseSeconds(NamedTuple):
-    """Of one micro-batch: forward, both halves of the backward, and the forward again where it is run whole."""
+    """Seconds of one micro-batch: forward and both halves of the backward."""
 
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
 
     def plus(self, other: "PhaseSeconds") -> "PhaseSeconds":
-        """Of both, one behind the other."""
+        """Return the sum, phase by phase."""
         return PhaseSeconds(*(one + two for one, two in zip(self, other, strict=True)))
 
     def scaled(self, factor: float) -> "PhaseSeconds":
-        """Of as many."""
+        """Return all phases times a factor."""
         return PhaseSeconds(*(each * factor for each in self))
 
 
 class LayerSeconds(NamedTuple):
-    """Of one micro-batch through one layer on one rank, communication left out.
+    """Seconds of one micro-batch in one layer on one rank, without communication.
 
-    recompute: the forward again, where it is; 0 elsewhere. update: the optimizer's step of what the rank updates.
-    source: where the numbers come from, in words. waits: what ranks that share the layer wait for one another besides,
-    where that was measured.
+    recompute: the recomputed forward; 0 without recomputation. source: where the numbers come from, in words. waits:
+    how long ranks that share the layer wait for each other, if that was measured.
     """
 
     forward: float
     backward_input: float
     backward_weight: float
     recompute: float
-    update: float
     source: str
     waits: PhaseSeconds | None = None
 
@@ -43,5 +52,175 @@ class LayerTimes(Protocol):
     """Answers for the layers of a run."""
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
-        """config: with parallel.data filled in."""
-        ...
+        """Return the times of a layer. config: with parallel.data filled in."""
+
+    def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
+        """Return the seconds of the optimizer's step on what a rank updates of one state unit of a layer."""
+
+
+UNFUSED_LOSS_BYTES = 52
+"""Bytes of a logit that the steps of a loss in fp32 read and write: a copy in fp32 (6), maximum (4), difference (8),
+exponential (8), sum (4), quotient (8), product with the outer gradient (8), a copy in 16 bits (6). As in Megatron-LM's
+megatron/core/tensor_parallel/cross_entropy.py."""
+
+
+@dataclass(frozen=True)
+class TimedKernel:
+    """One kernel of a micro-batch: in which phase it runs, and its time. `recompute`: a forward kernel
+    that recompute.method selective or recompute.logits repeats in the backward."""
+
+    name: str
+    phase: KernelPhase
+    time: KernelTime
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """All kernels of one layer for one micro-batch. Iterating gives them in no particular order.
+
+    config: with parallel.data filled in. megatron_kernels: as in `Assumptions`. Passes over memory are those of fused
+    kernels: a norm reads and writes its rows once, bias and activation are one kernel, so are dropout and the residual
+    sum.
+    """
+
+    config: PretrainConfig
+    layer: LayerSpec
+    device: Device
+    megatron_kernels: bool = False
+
+    def __iter__(self) -> Iterator[TimedKernel]:
+        costs = layout_costs(self.config, device=device_type(self.device), layers=(self.layer,))
+        shape = costs.shape(self.layer)
+        for op in costs.ops(self.layer):
+            for kernel in op.kernels():
+                chosen = self._unfused_loss(kernel, shape) if self.megatron_kernels else kernel
+                if chosen is not None:
+                    yield TimedKernel(chosen.name, chosen.phase, self._time(chosen, shape))
+
+    def _unfused_loss(self, kernel: Kernel, shape: MicrobatchShape) -> Kernel | None:
+        """Return a kernel as Megatron-LM has it: its loss keeps its logits and is a sequence of kernels."""
+        if kernel.name != "loss" or not kernel.moved:
+            return kernel
+        logits = kernel.moved / (3 * shape.width)
+        return None if kernel.phase == "recompute" else kernel._replace(moved=logits * UNFUSED_LOSS_BYTES)
+
+    def _time(self, kernel: Kernel, shape: MicrobatchShape) -> KernelTime:
+        # This project's kernels store no dropout mask: the backward recomputes it from indices.
+        moved = None if kernel.moved is None else kernel.moved + kernel.mask * self.megatron_kernels
+        if kernel.product is None:
+            return memory_bound_time(self.device, moved or 0.0)
+        dtype = kernel.dtype if kernel.dtype in self.device.peak_flops else shape.precision
+        rows, inner, columns, batch = kernel.product
+        time = matrix_product_time(self.device, rows, inner, columns, dtype, batch, kernel.out_bytes)
+        if moved is not None:
+            return KernelTime(kernel.compute * time.compute, moved / self.device.reached_bandwidth, time.launch)
+        return KernelTime(kernel.times * time.compute, kernel.times * time.memory, kernel.times * time.launch)
+
+
+def update_seconds(config: PretrainConfig, device: Device, elements: int, precision: Precision) -> float:
+    """Return the seconds of one pass over `elements` parameters of a rank, by memory bandwidth.
+
+    Each reads its gradient three times (the norm, the update, and once to be cleared), and reads and writes master and
+    moments; with a master, the new weights are written too.
+    """
+    optimizer = config.optimizer
+    moment_bytes = 2 if optimizer.moment_dtype == "bf16" else FULL_BYTES
+    has_master = precision != "fp32" and config.training.master_weights
+    weight = ELEMENT_BYTES[precision]
+    each = 3 * FULL_BYTES + 2 * optimizer.num_moments() * moment_bytes
+    each += 2 * FULL_BYTES + weight if has_master else 2 * weight
+    return memory_bound_time(device, elements * each).seconds
+
+
+def muon_seconds(config: PretrainConfig, device: Device, specs: tuple[ParameterSpec, ...], shards: int) -> float:
+    """Return the seconds of Newton-Schulz iterations on the matrices, each of which one of `shards` replicas has.
+
+    An iteration on r x c, r <= c, is X X' (2 r r c FLOP), its square (2 r r r) and their product with X (2 r r c).
+    """
+    total = 0.0
+    for spec in specs:
+        if spec.matrix:
+            rows, columns = sorted((prod(spec.shape[:-1]), spec.shape[-1]))
+            dtype = "bf16" if "bf16" in device.peak_flops else "fp32"
+            sizes = ((rows, columns, rows), (rows, rows, rows), (rows, rows, columns))
+            once = sum(matrix_product_time(device, *each, dtype).seconds for each in sizes)
+            total += once * config.optimizer.muon.newton_schulz_steps
+    return total / shards
+
+
+SOURCE = "roofline of the device (Williams et al. 2009), products by its efficiency"
+
+
+@dataclass(frozen=True)
+class RooflineTimes:
+    """`LayerTimes` of a device: the sum of a layer's kernels (`LayerKernels`).
+
+    megatron_kernels: as in `Assumptions`.
+    """
+
+    device: Device
+    megatron_kernels: bool = False
+
+    def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
+        """Return the seconds of one micro-batch. Raises ConfigError if the device has no peak for the precision."""
+        return layer_seconds(config, layer, self.kernels(config, layer))
+
+    def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
+        """Return the seconds of all kernels of a micro-batch, and of those that its backward repeats. They do not
+        depend on replicas or the pipeline."""
+        by_phase = dict.fromkeys((*PhaseSeconds._fields, "recompute"), 0.0)
+        for kernel in LayerKernels(config, layer, self.device, self.megatron_kernels):
+            by_phase[kernel.phase] += kernel.time.seconds
+        again = by_phase.pop("recompute")
+        return PhaseSeconds(**by_phase), again
+
+    def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
+        """Return the seconds of the optimizer's step on a state unit. Micro-batches change nothing about it."""
+        replicas = (config.parallel.data or 1) * config.parallel.context
+        units = UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
+        precision: Precision = config.training.precision  # type: ignore[assignment]
+        seconds = update_seconds(config, self.device, units.own_elements(unit, 1), precision)
+        if config.optimizer.name != "muon":
+            return seconds
+        return seconds + muon_seconds(config, self.device, unit.specs, units.shards_of(unit))
+
+
+def layer_seconds(config: PretrainConfig, layer: LayerSpec, kernels: tuple[PhaseSeconds, float]) -> LayerSeconds:
+    """Return a layer's times from `RooflineTimes.kernels`."""
+    seconds, again = kernels
+    whole = recompute_method(config, layer.name) == "full"
+    return LayerSeconds(*seconds, seconds.forward if whole else again, SOURCE)
+
+
+def shared(times: LayerTimes) -> LayerTimes:
+    """Return the same times, computed once for all layouts of one run. Measured ones, which may depend on everything
+    in a layout, are returned as they are."""
+    return SharedRoofline(times) if isinstance(times, RooflineTimes) else times
+
+
+class SharedRoofline:
+    """`RooflineTimes` of one run, cached by the fields of a layout that each part depends on; all other fields are the
+    run's."""
+
+    def __init__(self, times: RooflineTimes) -> None:
+        self._times = times
+        self._kernels: dict[tuple[object, ...], tuple[PhaseSeconds, float]] = {}
+        self._updates: dict[tuple[object, ...], float] = {}
+
+    def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
+        """Return what `RooflineTimes` returns. config: of the search's run, in any layout."""
+        parallel, name = config.parallel, layer.name
+        # Among the methods of recomputation, only selective changes the kernels of a block.
+        selective = config.recompute.method == "selective" and layer.kind == "block"
+        kernels = name, parallel.tensor, parallel.context, parallel.sequence, config.batch.micro_size, selective
+        if kernels not in self._kernels:
+            self._kernels[kernels] = self._times.kernels(config, layer)
+        return layer_seconds(config, layer, self._kernels[kernels])
+
+    def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
+        """Return what `RooflineTimes` returns; arguments as those of `of`."""
+        replicas = (config.parallel.data or 1) * config.parallel.context
+        key = layer.name, unit.state_unit, unit.tied, config.parallel.tensor, replicas, config.zero.stage
+        if key not in self._updates:
+            self._updates[key] = self._times.update(config, layer, unit)
+        return self._updates[key]

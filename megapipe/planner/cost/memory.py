@@ -1,250 +1,327 @@
-"""Bytes that each pipeline coordinate holds, in closed form: `predict_rank` without walking through the schedule."""
+"""Bytes that each pipeline coordinate holds, for searches: the walk of the order, which many layouts share.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+The walk is that of `predict_rank` (`layout.walk`), with each stage as one unit of the sizes that a walk through its
+layers gives. Whole weights and gradients of sharded units come from a walk through the layers of a few ranks; other
+ranks with the same layers are like one of them.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from megapipe.layout.hardware.device_type import hardware_device_type
-from megapipe.layout.scheduling import schedule_options
-from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
-from megapipe.layout.units import StateBytes, Unit, UnitCosts
+from megapipe.layout.hardware.description import hardware_device_type
+from megapipe.layout.order_walk import MicrobatchWalk, Order, ShardedRanks, StageBytes, few_ranks, stage_walk
+from megapipe.layout.prediction import PHASES
+from megapipe.layout.stages import Keyed, StageLayout
+from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer_units
+from megapipe.layout.walk import Bytes, Sizes, Tensor
+from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import RankMemory
-from megapipe.planner.cost.held_by_ranks import held_by_ranks
 from megapipe.planner.cost.run_layout import RunLayout
+from megapipe.schedules.actions import Mask
+from megapipe.schedules.registry import find_generator
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.parameters import LayerSpec
-from megapipe.spec.temporaries import Phase
+
+Floats = npt.NDArray[np.float64]
+RANKS = 4
+"""Pipeline ranks that are walked layer by layer, where fewer show all layers."""
+_microbatch_walk = lru_cache(maxsize=1024)(MicrobatchWalk)
+
+
+class _Shown(NamedTuple):
+    """All that the bytes of a stage depend on: kinds of its layers, spans of them that are recomputed together, and
+    whether its input comes from another rank."""
+
+    kinds: tuple[int, ...]
+    spans: tuple[range, ...]
+    arrives: bool
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
+    """Sizes of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
 
-    kept, pending, temporaries, halves: bytes as `LayoutCosts` has them, of activations, of whole backwards and of the
-    larger half of split ones. stream: of a message between stages.
+    of: by tensor up to `Tensor.WEIGHT_HALF` and kind. copied: what a forward keeps besides, if the backward is split.
+    returned: what a weight half reads from the slot of the gradient of the layer's output, if that is a message.
+    stream: bytes of a message between stages. over_nccl: messages are kept until they have left.
     """
 
-    kept: tuple[float, ...]
-    pending: tuple[float, ...]
+    of: Floats
+    copied: Floats
+    returned: Floats
     stream: int
-    temporaries: tuple[int, ...]
-    halves: tuple[int, ...]
+    over_nccl: bool
 
     @classmethod
-    def of(cls, run: RunLayout) -> "LayerSizes":
-        """Those of a run, which hold for all that differ from it in their pipeline, their replicas and what these
-        share out alone."""
+    def of_run(cls, run: RunLayout) -> "LayerSizes":
+        """Return those of a run, which hold for all that differ from it in their pipeline, their replicas and what
+        these shard alone."""
         costs, layers = run.costs, [run.stages.layers[index] for index in run.kinds]
-        kept, pending = ([float(count(layer)) for layer in layers] for count in (costs.kept, costs.pending))
-        phases: tuple[tuple[Phase, ...], ...] = (("backward",), ("input half", "weight half"))
-        whole, split = (
-            tuple(max(costs.temporaries(layer, phase) for phase in each) for layer in layers) for each in phases
-        )
-        return cls(tuple(kept), tuple(pending), costs.stream, whole, split)
+        sizes = [[costs.kept(each) for each in layers]]
+        sizes.append([costs.pending(each) for each in layers])
+        sizes.append([costs.stream] * len(layers))
+        sizes += [[costs.temporaries(each, phase) for each in layers] for phase in PHASES.values()]
+        of = np.array(sizes, dtype=np.float64)
+        copied = np.array([costs.kept(each, split=True) for each in layers]) - of[Tensor.KEPT]
+        returned = np.array([costs.stream * costs.reads_output_gradient(each) for each in layers])
+        return cls(of, copied, returned, costs.stream, costs.device != "cpu")
 
-    @cached_property
-    def of_stage(self) -> Callable[[tuple[int, ...], tuple[range, ...], bool, bool], "_Activations"]:
-        """Of a stage, by the kinds of its layers, the runs of them that run again, whether its input comes from
-        another rank, and whether backwards are split; each found once."""
-        return cache(self._of_stage)
+    @cached_method
+    def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> tuple[StageBytes, StageBytes]:
+        """Return the bytes of stages whose backwards are split or not: if the gradient of their output comes from
+        another rank, and if it was there before."""
+        return self._of_stages(shown, splits, self.stream), self._of_stages(shown, splits, 0)
 
-    def _of_stage(
-        self, kinds: tuple[int, ...], spans: tuple[range, ...], arrives: bool, splits: bool
-    ) -> "_Activations":
-        """A message from another rank stays where it was received, which is no activation."""
-        stream = self.stream
-        inside = {unit for span in spans for unit in span}
-        kept = sum(self.kept[kind] for unit, kind in enumerate(kinds) if unit not in inside) + len(spans) * stream
-        # Of a split backward what runs again gives way to what its halves hand over, which counts as pending.
-        working = 0.0
-        for span in spans:
-            again = sum(self.kept[kinds[unit]] for unit in span)
-            working = max(working, again - (sum(self.pending[kinds[u]] for u in span) if splits else stream))
-        pending = sum(self.pending[kind] for kind in kinds)
-        temporaries = self._temporaries(kinds, spans, splits) - working
-        if arrives:
-            kept -= min(stream, stream if 0 in inside else self.kept[kinds[0]])
-            pending -= min(stream, self.pending[kinds[0]])
-        return _Activations(kept, pending, working, max(0.0, temporaries))
+    def _of_stages(self, shown: tuple[_Shown, ...], splits: bool, gradient: int) -> StageBytes:
+        spans = tuple(each.spans for each in shown)
+        units = tuple(len(each.kinds) for each in shown)
+        micro = _microbatch_walk(units, spans if any(spans) else (), splits)
+        sizes = Sizes(micro.walk.num_places, 1, gradient, 0)
+        for stage, (kinds, _, arrives) in enumerate(shown):
+            first = micro.walk.place(stage, 0)
+            own = self.of[:, list(kinds)]
+            if splits:
+                own[Tensor.KEPT] += self.copied[list(kinds)]
+            if arrives:  # a message stays in its slot, which is no activation
+                own[: Tensor.BACKWARD, 0] -= np.minimum(self.stream, own[: Tensor.BACKWARD, 0])
+            if gradient:
+                own[Tensor.PENDING, -1] -= self.returned[kinds[-1]]
+            sizes.of[: Tensor.WEIGHTS, first : first + len(kinds), 0] = own
+        return micro.stage_bytes(sizes)
 
-    def _temporaries(self, kinds: tuple[int, ...], spans: tuple[range, ...], splits: bool) -> float:
-        """Return the peak bytes of a stage's backward beyond those held before it, without messages.
+    @cached_method
+    def held(self, order: Order, cut: "Cut", by_layer: bool) -> tuple[list[int], list[int], list[int]]:
+        """Return by rank the bytes of activations after any action, by how much they exceed that within an action, and
+        the bytes of messages. by_layer: whether micro-batches pass stages layer by layer."""
+        header, walk = stage_walk(order)
+        apart, together = self.of_stages(cut.shown, order.splits)
+        sizes = Sizes(walk.num_places, 1, self.stream, self.stream if self.over_nccl else 0)
+        returned = self.returned[[kinds[-1] for kinds in cut.kinds]] if order.splits else 0.0
+        sizes.of[Tensor.KEPT, :, 0] = together.kept[cut.like]
+        sizes.of[Tensor.PENDING, :, 0] = together.pending[cut.like] - np.where(cut.local, 0.0, returned)
 
-        Units run from the last to the first, and each frees its saved activations. A split backward may keep them for
-        the weight half, so they are not subtracted there.
-        """
-        needed = self.halves if splits else self.temporaries
-        span_of = {unit: span for span in spans for unit in span}
-        found, freed = 0.0, 0.0
-        for unit, kind in reversed(list(enumerate(kinds))):
-            span = span_of.get(unit)
-            again = 0.0 if span is None else sum(self.kept[kinds[each]] for each in range(span.start, unit + 1))
-            found = max(found, again + needed[kind] - freed)
-            if not splits:
-                freed += self.kept[kind] if span is None else 0.0
-        return found
+        def put(part: str) -> None:
+            for tensor, values in getattr(apart, part).items():
+                near = getattr(together, part)[tensor][cut.like]
+                sizes.of[tensor, :, 0] = np.where(cut.local, near, values[cut.like])
 
-
-class _Activations(NamedTuple):
-    """Bytes of a micro-batch between forward and backward, between its halves, of what runs again, and what a backward
-    needs for a moment beyond these."""
-
-    kept: float
-    pending: float
-    working: float
-    temporaries: float
+        put("within")
+        within = walk.held(sizes)
+        lasting = within.activations
+        if by_layer:
+            put("after")
+            lasting = lasting + walk.temporaries(sizes)
+        peak = within.activations + within.temporaries + within.sent
+        temporaries = np.maximum(0.0, walk.by_rank(peak) - walk.by_rank(lasting + within.sent))
+        slots = np.where(cut.arrives, header.activation_slots, 0)
+        slots[:-1] += np.where(cut.local, 0, header.gradient_slots)[:-1]
+        messages = np.bincount(cut.ranks, slots) * self.stream + walk.by_rank(within.sent)
+        parts = walk.by_rank(lasting), temporaries, messages
+        rounded: list[list[int]] = [each.round().astype(int).tolist() for each in parts]
+        return rounded[0], rounded[1], rounded[2]
 
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Of the parameters of one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
+    """Sizes of the parameters of one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
 
-    of_units: of the run. layers: one of each kind. tied: names of weights that several
-    layers use. units: parameters without these. elements: of their flat buffers. summands: bytes of a sum of their
-    gradients.
+    of_units: of the run. layers: one of each kind. tied: names of weights that several layers use. units: state units
+    of each kind, without these. elements: of the flat buffers of those that are sharded. summands: bytes of a sum of
+    their gradients.
     """
 
     of_units: UnitCosts
     layers: tuple[LayerSpec, ...]
     tied: tuple[str, ...]
-    units: tuple[Unit, ...]
+    units: tuple[tuple[Unit, ...], ...]
     elements: tuple[int, ...]
     summands: tuple[int, ...]
 
     @classmethod
     def of(cls, run: RunLayout) -> "StateSizes":
-        """Those of a run, which hold for all with as many tensor ranks and replicas that shard the same."""
+        """Return those of a run, which hold for all runs with its tensor ranks, replicas and sharding."""
         of_units, gloo = run.costs.of_units, hardware_device_type(run.hardware) == "cpu"
         layers = tuple(run.stages.layers[index] for index in run.kinds)
-        parameters = (layer.parameters.values() for layer in layers)
-        units = tuple(Unit(tuple(spec for spec in each if spec.name not in run.tied)) for each in parameters)
-        elements = tuple(of_units.elements(unit) for unit in units)
-        return cls(
-            of_units, layers, run.tied, units, elements, tuple(of_units.summand_bytes(unit, gloo) for unit in units)
-        )
+        units = tuple(layer_units(layer, run.tied, run.config.zero) for layer in layers)
+        sharded = [[unit for unit in own if of_units.shards_of(unit) > 1] for own in units]
+        elements = tuple(sum(map(of_units.elements, own)) for own in sharded)
+        summands = tuple(sum(of_units.summand_bytes(unit, gloo) for unit in own) for own in sharded)
+        return cls(of_units, layers, run.tied, units, elements, summands)
 
-    @cached_property
-    def of_rank(self) -> Callable[[tuple[int, ...], int, int], tuple[StateBytes, int]]:
-        """What lives between steps, and `RankMemory.buffers`: by a rank's layers of each kind, weight versions and
-        gradient buffers; each found once."""
-        return cache(lambda present, *kept: (self._state(present, *kept), self._buffers(present)))
+    @cached_method
+    def buffers(self, order: Order, gathers: ShardedRanks | None, sums: ShardedRanks, cut: "Cut") -> list[int]:
+        """Return by rank the bytes of whole weights and gradients of sharded units, and of what their sums need."""
+        peaks = self._peaks(order, sums, cut)
+        if gathers is not None:
+            peaks = peaks + self._peaks(order, gathers, cut)
+        rounded: list[int] = peaks[cut.like_few].round().astype(int).tolist()
+        return rounded
 
-    @cached_property
-    def _of_unit(self) -> Callable[[int, int, int], StateBytes]:
-        """Of the unit of a kind, by weight versions and gradient buffers; each found once."""
-        return cache(
-            lambda kind, versions, buffers: self.of_units.state(
-                self.units[kind], num_versions=versions, gradient_buffers=buffers
-            )
-        )
+    @cached_method
+    def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
+        """Return what `buffers` adds up, of a few ranks."""
+        found = few_ranks(order, sharding)
+        walk, precision = found.walk, cast(Precision, self.of_units.config.training.precision)
+        sizes, elements = Sizes(walk.num_places, 1, 0, 0), np.array(self.elements)
+        of_kinds = np.array([elements * ELEMENT_BYTES[precision], elements * FULL_BYTES, self.summands])
+        of_kinds[0] *= sharding.gathers
+        of_kinds[1:] *= not sharding.gathers
+        for number, stage in enumerate(found.stages):
+            first, own = walk.place(number, 0), list(cut.kinds[stage])
+            sizes.of[Tensor.WEIGHTS : Tensor.STATE, first : first + len(own), 0] = of_kinds[:, own]
+        held = walk.held(sizes)
+        return walk.by_rank(held.weights) + walk.by_rank(held.gradients) + walk.by_rank(held.summands)
 
-    def _state(self, present: tuple[int, ...], versions: int, buffers: int) -> StateBytes:
-        states = [(self._of_unit(kind, versions, buffers), count) for kind, count in enumerate(present) if count]
+    @cached_method
+    def of_rank(self, present: tuple[int, ...], versions: int, buffers: int) -> StateBytes:
+        """Return what lives between steps, by a rank's layers of each kind, weight versions and gradient buffers."""
+        units = [(unit, count) for own, count in zip(self.units, present, strict=True) for unit in own if count]
         for name in self.tied:
-            found = [
+            uses = [
                 (spec, count)
                 for layer, count in zip(self.layers, present, strict=True)
                 for spec in layer.parameters.values()
                 if spec.name == name and count
             ]
-            if found:
-                unit = Unit((found[0][0],), tied=True, uses=sum(count for _, count in found))
-                states.append(
-                    (self.of_units.state(unit, num_versions=versions, gradient_buffers=buffers), 1),
-                )
-        return StateBytes(
-            sum(each.weights * count for each, count in states),
-            sum(each.master * count for each, count in states),
-            sum(each.gradients * count for each, count in states),
-            sum(each.moments * count for each, count in states),
-        )
+            if uses:
+                units.append((Unit((uses[0][0],), tied=True, uses=sum(count for _, count in uses)), 1))
+        states = [(self._of_unit(unit, versions, buffers), count) for unit, count in units]
+        parts = (field.name for field in fields(StateBytes))
+        return StateBytes(*(sum(getattr(each, part) * count for each, count in states) for part in parts))
 
-    def _buffers(self, present: tuple[int, ...]) -> int:
-        """Whole weights and gradients of sharded units, and what their sums need."""
-        config = self.of_units.config
-        if self.of_units.shards == 1:
-            return 0
-        found = 0
-        if config.zero.stage >= 3:
-            sizes = _descending(self._sharded_elements(3), present)
-            weight: Precision = config.training.precision  # type: ignore[assignment]
-            found += sum(sizes[: config.zero.weight_buffers]) * ELEMENT_BYTES[weight]
-        if config.zero.stage >= 2:
-            sizes = _descending(self._sharded_elements(2), present)
-            found += sum(sizes[: config.zero.gradient_buffers]) * FULL_BYTES
-        return found + self._summands(present)
-
-    def _sharded_elements(self, stage: int) -> tuple[int, ...]:
-        """By kind, elements of a unit that ZeRO shards from `stage` on; 0 of a unit that it does not."""
-        pairs = zip(self.units, self.elements, strict=True)
-        return tuple(size if self.of_units.sharded(unit, stage) else 0 for unit, size in pairs)
-
-    def _summands(self, present: tuple[int, ...]) -> int:
-        """Of sums under way: as many as there are gradient buffers, or all of the step where gradients are whole."""
-        units, zero = self.of_units, self.of_units.config.zero
-        each = _descending(self.summands, present)
-        if units.shards != units.replicas:
-            return each[0]
-        return sum(each[: zero.gradient_buffers] if zero.stage >= 2 else each)
+    def _of_unit(self, unit: Unit, versions: int, buffers: int) -> StateBytes:
+        return self.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
 
 
-def _descending(sizes: Sequence[int], present: Sequence[int]) -> list[int]:
-    """As many of each size as there are."""
-    return sorted((size for size, count in zip(sizes, present, strict=True) for _ in range(count)), reverse=True)
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A model in stages.
+
+    ranks, kinds, spans: of every stage its rank, the kinds of its layers, and what of them is recomputed together.
+    own: stages of each rank. present: by rank, layers of each kind. shown: one of each of the stages that are alike.
+    like: the number among `shown` of every stage. arrives: by stage, whether another rank sends its input. local:
+    whether the next stage is on the same rank. few: ranks that show all layers. like_few, like_few_stages: the number
+    among `few` of every rank, and among the stages of these of every stage.
+    """
+
+    ranks: tuple[int, ...]
+    kinds: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[range, ...], ...]
+    own: tuple[tuple[int, ...], ...]
+    present: tuple[tuple[int, ...], ...]
+    shown: tuple[_Shown, ...]
+    like: list[int]
+    arrives: Mask
+    local: Mask
+    few: tuple[int, ...]
+    like_few: list[int]
+    like_few_stages: list[int]
+
+
+def cut_of(run: RunLayout) -> Cut:
+    """Return how a run cuts its model.
+
+    Runs with the same stages on the same ranks and the same recomputation share one answer.
+    """
+    spans = tuple(map(tuple, run.recomputed)) or ((),) * len(run.ranks)
+    # The cached value keeps the stages alive, so that no other ones get their id.
+    return _cut(Keyed((id(run.stages), run.ranks, spans), (run, spans)))
+
+
+@lru_cache(maxsize=1024)
+def _cut(keyed: Keyed) -> Cut:
+    run, spans = keyed.value
+    ranks, kinds = run.ranks, tuple(run.classes[each.start : each.stop] for each in run.stages.ranges)
+    away = np.array([one != other for one, other in pairwise(ranks)], dtype=np.bool_)
+    arrives = np.append(False, away)
+    shown: dict[_Shown, int] = {}
+    like = [
+        shown.setdefault(_Shown(own, again, bool(comes)), len(shown))
+        for own, again, comes in zip(kinds, spans, arrives, strict=True)
+    ]
+    size = max(ranks) + 1
+    own = tuple(tuple(stage for stage, each in enumerate(ranks) if each == rank) for rank in range(size))
+    layers = [tuple((kinds[stage], spans[stage]) for stage in stages) for stages in own]
+    mine = [[kind for stage in stages for kind in kinds[stage]] for stages in own]
+    few = {layers.index(each) for each in layers} | {0, size - 1}
+    fullest = sorted(set(range(size)) - few, key=lambda rank: (-len(mine[rank]), rank))
+    few |= set(fullest[: max(0, RANKS - len(few))])
+    chosen = sorted(few)
+    like_few = [chosen.index(rank if rank in few else layers.index(layers[rank])) for rank in range(size)]
+    known = sorted(stage for rank in chosen for stage in own[rank])
+    chunk = [own[rank].index(stage) for stage, rank in enumerate(ranks)]
+    return Cut(
+        ranks,
+        kinds,
+        spans,
+        own,
+        tuple(tuple(each.count(kind) for kind in range(len(run.kinds))) for each in mine),
+        tuple(shown),
+        like,
+        arrives,
+        np.append(~away, False),
+        tuple(chosen),
+        like_few,
+        [known.index(own[chosen[like_few[rank]]][at]) for rank, at in zip(ranks, chunk, strict=True)],
+    )
 
 
 def rank_memories(
     run: RunLayout, layers: LayerSizes | None = None, states: StateSizes | None = None
 ) -> tuple[RankMemory, ...]:
-    """Of every pipeline coordinate, ascending. layers, states: of the run, where they are known."""
-    layers, states = layers or LayerSizes.of(run), states or StateSizes.of(run)
-    held = held_by_ranks(
-        run.config.schedule.name,
-        run.pipeline,
-        run.num_microbatches,
-        tuple(sorted(schedule_options(run.config).items())),
-        run.ranks,
-        run.stages.ranges,
-        run.classes,
-    )
-    spans, ranges = run.recomputed, run.stages.ranges
-    kept, pending, working, temporaries = np.array(
-        [
-            layers.of_stage(
-                run.classes[ranges[stage].start : ranges[stage].stop],
-                tuple(spans[stage]) if spans else (),
-                arrives,
-                held.splits,
-            )
-            for stage, arrives in held.shown
-        ]
-    ).T
-    # Whole numbers of bytes, far below 2^53: sums are exact in any order.
-    waiting = np.concatenate([kept[held.like], pending[held.like]], axis=1)
-    fullest = np.maximum.reduceat((held.moments * waiting[held.rank_of_moment]).sum(axis=1), held.first_moments)
-    again = working[held.like].max(axis=1)
-    activations = (fullest + again + layers.stream).round().tolist()
-    moments = ((working + temporaries)[held.like].max(axis=1) - again).round().tolist()
-    sent = _sent(run)
+    """Return the memory of every pipeline coordinate, ascending. layers, states: of the run, if they are known."""
+    layers, states = layers or LayerSizes.of_run(run), states or StateSizes.of(run)
+    asked, cut, zero = Order.of(run.config, run.num_microbatches), cut_of(run), run.config.zero
+    short = asked.short()[0]
+    by_layer = any(run.recomputed) or (zero.stage >= 2 and states.of_units.shards > 1)
+    # Slots of a schedule that never flushes depend on all micro-batches.
+    activations, temporaries, messages = layers.held(short if asked.flushes else asked, cut, by_layer)
+    buffers = [0] * run.pipeline
+    if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
+        buffers = states.buffers(short, *sharding_of(run, cut), cut)
+    policy = find_generator(asked.name).policy_of(run.pipeline, run.num_microbatches, asked.given)
     found = []
-    for rank, present in enumerate(held.layers):
-        state, buffers = states.of_rank(present, held.policy.versions_by_rank[rank], held.policy.gradient_buffers)
+    for rank, present in enumerate(cut.present):
+        state = states.of_rank(present, policy.versions_by_rank[rank], policy.gradient_buffers)
         parts = state.weights, state.master, state.gradients, state.moments
-        messages = (held.slots[rank] + sent[rank]) * layers.stream
-        found.append(RankMemory(*parts, int(activations[rank]), buffers, messages, int(moments[rank])))
+        found.append(RankMemory(*parts, activations[rank], buffers[rank], messages[rank], temporaries[rank]))
     return tuple(found)
 
 
-def _sent(run: RunLayout) -> list[int]:
-    """By pipeline rank, messages to other ranks that may not have left, whose tensors are kept on a GPU."""
-    found = [0] * run.pipeline
-    if run.costs.device != "cpu":
-        for sender, receiver in pairwise(run.ranks):
-            if sender != receiver:
-                for rank in (sender, receiver):  # the one sends activations, the other gradients
-                    found[rank] += min(MESSAGES_IN_FLIGHT, run.num_microbatches)
-    return found
+def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedRanks]:
+    """Return what gathers of weights and sums of gradients of a few ranks depend on; None without gathers.
+
+    cut: of the run. Runs that shard the same cut in the same way share one answer.
+    """
+    config, replicas = run.config, run.costs.of_units.replicas
+    fields = repr((config.zero, config.offload, config.parallel.layers)), config.training.precision
+    return _sharding(cut, Keyed((*fields, config.parallel.tensor, config.optimizer.name, replicas), run))
+
+
+@lru_cache(maxsize=1024)
+def _sharding(cut: Cut, keyed: Keyed) -> tuple[ShardedRanks | None, ShardedRanks]:
+    run: RunLayout = keyed.value
+    units, layers = run.costs.of_units, [run.stages.layers[index] for index in run.kinds]
+    one_each = StageLayout(tuple(layers), tuple(range(kind, kind + 1) for kind in range(len(layers))), ())
+    # Experts that are a state unit of their own count with the rest of their layer here.
+    config = replace(run.config, zero=replace(run.config.zero, expert_shard_size=None))
+    table = StateUnits(config, one_each, units.replicas).table()
+    filled = [any(spec.name not in run.tied for spec in layer.parameters.values()) for layer in layers]
+    own = sorted(stage for rank in cut.few for stage in cut.own[rank])
+    states = tuple(
+        tuple(table.units[kind][0]._replace(layer=layer) for layer, kind in enumerate(cut.kinds[stage]))
+        for stage in own
+    )
+    found = ShardedRanks(
+        cut.few,
+        replace(table, units=states),
+        tuple(tuple(filled[kind] for kind in cut.kinds[stage]) for stage in own),
+        tuple(cut.spans[stage] for stage in own),
+        units.shards != units.replicas,
+    )
+    return found.of_weights() if found.gathers else None, found.of_gradients()

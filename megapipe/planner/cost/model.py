@@ -1,24 +1,320 @@
-"""The cost model: a step's time and memory for one layout on one machine, estimated or by simulation."""
+"""The cost model: a step's time and memory for one layout on one machine, estimated or by simulation.
+
+A simulation runs the lowered schedule, whose actions also give the memory. Copies between a device and host memory are
+timed by stage and unit, and count as far as compute does not hide them.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Device, Hardware
-from megapipe.layout.moves import moves_to_host
-from megapipe.planner.cost.assumptions import ENGINE, Assumptions
-from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
-from megapipe.planner.cost.host_copies import host_copies, slowed
-from megapipe.planner.cost.layer_costs import LayerCost, layer_cost
-from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.layout.hardware.description import Hardware, hardware_device_type
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.prediction import RankPrediction, predict_rank
+from megapipe.layout.table import moves_to_host
+from megapipe.layout.units import StateBytes, layer_units
+from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory, Term
+from megapipe.planner.cost.layer_costs import (
+    Floats,
+    LayerCost,
+    StageCost,
+    StageCosts,
+    each_layer,
+    layer_cost,
+    scalar_seconds,
+    stage_costs,
+    stage_details,
+    tied_seconds,
+    tied_updates,
+)
+from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
 from megapipe.planner.cost.memory import rank_memories
-from megapipe.planner.cost.roofline_times import RooflineTimes
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
-from megapipe.planner.cost.simulated import Prediction, exact_memories, schedule_of, simulated
-from megapipe.planner.cost.stages import StageCost, StageCosts, stage_costs, stage_details
-from megapipe.planner.cost.step_time import step_terms
-from megapipe.planner.measured.times import MeasuredTimes, at_ease, is_measured, shares_a_machine
+from megapipe.planner.cost.step_time import STEPS, hop_seconds, step_terms
+from megapipe.planner.measured import (
+    MeasuredTimes,
+    at_ease,
+    is_measured,
+    shares_a_machine,
+    simulate_measured,
+    traffic_share,
+)
+from megapipe.schedules import Costs, Header, Link, Schedule, Simulation, simulate
+from megapipe.schedules.actions import KIND, STAGE, UNIT, VERSION, Kind
+from megapipe.schedules.simulation import CostPlace
+from megapipe.spec.dtypes import ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Seconds one way, by stage and unit.
+
+    activations: of a micro-batch, for layers that move them. state: what the update of each state unit works on.
+    weights: of state units whose weights are in host memory.
+    """
+
+    activations: Mapping[tuple[int, int], float]
+    state: Mapping[tuple[int, int], float]
+    weights: Mapping[tuple[int, int], float]
+
+
+def host_copies(run: RunLayout, schedule: Schedule) -> HostCopies:
+    """Return the copies of a run that moves something to host memory.
+
+    schedule: its lowered schedule, which says which state a rank has.
+    """
+    host, moved, costs = run.host, run.moved, run.costs
+    layers = run.stages.layers
+    activations = {
+        (stage, unit): host.seconds(costs.kept(layers[run.stages.ranges[stage][unit]]))
+        for stage, units in enumerate(moved.units)
+        for unit in units
+    }
+    state = dict[tuple[int, int], float]()
+    if moved.optimizer:
+        shape = MeshShape(run.placement.sizes)
+        for coordinate in range(run.pipeline):
+            place = {"data": 0, "pipeline": coordinate, "context": 0, "tensor": 0}
+            rank = predict_rank(run.config, schedule, shape.rank_of(place))
+            state |= {place: host.seconds(rank.in_host_of(place)) for place in rank.units}
+    weights = dict[tuple[int, int], float]()
+    if run.config.offload.weights:
+        size = ELEMENT_BYTES[costs.precision]
+        for stage, members in enumerate(run.stages.ranges):
+            units = [unit for index in members for unit in layer_units(layers[index], run.tied, run.config.zero)]
+            seconds = (host.seconds(costs.of_units.elements(unit) * size) for unit in units)
+            weights |= {(stage, number): each for number, each in enumerate(seconds)}
+    return HostCopies(activations, state, weights)
+
+
+def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCopies) -> StageCosts:
+    """Return an estimate of stages whose passes and updates wait for their copies.
+
+    Moved blocks leave in a stage's forward and return in its backward, each during the compute of the units by which
+    it is prefetched; weights are copied in both. That early reloads also overlap with forwards of other micro-batches
+    is ignored. State arrives for an update one unit early and leaves immediately, and nothing hides these copies.
+    """
+    units = np.array(run.stages.units_per_stage)
+    moved = _a_microbatch(run, schedule, Kind.OFFLOAD, dict.fromkeys(copies.activations, 1.0))
+    activations = _a_microbatch(run, schedule, Kind.OFFLOAD, copies.activations)
+    weights = _a_microbatch(run, schedule, Kind.GATHER_WEIGHTS, copies.weights) / 2
+    backward = costs.whole_again + costs.input_half + costs.weight_half(apart=False)
+    beside = backward * np.where(moved > 0, np.minimum(1.0, moved * run.moved.prefetch / units), 1.0)
+    late_forward = np.maximum(0.0, np.maximum(activations, weights) - costs.whole_forward)
+    late_backward = np.maximum(0.0, np.maximum(activations - beside, activations + weights - backward))
+    state = np.zeros(len(units))
+    for (stage, unit), seconds in copies.state.items():
+        last = unit == schedule.header.state_units(stage)[-1]
+        state[stage] += 2 * seconds if last else seconds
+    return replace(
+        costs,
+        forward=costs.forward + late_forward,
+        made_again=costs.made_again + late_backward,
+        update=costs.update + state,
+    )
+
+
+def _a_microbatch(run: RunLayout, schedule: Schedule, kind: Kind, seconds: Mapping[tuple[int, int], float]) -> Floats:
+    """Return by stage the seconds that a kind of copy takes for each micro-batch. seconds: of a copy of each unit."""
+    rows = np.concatenate(schedule.sections.body)
+    chosen = rows[(rows[:, KIND] == kind) & ((kind != Kind.OFFLOAD) | (rows[:, VERSION] < 0))]
+    each = [seconds.get((stage, unit), 0.0) for stage, unit in chosen[:, [STAGE, UNIT]].tolist()]
+    found: Floats = np.bincount(chosen[:, STAGE], each, minlength=len(run.stages.ranges)) / run.num_microbatches
+    return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step by simulation: `estimate` holds its times and the memory of every pipeline coordinate."""
+
+    estimate: Estimate
+    schedule: Schedule
+    simulation: Simulation
+
+
+def simulated(
+    run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions, source: str, contended: bool = False
+) -> tuple[Schedule, Simulation, tuple[Term, ...]]:
+    """Return a run's schedule, its simulation, and the terms of a step, which add up to its time.
+
+    layers: costs of one layer of each of `run.kinds`. contended: these are of a rank by itself, and ranks slow each
+    other down as measured.
+    """
+    schedule = lowered_schedule(run.config, run.stages)
+    costs = stage_costs(run, layers)
+    of_actions = _action_costs(run, layers, schedule.header, assumptions)
+    measured = run.hardware.measured if contended else None
+
+    def simulated_for(of_actions: Costs, steps: int) -> Simulation:
+        if measured is None:
+            return simulate(schedule, of_actions, steps)
+        return simulate_measured(
+            schedule,
+            of_actions,
+            measured,
+            processes=run.world_size // run.pipeline,
+            traffic_share=traffic_share(run.placement.nodes[0].inside, run.costs.replicas),
+            steps=steps,
+        )
+
+    def timed(of_actions: Costs) -> tuple[Simulation, float]:
+        if schedule.flushes:
+            simulation = simulated_for(of_actions, 1)
+            return simulation, simulation.finish
+        simulation, shorter = simulated_for(of_actions, STEPS), simulated_for(of_actions, STEPS // 2)
+        return simulation, (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
+
+    simulation, seconds = timed(of_actions)
+    found = [*_terms(run, costs, schedule, seconds, source)]
+    if moves_to_host(run.config):
+        simulation, slower = timed(_with_host_times(of_actions, host_copies(run, schedule)))
+        found.append(Term("offload", slower - seconds, "copies to and from host memory that compute does not hide"))
+    return schedule, simulation, tuple(term for term in found if term.seconds)
+
+
+def _with_host_times(costs: Costs, copies: HostCopies) -> Costs:
+    """Return costs with copies. Weights in host memory have no gathers from replicas: their copies are the gathers."""
+    times = {
+        CostPlace(kind, *place): seconds
+        for kind, units in (
+            (Kind.OFFLOAD, copies.activations),
+            (Kind.RELOAD, copies.activations),
+            (Kind.GATHER_WEIGHTS, copies.weights),
+        )
+        for place, seconds in units.items()
+    }
+    return replace(costs.with_times(times), moved_states={**costs.moved_states, **copies.state})
+
+
+def _action_costs(run: RunLayout, layers: Sequence[LayerCost], header: Header, assumptions: Assumptions) -> Costs:
+    """Return the costs of a run's actions, without copies to host memory. layers: as of `simulated`."""
+    size = run.pipeline
+    hops = [Link(*each) for each in hop_seconds(run, assumptions)]
+    links = {(rank, (rank + 1) % size): hops[rank] for rank in range(size)}
+    links |= {(to, sender): link for (sender, to), link in links.items() if (to, sender) not in links}
+    stages = [CostPlace(Kind.FORWARD, stage) for stage in range(len(header.stages))]
+    units = [place._replace(unit=unit) for place in stages for unit in range(header.units_per_stage[place.stage])]
+    times = dict(_compute_times(stage_costs(run, layers), stages)) | dict(
+        _compute_times(each_layer(run, layers), units)
+    )
+    times |= {place._replace(kind=kind): 0.0 for place in units for kind in (Kind.OFFLOAD, Kind.RELOAD)}
+    times |= _state_times(run, layers, header, gathers_in_updates=not assumptions.gathers_beside_forward)
+    return Costs(
+        times,
+        {(place.stage, place.unit): 0.0 for place in times if place.kind == Kind.UPDATE},
+        reduce_tied=tied_seconds(run),
+        reduce_scalars=scalar_seconds(run),
+        links=links,
+        blocking_sends=assumptions.waits_for_sends,
+    )
+
+
+def _compute_times(costs: StageCosts, places: Sequence[CostPlace]) -> Iterator[tuple[CostPlace, float]]:
+    """Yield the times of compute. places: of the entries of the costs, stages or layers."""
+    for kind, seconds in (
+        (Kind.FORWARD, costs.whole_forward),
+        (Kind.RECOMPUTE, costs.whole_again),
+        (Kind.BACKWARD, costs.input_half + costs.weight_half(apart=False)),
+        (Kind.BACKWARD_INPUT, costs.input_half),
+        (Kind.BACKWARD_WEIGHT, costs.weight_half(apart=True)),
+    ):
+        yield from ((place._replace(kind=kind), each) for place, each in zip(places, seconds.tolist(), strict=True))
+
+
+def _state_times(
+    run: RunLayout, layers: Sequence[LayerCost], header: Header, *, gathers_in_updates: bool
+) -> dict[CostPlace, float]:
+    """Return the times of gathers, reductions and updates of each state unit, tied weights included.
+
+    gathers_in_updates: an update includes the gather of the weights that it leaves in shards (ZeRO 1 and 2).
+    """
+    times = {
+        CostPlace(Kind.UPDATE, stage, header.tied_unit(stage, group)): seconds
+        for (stage, group), seconds in tied_updates(run, layers).items()
+    }
+    for stage, members in enumerate(run.stages.ranges):
+        states = [state for layer in members for state in layers[run.classes[layer]].states]
+        for unit, state in enumerate(states):
+            after = state.gather if 0 < state.zero < 3 and gathers_in_updates else 0.0
+            times[CostPlace(Kind.GATHER_WEIGHTS, stage, unit)] = state.gather
+            times[CostPlace(Kind.REDUCE_GRADIENTS, stage, unit)] = state.reduction
+            times[CostPlace(Kind.UPDATE, stage, unit)] = state.update + after
+    return times
+
+
+def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float, source: str) -> Iterator[Term]:
+    """Yield the work of the busiest rank, and the remaining time as waiting."""
+    rank, count = costs.by_rank, run.num_microbatches
+    splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in schedule.sections.body)
+    weight = costs.weight_half(apart=splits)
+    work = rank(costs.whole_forward + costs.whole_again + costs.input_half + weight)
+    busiest = int(work.argmax())
+
+    def once(values: object) -> float:
+        return float(rank(values)[busiest]) * count  # type: ignore[arg-type]
+
+    parts = [
+        Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), source),
+        Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {source}"),
+        Term("tensor", once(costs.tensor.microbatch(apart=splits)), costs.tensor.source),
+        Term("context", once(costs.context.microbatch(apart=splits)), costs.context.source),
+        Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
+    ]
+    yield from parts
+    waiting = seconds - sum(part.seconds for part in parts)
+    yield Term(
+        "waiting",
+        waiting if abs(waiting) > 1e-9 * seconds else 0.0,  # no wait but rounding
+        "simulation of the schedule: bubble, messages, gradient reduction over replicas",
+    )
+
+
+def predicted_ranks(run: RunLayout, schedule: Schedule) -> list[RankPrediction]:
+    """Return what one rank at each pipeline coordinate holds and sends.
+
+    schedule: lowered. Ranks that differ in other coordinates hold and send the same.
+    """
+    rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
+    first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
+    return [replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)]
+
+
+def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]:
+    """Return the memory of every pipeline coordinate, by a walk through its own actions.
+
+    schedule: lowered. State in host memory is not counted.
+    """
+    found = []
+    for exact in predicted_ranks(run, schedule):
+        peak = exact.peak()
+        lasting = _on_device(exact)
+        found.append(
+            RankMemory(
+                lasting.weights,
+                lasting.master,
+                lasting.gradients,
+                lasting.moments,
+                peak.activations,
+                peak.weights + peak.gradients + peak.summands + peak.reloaded,
+                exact.messages + peak.sent,
+                exact.temporaries(),
+            )
+        )
+    return tuple(found)
+
+
+def _on_device(rank: RankPrediction) -> StateBytes:
+    """Return the part of the state between steps that is not in host memory."""
+    state, offload = rank.state(), rank.costs.config.offload
+    if not offload.optimizer:
+        return state
+    away = sum(rank.state_of(place).weights for place in rank.units if rank.weights_in_host(place))
+    return StateBytes(state.weights - away, 0, state.gradients, 0)
+
 
 __all__ = ["Prediction", "estimate", "estimate_run", "explain_stages", "layer_costs", "predict"]
 
@@ -34,11 +330,11 @@ def estimate(
 ) -> Estimate:
     """Estimate a step, for searching.
 
-    world_size: ranks; needed where parallel.data is open. times: of layers, by default those measured on the
+    world_size: ranks; needed if parallel.data is open. times: of layers, by default those measured on the
     machine, or the roofline of its slowest device. node_order: as in `Placement`.
 
     Raises:
-        ConfigError: the configuration cannot run on so many ranks, or the model cannot tell its time.
+        ConfigError: the configuration cannot run on so many ranks, or the model cannot time it.
     """
     run = lay_run(config, hardware, world_size, node_order)
     if run.config.schedule.file:
@@ -54,7 +350,7 @@ def estimate(
 def estimate_run(
     run: RunLayout, layers: Sequence[LayerCost], memory: tuple[RankMemory, ...], assumptions: Assumptions
 ) -> Estimate:
-    """`estimate` from its parts, for callers that estimate many runs with the same ones.
+    """Do the same as `estimate` from its parts, which several runs may share.
 
     layers: by `layer_costs`. memory: by `rank_memories`. assumptions: with the machine's slow-down filled in.
     """
@@ -63,7 +359,7 @@ def estimate_run(
 
 
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
-    """Of a layer of each of `run.kinds`. times, assumptions: as of `estimate` and `estimate_run`."""
+    """Return the costs of a layer of each of `run.kinds`. times, assumptions: as of `estimate` and `estimate_run`."""
     given = _default_times(run, assumptions) if times is None else times
     return tuple(
         layer_cost(run, run.stages.layers[index], flops, given, assumptions)
@@ -80,9 +376,9 @@ def predict(
     node_order: Sequence[int] | None = None,
     assumptions: Assumptions = ENGINE,
 ) -> Prediction:
-    """The same from the lowered schedule: its time by the simulator, its memory action by action.
+    """Simulate a step of the lowered schedule, and walk through its actions for the memory.
 
-    How far replicas' traffic slows down the compute beside it comes from the estimate. Arguments and errors as of
+    The estimate has the slow-down of compute that overlaps with replicas' traffic. Arguments and errors as of
     `estimate`.
     """
     run = lay_run(config, hardware, world_size, node_order)
@@ -93,22 +389,17 @@ def predict(
 
 
 def explain_stages(
-    config: PretrainConfig,
-    hardware: Hardware,
-    *,
-    world_size: int | None = None,
-    times: LayerTimes | None = None,
-    node_order: Sequence[int] | None = None,
-    assumptions: Assumptions = ENGINE,
+    config: PretrainConfig, hardware: Hardware, *, world_size: int | None = None, assumptions: Assumptions = ENGINE
 ) -> tuple[StageCost, ...]:
-    """What each stage costs, arguments and errors as of `estimate`."""
-    run = lay_run(config, hardware, world_size, node_order)
-    return stage_details(run, _stage_costs(run, times, assumptions.on(hardware))[0])
+    """Return the costs of each stage. Arguments and errors as of `estimate`."""
+    run = lay_run(config, hardware, world_size)
+    layers = layer_costs(run, None, assumptions.on(hardware))
+    return stage_details(run, stage_costs(run, layers))
 
 
 def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
     """Estimate the time; memory is exact, since what has left when is the schedule's own."""
-    schedule = schedule_of(run)
+    schedule = lowered_schedule(run.config, run.stages)
     terms = step_terms(run, costs, assumptions, source)
     slower = step_terms(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
     late = sum(term.seconds for term in slower) - sum(term.seconds for term in terms)
@@ -127,15 +418,16 @@ def _predicted(
     run: RunLayout, times: LayerTimes | None, assumptions: Assumptions, contended: bool = False
 ) -> Prediction:
     assumptions = assumptions.on(run.hardware)
-    costs, source = _stage_costs(run, times, assumptions)
-    schedule, simulation, terms = simulated(run, costs, assumptions, source, contended)
+    layers = layer_costs(run, times, assumptions)
+    costs, source = _of_stages(run, layers)
+    schedule, simulation, terms = simulated(run, layers, assumptions, source, contended)
     if not contended and not run.config.schedule.file:
         terms += _slow_down(run, costs, assumptions)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
 
 
 def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> tuple[Term, ...]:
-    """What replicas' traffic costs the compute beside it, which the simulator leaves alone: by the estimate."""
+    """Return by how much replicas' traffic slows down compute, which the simulator ignores, as in the estimate."""
     slowed, alone = (
         sum(term.seconds for term in step_terms(run, costs, each, ""))
         for each in (assumptions, replace(assumptions, slow_down=1.0))
@@ -149,26 +441,19 @@ def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> t
     )
 
 
-def _stage_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[StageCosts, str]:
-    """Costs of all stages, and where the kernels' times come from."""
-    return _of_stages(run, layer_costs(run, times, assumptions))
-
-
 def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts, str]:
+    """Return the costs of all stages, and where the kernels' times come from."""
     sources = dict.fromkeys(layer.compute.source for layer in layers)
     return stage_costs(run, layers), "; ".join(sources)
 
 
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
+    """Return measured times, or the roofline of the device with the lowest peak: every step waits for it."""
     if is_measured(run.placement):
         return MeasuredTimes(run.hardware)
-    return RooflineTimes(_slowest_device(run), assumptions.megatron_kernels)
-
-
-def _slowest_device(run: RunLayout) -> Device:
-    """Of all that the run uses the one with the lowest peak in its precision: every step waits for it."""
     devices = {id(node.device): node.device for node in run.placement.nodes}.values()
-    return min(devices, key=lambda device: device.peak(run.config.training.precision))
+    slowest = min(devices, key=lambda device: device.peak(run.config.training.precision))
+    return RooflineTimes(slowest, assumptions.megatron_kernels)
 
 
 def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
@@ -190,7 +475,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
 
 
 def _recomputed_flops(run: RunLayout) -> int:
-    """Of a micro-batch's forwards that run again as a whole."""
+    """Return the FLOPs of a micro-batch's recomputed whole layers."""
     spans = run.recomputed
     ranges = run.stages.ranges
     again = Counter(

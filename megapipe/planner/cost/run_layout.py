@@ -3,25 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import cast
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import is_fp8, recompute_method, zero_stage_of
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.batch_plan import data_parallel_size
 from megapipe.layout.costs import LayoutCosts
-from megapipe.layout.hardware.description import Hardware, HostLink
-from megapipe.layout.hardware.device_type import hardware_device_type
+from megapipe.layout.hardware.description import Hardware, HostLink, hardware_device_type, with_named_precision
 from megapipe.layout.hardware.placement import Placement
-from megapipe.layout.hardware.precision import with_named_precision
-from megapipe.layout.moves import moves_to_host, named_offload
-from megapipe.layout.scheduling import num_stages, schedule_options
-from megapipe.layout.stages import VOCABULARY_ALIGNMENT, Keyed, StageLayout, predictions_of
-from megapipe.layout.validation import data_parallel_size, run_problems
-from megapipe.schedules.generators.registry import find_generator
-from megapipe.schedules.load_file import read_file
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.scheduling import num_stages, stage_ranks
+from megapipe.layout.stages import Keyed, StageLayout, predictions_of
+from megapipe.layout.table import LayoutTable, moves_to_host, undecided
+from megapipe.layout.validation import run_problems
+from megapipe.schedules.lowering import Spans
 from megapipe.schedules.offload import Offload
-from megapipe.spec.attention_path import attention_path
-from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops
 from megapipe.spec.parameters import tied_names
@@ -48,53 +45,50 @@ class RunLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Return the number of ranks."""
         return self.placement.num_ranks
 
     @property
     def pipeline(self) -> int:
-        """Pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return self.config.parallel.pipeline
 
     @cached_property
     def chunks(self) -> int:
-        """Stages on each rank."""
+        """Return the number of stages on each rank."""
         return len(self.ranks) // self.pipeline
 
     @property
     def num_microbatches(self) -> int:
-        """Of one replica in a step."""
+        """Return the micro-batches of one replica in a step."""
         return self.config.batch.global_size // (self.config.batch.micro_size * self.costs.data)
 
     @cached_property
-    def recomputed(self) -> list[list[range]]:
-        """Per stage the runs of units that run again as a whole; empty where none do."""
-        return self.stages.recomputed(self.config.recompute)
+    def table(self) -> LayoutTable:
+        """Return the strategy of every layer. Raises ConfigError if no block is left to move to host memory."""
+        return LayoutTable.of(self.config, self.stages)
 
-    @cached_property
+    @property
+    def recomputed(self) -> Spans:
+        """Return per stage the spans of units that are recomputed together; empty without any."""
+        if self.config.recompute.method in ("none", "selective") and not self.config.parallel.layers:
+            return []
+        return self.table.recomputed
+
+    @property
     def moved(self) -> Offload:
-        """What goes to host memory. Raises ConfigError where no block is left to."""
-        return named_offload(self.config, self.stages, self.recomputed)
+        """Return what moves to host memory."""
+        return self.table.offload
 
     @cached_property
     def host(self) -> HostLink:
-        """Of the device with the slowest copies to host memory, where anything moves there."""
+        """Return the link of the device with the slowest copies to host memory."""
         links = [node.host for node in self.placement.nodes if node.host is not None]
         return min(links, key=lambda link: link.bandwidth)
 
-    @property
-    def synchronises_gradients(self) -> bool:
-        """Whether a step sums gradients over ranks that hold the same weights."""
-        return self.costs.replicas > 1 or self.config.parallel.sequence
-
-    @property
-    def gathers_after_update(self) -> bool:
-        """Whether updates leave the weights in shards that are gathered at once (ZeRO 1 and 2)."""
-        return self.costs.of_units.shards > 1 and self.config.zero.stage < 3
-
     @cached_property
     def flops(self) -> tuple[Flops, ...]:
-        """Of a micro-batch through one layer of each kind."""
+        """Return the FLOPs of a micro-batch in one layer of each kind."""
         config = self.config
         return tuple(
             layer_flops(
@@ -119,12 +113,12 @@ def lay_run(
 
     Raises:
         ConfigError: the configuration cannot run on so many ranks, parallel.data and world_size are both left open,
-            more ranks than devices, or something that the cost model cannot tell the time of.
+            more ranks than devices, or something that the cost model cannot time.
     """
-    config = _resolved(config, world_size)
-    parallel = config.parallel
-    sizes = {name: getattr(parallel, name) for name in ("data", "pipeline", "context", "tensor")}
-    placement = Placement(hardware, sizes, node_order)
+    if problems := undecided(config):
+        raise ConfigError(problems)
+    config = with_data(config, world_size)
+    placement = Placement(hardware, MeshShape.of(config.parallel).sizes, node_order)
     config, _ = with_named_precision(config, (node.device for node in placement.nodes))
     problems = run_problems(config, placement.num_ranks)
     if moves_to_host(config):
@@ -148,41 +142,21 @@ def lay_on(config: PretrainConfig, placement: Placement, like: RunLayout | None 
         costs = replace(like.costs, config=config, data=placement.sizes["data"])
         return replace(like, config=config, hardware=placement.hardware, placement=placement, costs=costs)
     hardware, shape = placement.hardware, _shape_of(config)
-    precision = cast(Precision, config.training.precision)
-    device = hardware_device_type(hardware)
-    path = attention_path(config.model, precision, device, config.data.sequence_length)
-    costs = LayoutCosts(
-        config, shape.stages.layers, placement.sizes["data"], path, VOCABULARY_ALIGNMENT, device=device
-    )
-    return RunLayout(config, hardware, placement, costs, ranks=_ranks_of(config), **vars(shape))
+    costs = layout_costs(config, device=hardware_device_type(hardware), layers=shape.stages.layers)
+    return RunLayout(config, hardware, placement, costs, ranks=stage_ranks(config), **vars(shape))
 
 
-def _resolved(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
-    """The configuration with parallel.data filled in, once nothing in it is beyond the cost model."""
-    problems = []
-    if config.recompute.method == "auto":
-        problems.append(
-            "recompute.method auto must be resolved before costs are computed: call planner.recompute_auto.resolved, "
-            "or set none, selective or full"
-        )
-    if config.offload.activations == "auto":
-        problems.append(
-            "offload.activations auto is decided by measurements at the start of a run; set none or blocks to plan "
-            "with"
-        )
+def with_data(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
+    """Return the configuration with parallel.data filled in. Raises ConfigError if nothing determines it."""
     if config.parallel.data is None and world_size is None:
-        problems.append("parallel.data is null and no number of devices is given; set one of them")
-    if problems:
-        raise ConfigError(problems)
-    if config.parallel.data is not None:
-        return config
-    data = data_parallel_size(config, cast(int, world_size))
+        raise ConfigError("parallel.data is null and no number of devices is given; set one of them")
+    data = data_parallel_size(config, world_size or 0)
     return replace(config, parallel=replace(config.parallel, data=data))
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What `RunLayout` takes over of a model in stages, whatever the machine and the batch."""
+    """The fields of `RunLayout` that do not depend on the machine and the batch."""
 
     stages: StageLayout
     classes: tuple[int, ...]
@@ -201,7 +175,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
         predictions_of(config),
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),
-        (config.zero.stage, *sorted(config.zero.layer_stages.items())) if config.zero.layer_stages else (),
+        (config.zero.stage, config.recompute.method, repr(config.parallel.layers)) if config.parallel.layers else (),
     )
     return _cached_shape(Keyed(key, config))
 
@@ -210,29 +184,13 @@ def _shape_of(config: PretrainConfig) -> _Shape:
 def _cached_shape(keyed: Keyed) -> _Shape:
     config: PretrainConfig = keyed.value
     stages = StageLayout.of(config)
-    training = config.training
-    chosen = range(training.fp8_first_kept, config.model.num_layers - training.fp8_last_kept)
-    numbers: dict[tuple[str, bool, int], int] = {}
+    numbers: dict[tuple[object, ...], int] = {}
     classes, kinds = [], []
     for index, layer in enumerate(stages.layers):
-        in_fp8 = layer.kind == "block" and training.fp8 != "none" and layer.index in chosen
-        kind = layer.kind, in_fp8, config.zero.stage_of(layer.name)
+        in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
+        kind = layer.kind, in_fp8, zero_stage_of(config, layer.name), recompute_method(config, layer.name)
         if kind not in numbers:
             numbers[kind] = len(numbers)
             kinds.append(index)
         classes.append(numbers[kind])
     return _Shape(stages, tuple(classes), tuple(kinds), tied_names(stages.layers))
-
-
-def _ranks_of(config: PretrainConfig) -> tuple[int, ...]:
-    """The pipeline rank of every stage."""
-    if config.schedule.file:
-        return tuple(place.rank for place in read_file(Path(config.schedule.file)).header.stages)
-    generator = find_generator(config.schedule.name)
-    chunks = generator.number_of_chunks(schedule_options(config))
-    return _placed(config.schedule.name, config.parallel.pipeline, chunks)
-
-
-@lru_cache(maxsize=1024)
-def _placed(name: str, pipeline: int, chunks: int) -> tuple[int, ...]:
-    return tuple(place.rank for place in find_generator(name).placement(pipeline, chunks).stages)

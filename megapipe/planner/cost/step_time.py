@@ -1,35 +1,149 @@
-"""The terms of an estimated step."""
+"""The terms of an estimated step, and how long its micro-batches take by a walk of the schedule's order."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.layout.order_walk import Order, ShardedRanks, few_ranks
 from megapipe.layout.scheduling import schedule_options
-from megapipe.planner.cost.assumptions import Assumptions
-from megapipe.planner.cost.estimate import Term
-from megapipe.planner.cost.pipeline_time import waiting_of
-from megapipe.planner.cost.replicas import Beside, scalar_seconds, side_by_side, tied_seconds
+from megapipe.planner.cost.estimate import Assumptions, Term
+from megapipe.planner.cost.layer_costs import Beside, StageCosts, scalar_seconds, side_by_side, tied_seconds
+from megapipe.planner.cost.memory import cut_of, sharding_of
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.planner.cost.stages import StageCosts
-from megapipe.planner.cost.traffic_counts import TrafficCounts, traffic_counts
-from megapipe.schedules.generators.registry import find_generator
-from megapipe.schedules.simulation.order_times import OrderCosts
+from megapipe.schedules import Options
+from megapipe.schedules.build import order
+from megapipe.schedules.registry import find_generator
+from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 
 Floats = npt.NDArray[np.float64]
+STEPS = 4
+"""Optimizer steps that are walked or simulated of a schedule without a flush; half of them fill the pipeline."""
+WALKED_PERIODS = (9, 36)
+"""Numbers of periods of an order that are walked first: if all clocks repeat, the remaining periods repeat them."""
+
+
+class Waiting(NamedTuple):
+    """Seconds of a step in which the busiest rank waits for other ranks' compute, and for their messages."""
+
+    bubble: float
+    messages: float
+
+
+def waiting_of(name: str, options: Options, costs: OrderCosts, num_microbatches: int, work: float) -> Waiting:
+    """Return what the rank with the most work waits for in one step of a named schedule.
+
+    Args:
+        name, options: of the schedule.
+        costs: of one layout.
+        num_microbatches: of a step of one replica.
+        work: seconds of a micro-batch on the busiest rank.
+    """
+    if costs.latency.shape[-1] == 1:
+        return Waiting(0.0, 0.0)
+    links = np.array([0.0, 1.0])[:, None, None]
+    both = OrderCosts(*(np.repeat(each, 2, axis=0) for each in costs))
+    both = both._replace(latency=both.latency * links, transfer=both.transfer * links)
+    alone, whole = (float(each) for each in step_seconds(name, options, both, num_microbatches))
+    bubble = max(0.0, alone - num_microbatches * work)
+    return Waiting(bubble, max(0.0, whole - num_microbatches * work - bubble))
+
+
+def step_seconds(
+    name: str, options: Options, costs: OrderCosts, num_microbatches: int, after: Floats | None = None
+) -> Floats:
+    """Return the seconds of a step up to its last backward, for each layout; without a flush those of a later step.
+
+    Long steps are not walked in full where a shorter one shows that all clocks repeat (`OrderGraph.slope`): what the
+    micro-batches between add is then exact. after: as of `OrderGraph.finish`; other arguments as of `waiting_of`.
+    """
+    ranks = costs.latency.shape[-1]
+    generator = find_generator(name)
+    options, period = generator.settled(ranks, num_microbatches, options)
+    key = name, tuple(sorted(options.items())), ranks
+    for periods in WALKED_PERIODS:
+        shown = num_microbatches - (num_microbatches // period - periods) * period
+        if 3 * shown > 2 * num_microbatches:
+            break
+        (graph, *others) = _graphs(*key, shown)
+        if others:
+            break
+        ends = graph.ends(costs)
+        slope = graph.slope(ends, period)
+        if slope is not None:
+            found: Floats = graph.finish(ends, after) + (num_microbatches - shown) // period * slope
+            return found
+    finishes: list[Floats] = [graph.finish(graph.ends(costs), after) for graph in _graphs(*key, num_microbatches)]
+    return finishes[0] if len(finishes) == 1 else (finishes[1] - finishes[0]) / (STEPS - STEPS // 2)
+
+
+@lru_cache(maxsize=64)
+def _graphs(name: str, options: tuple[tuple[str, object], ...], ranks: int, count: int) -> tuple[OrderGraph, ...]:
+    """Return the graph of a step, or without a flush those of `STEPS` / 2 and of `STEPS` steps."""
+    schedule = order(name, ranks, count, **dict(options))  # type: ignore[arg-type]
+    return tuple(OrderGraph(schedule, steps) for steps in ((1,) if schedule.flushes else (STEPS // 2, STEPS)))
+
+
+PERIODS = 3
+"""Periods of an order, the last of which counts for all that follow."""
+
+
+class TrafficCounts(NamedTuple):
+    """By stage, per micro-batch: gathers of all its weights, for forward and backward together, and sums of all its
+    gradients. gathers, sums: nothing of what stays in its buffer from the first micro-batch of a step to the last;
+    all_gathers, all_sums: that too."""
+
+    gathers: Floats
+    sums: Floats
+    all_gathers: Floats
+    all_sums: Floats
+
+
+def traffic_counts(run: RunLayout) -> TrafficCounts:
+    """Return those of a run; zeros where state is not sharded that far."""
+    zero, count = run.config.zero, run.num_microbatches
+    if zero.stage < 2 or run.costs.of_units.shards == 1:
+        return TrafficCounts(*np.zeros((4, len(run.ranks))))
+    units = np.array(run.stages.units_per_stage)
+    cut = cut_of(run)
+    asked, (of_weights, of_gradients) = Order.of(run.config, count), sharding_of(run, cut)
+    sums = _counted(asked, of_gradients, "sums")
+    gathers = np.zeros_like(sums) if of_weights is None else _counted(asked, of_weights, "gathers")
+    gathers, sums = (each[cut.like_few_stages] / units / count for each in (gathers, sums))
+    once = 1.0 / count * (1 + 1e-9)
+    steady = np.where((sums > once) | ((count == 1) & (units > zero.gradient_buffers)), sums, 0.0)
+    return TrafficCounts(np.where(gathers > once, gathers, 0.0), steady, gathers, sums)
+
+
+@lru_cache(maxsize=1024)
+def _counted(asked: Order, sharding: ShardedRanks, part: Literal["gathers", "sums"]) -> Floats:
+    """Return the gathers or sums of each stage of a few ranks in a step."""
+    short, period = asked.short(PERIODS)
+    found: Floats = getattr(few_ranks(short, sharding), part)
+    left = asked.num_microbatches - short.num_microbatches
+    if left:
+        fewer = short._replace(num_microbatches=short.num_microbatches - period)
+        found = found + (found - getattr(few_ranks(fewer, sharding), part)) * (left // period)
+    return found
 
 
 def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> tuple[Term, ...]:
-    """All that a step's time is made of. source: of the kernels' times."""
+    """Return the terms of a step's time, without those of 0 seconds.
+
+    costs: of the stages. assumptions: with the machine's slow-down filled in. source: of the kernels' times.
+    """
     found = _Step(run, costs, assumptions, source).terms()
     return tuple(replace(term, seconds=float(term.seconds)) for term in found if term.seconds)
 
 
 def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, float]]:
-    """Latency and transfer of a message from each pipeline rank to the next, the last one's to the first."""
+    """Return latency and transfer of a message from each pipeline rank to the next, and from the last to the first.
+
+    Scattered sends include the gather that puts the pieces of a message together again.
+    """
     message, tensor = run.costs.stream, run.costs.tensor
     if run.pipeline == 1:
         return [(0.0, 0.0)]
@@ -65,7 +179,7 @@ class _Step:
         return traffic_counts(self.run)
 
     def terms(self) -> Iterator[Term]:
-        """A sharded weight's and gradient's traffic of every micro-batch runs beside its compute."""
+        """Yield all terms. Traffic of sharded weights and gradients of a micro-batch overlaps with its compute."""
         costs, slow, splits = self.costs, self.assumptions.slow_down, self.splits
         backward = costs.input_half + costs.weight_half(apart=splits)
         gathers, sums = self._steady_traffic()
@@ -116,7 +230,7 @@ class _Step:
         yield from self._at_the_end(pace, before)
 
     def _links(self, hops: Floats) -> tuple[Floats, Floats]:
-        """Latencies and transfers as `OrderCosts` has them. hops: by rank, both of a message to the next rank."""
+        """Return latencies and transfers for `OrderCosts`. hops: by rank, both of a message to the next rank."""
         size = self.run.pipeline
         ranks, found = np.arange(size), np.zeros((2, size, size))
         following = (ranks + 1) % size
@@ -125,16 +239,15 @@ class _Step:
         return found[0][None], found[1][None]
 
     def _up_to_the_update(self, backward: Floats, traffic: Floats) -> Floats:
-        """By stage, what an update behind every micro-batch waits for sums that its backward did not hide: each unit's
-        starts when its gradient is there, so that the last one's always is left."""
-        each = zip(backward, traffic, self.costs.layers, strict=True)
-        return np.array(
-            [Beside(work, talk, int(units)).exposed(self.assumptions.slow_down) for work, talk, units in each]
-        )
+        """Return by stage how long an update after every micro-batch waits for sums that its backward did not hide. A
+        unit's sum starts when its gradient is there, so the last one is always exposed."""
+        before = backward * self.costs.first_backward
+        each = zip(backward, traffic, before, self.costs.last_reduction, strict=True)
+        return np.array([Beside(*values).exposed(self.assumptions.slow_down) for values in each])
 
     def _between_backwards(self) -> Floats:
-        """By stage, the share of what runs again that does so between backwards of its micro-batch: all but what the
-        first of them needs, which may be there before the gradient arrives."""
+        """Return by stage the share of recomputation between backwards of a micro-batch: all but the part that the
+        first backward needs, which may be ready before the gradient arrives."""
         found = np.zeros(len(self.costs.ranks))
         for stage, spans in enumerate(self.run.recomputed):
             units = sum(len(span) for span in spans)
@@ -143,15 +256,15 @@ class _Step:
         return found
 
     def _without_buffer(self) -> Floats:
-        """By stage, the share of a stage's sharded weights and gradients that has no buffer while its
-        micro-batch passes: that of the others is over before, or goes on behind, while other stages compute."""
+        """Return by stage the share of sharded weights and gradients that has no buffer while a micro-batch passes.
+        The traffic of the others happens earlier or later, while other stages compute."""
         zero = self.run.config.zero
         buffers = zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
         found: Floats = np.maximum(0.0, 1.0 - buffers / self.costs.layers)
         return found
 
     def _by_chunk(self, values: Floats) -> Floats:
-        """From stages to [chunks, ranks], the chunks of a rank in the order of its stages."""
+        """Return values of stages as [chunks, ranks], the chunks of a rank in the order of its stages."""
         order = np.argsort(self.costs.ranks, kind="stable")
         return values[order].reshape(self.run.pipeline, self.run.chunks).T
 
@@ -163,20 +276,18 @@ class _Step:
 
         yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), self.source)
         yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {self.source}")
-        apart = self.splits
-        tensor = costs.tensor + (costs.tensor_weight if apart else 0.0)
-        context = costs.context + (costs.context_weight if apart else 0.0)
-        yield Term("tensor", once(tensor), costs.tensor_source)
-        yield Term("context", once(context), costs.context_source)
+        yield Term("tensor", once(costs.tensor.microbatch(apart=self.splits)), costs.tensor.source)
+        yield Term("context", once(costs.context.microbatch(apart=self.splits)), costs.context.source)
 
     def _steady_traffic(self) -> tuple[Floats, Floats]:
-        """By stage, what replicas exchange with every micro-batch: gathers ahead of either pass, sums of gradients."""
+        """Return by stage the exchanges of replicas in a micro-batch: gathers before each pass, sums of gradients."""
         counts = self.traffic
         sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
-        return self.costs.gather * counts.gathers / 2, self.costs.reduction * sums
+        reduction = self.costs.sharded_reduction if self.policy.updates_per_step == 1 else self.costs.reduction
+        return self.costs.sharded_gather * counts.gathers / 2, reduction * sums
 
     def _at_the_end(self, pace: _Pace, before: float) -> Iterator[Term]:
-        """before: seconds up to the last backward."""
+        """Yield the terms after the last backward. before: seconds up to it."""
         sums = max(self._reductions(pace, before), self._streamed() - before)
         yield Term("data", sums, "gradient reduction that overlaps with backwards, arXiv 2211.13878")
         tied = tied_seconds(self.run) - sums - self._slack(before)[0]
@@ -189,7 +300,7 @@ class _Step:
         yield Term("data", self._gathers(), "gathers of updated weights (ZeRO 1 and 2)")
 
     def _update(self, pace: _Pace) -> float:
-        """Of the slowest rank; without a flush each rank's is a part of its own work."""
+        """Return the update of the slowest rank; without a flush, each rank's update is a part of its own work."""
         if self.flushes:
             return float(self.costs.by_rank(self.costs.update).max())
         updates = self._of_update
@@ -198,12 +309,11 @@ class _Step:
 
     @cached_property
     def _of_update(self) -> Floats:
-        """Seconds by rank of an update without a flush, and of the gathers of what it leaves in shards."""
-        gathered = self.costs.gather if self.run.gathers_after_update else 0.0
-        return self.costs.by_rank(self.costs.update + gathered)
+        """Return by rank the seconds of an update without a flush and of the gathers that follow it."""
+        return self.costs.by_rank(self.costs.update + self.costs.gather_after)
 
     def _reductions(self, pace: _Pace, before: float) -> float:
-        """What sums of gradients add behind the last backward, of the rank that ends last."""
+        """Return the seconds that sums of gradients add after the last backward, on the rank that ends last."""
         if self.policy.updates_per_step > 1 or not self.costs.reduction.any():
             return 0.0
         earlier = np.concatenate([[0.0], np.cumsum(pace.backward.mean(axis=0))[:-1]])
@@ -211,35 +321,38 @@ class _Step:
         return max(0.0, float((self._sums_left(pace, before) - spare).max()))
 
     def _streamed(self) -> float:
-        """Seconds that the busiest rank's stream of gathers and sums takes for a step, one behind the other, where
-        each stage has both: no step that empties the pipeline ends before.
+        """Return the seconds of the busiest rank's stream of gathers and sums in a step, one after another, if each
+        stage has both: no step that empties the pipeline ends earlier.
 
-        What of it hides behind one micro-batch, or is left at the end, knows nothing of the rest: a stream with little
-        compute beside it is busy all along.
+        The terms of single micro-batches and of the end do not see a stream that little compute keeps always busy.
         """
         if not self.flushes or self.run.config.zero.stage < 2:
             return 0.0
         counts = self.traffic
-        each = self.costs.gather * counts.all_gathers + self.costs.reduction * counts.all_sums
-        return float(self.costs.by_rank(each).max()) * self.count
+        costs = self.costs
+        each = costs.sharded_gather * counts.all_gathers + costs.sharded_reduction * counts.all_sums
+        once = costs.reduction - costs.sharded_reduction
+        return float(costs.by_rank(each * self.count + once).max())
 
     def _sums_left(self, pace: _Pace, before: float) -> Floats:
-        """By rank, what its sums add behind its own last backward, and how much they slow the compute beside them.
+        """Return by rank the seconds that its sums add after its last backward, and their slow-down of compute.
 
         Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
-        and what is left of them goes on beside the backwards of the next chunk.
+        and the remaining ones overlap with the backwards of the next chunk.
         """
         backward, traffic = pace.backward, self._by_chunk(self.costs.reduction)
-        units = np.maximum(1.0, self._by_chunk(self.costs.layers.astype(np.float64)))
-        # Sums of every micro-batch run beside its backward: the last unit's alone is left.
-        last = traffic / units
-        traffic = np.where(self._by_chunk(self.traffic.sums) > 0, last, traffic)
+        overlap = backward * (1 - self._by_chunk(self.costs.first_backward))
+        # Sums of every micro-batch run in the background of its backward: the last layer's is left, and those of units
+        # whose gradients are whole.
+        last = self._by_chunk(self.costs.last_reduction)
+        once = self._by_chunk(self.costs.reduction - self.costs.sharded_reduction)
+        traffic = np.where(self._by_chunk(self.traffic.sums) > 0, np.maximum(last, once), traffic)
         passes = min(self.run.pipeline, self.count) if self.generator.repeats else self.count
         left = hidden = np.zeros(self.run.pipeline)
         for chunk in reversed(range(self.run.chunks)):
             passed = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
             waiting = np.maximum(0.0, left - passed)
-            behind = np.maximum(last[chunk], waiting + traffic[chunk] - backward[chunk] * (1 - 1 / units[chunk]))
+            behind = np.maximum(last[chunk], waiting + traffic[chunk] - overlap[chunk])
             if chunk == 0:
                 behind = np.maximum(0.0, behind - self._slack(before))
             hidden = hidden + left + traffic[chunk] - behind
@@ -247,7 +360,7 @@ class _Step:
         return np.asarray(left + (self.assumptions.slow_down - 1) * np.maximum(0.0, hidden))
 
     def _slack(self, before: float) -> Floats:
-        """Seconds by rank from a batch's last backward to the first forward that needs its update.
+        """Return the seconds by rank from a batch's last backward to the first forward that needs its update.
 
         Without a flush a lazy update waits for all micro-batches of the next batch that are not under way yet, at the
         pace of the step. before: its seconds up to the last backward.
@@ -256,19 +369,21 @@ class _Step:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
         found = np.asarray(pairs * (before / self.count), dtype=np.float64)
-        # The last rank ends its batch ahead of the update of the batch before.
+        # The last rank ends its batch before the update of the previous batch.
         found[-1] += self._of_update[-1]
         return found
 
     def _gathers(self) -> float:
-        """Weights that updates left in shards are whole again before the next forward."""
-        if not self.run.gathers_after_update or not self.flushes:
+        """Return the seconds in which weights that updates left in shards are gathered before the next forward."""
+        totals = self.costs.by_rank(self.costs.gather_after)
+        if not totals.any() or not self.flushes:
             return 0.0
-        totals = self.costs.by_rank(self.costs.gather)
         if not self.assumptions.gathers_beside_forward:
             return float(totals.max())
-        forward = self.costs.by_rank(self.costs.whole_forward)
+        each = zip(self.costs.by_rank(self.costs.whole_forward), totals, self.units, strict=True)
         return max(
-            Beside(float(forward[rank]), float(total), int(self.units[rank])).exposed(self.assumptions.slow_down)
-            for rank, total in enumerate(totals)
+            Beside(float(forward), float(total), float(forward / units), float(total / units)).exposed(
+                self.assumptions.slow_down
+            )
+            for forward, total, units in each
         )

@@ -1,52 +1,99 @@
-"""Fitting a machine's efficiency to rows of training speed, and how well it then tells them."""
+"""Fits of a machine's efficiency to rows of training speed, and how far predictions with it are off.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+The free parameters are the shares of nominal figures that matrix products, memory and links reach. They are found by
+least squares of log speed; errors have no derivative at hand, so slopes are differences over one step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union
 
 import numpy as np
+import numpy.typing as npt
 
-from megapipe.config.errors import ConfigError
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.field_types import PositiveFloat, PositiveInt
+from megapipe.config.load import parse_as, read_dataclass
+from megapipe.config.memory import RecomputeConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig
+from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
+from megapipe.config.untrusted import read_bytes
 from megapipe.layout.hardware.description import Efficiency, Hardware
-from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.fitting.least_squares import Floats, Parameter, fit_parameters, spreads
-from megapipe.planner.fitting.priors import ROW_ERROR, Prior
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.planner.cost.estimate import Assumptions, Estimate
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.fitting.priors import ROW_ERROR, Prior, prior_of
+from megapipe.schedules.registry import find_generator
+
+Floats = npt.NDArray[np.float64]
+DEPENDENT = 1e-9
+"""Relative to the largest singular value of the slopes, the smallest one below which it is rounding."""
+
+
+class Parameter(NamedTuple):
+    """A free parameter: its name, bounds, where the search starts, and the step over which its slope is taken."""
+
+    name: str
+    low: float
+    high: float
+    start: float
+    step: float
+
 
 PARAMETERS = (
     Parameter("ceiling", 0.05, 1.0, 0.7, 0.02),
     Parameter("memory", 0.05, 1.0, 0.7, 0.05),
     Parameter("links", 0.05, 1.0, 0.7, 0.05),
 )
-"""All that is free: shares of the nominal figures that matrix products, memory and links reach. See `Efficiency`."""
+"""Free parameters: shares of the nominal figures that matrix products, memory and links reach. See `Efficiency`."""
 
 
-class FittingRow(Protocol):
-    """Something that was run, and how fast it was."""
+class Optimum(NamedTuple):
+    """The point with the least sum of squared errors, and the errors' slopes there, shape [errors, parameters]."""
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        ...
+    point: Floats
+    slopes: Floats
 
-    @property
-    def source(self) -> str:
-        """Where its speed comes from."""
-        ...
+    def spreads(self, error: float) -> tuple[float, ...]:
+        """Return one standard deviation of each parameter, where that of an error is `error`: as in a linear problem.
 
-    def predict(self, hardware: Hardware) -> Estimate:
-        """The run on a machine; ConfigError where nothing fits."""
-        ...
+        Infinite for parameters that no error depends on, and for all of them where some matter only together.
+        """
+        found = np.full(len(self.point), np.inf)
+        used = self.slopes.any(axis=0)
+        slopes = self.slopes[:, used]
+        if used.any() and np.linalg.matrix_rank(slopes, tol=DEPENDENT * np.linalg.norm(slopes, 2)) == used.sum():
+            found[used] = error * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
+        return tuple(map(float, found))
 
-    def speeds(self, estimate: Estimate) -> tuple[float, float]:
-        """Predicted and measured, in one unit, more being faster."""
-        ...
+
+def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Parameter]) -> Optimum:
+    """Return the parameters with the least sum of squared errors near their start, within their bounds.
+
+    errors: of a point [parameters]; shape [errors].
+    """
+    from scipy.optimize import least_squares  # takes a quarter of a second
+
+    low, high, start, step = (np.array([each[place] for each in parameters]) for place in range(1, 5))
+    found = least_squares(
+        errors, start, bounds=(low, high), x_scale=step, method="dogbox", diff_step=step / start, ftol=1e-6
+    )
+    return Optimum(found.x, found.jac)
+
+
+FittingRow = Union["PublishedRun", "MeasuredRow"]
+"""A run, and how fast it was."""
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """A row beside its prediction. error: predicted over measured speed, less 1. left_out: the same with parameters
-    that were fitted without this row; None for rows that are not fitted."""
+    """A row and its prediction. error: predicted over measured speed, less 1. left_out: the same with parameters that
+    were fitted without this row; None for rows that are not fitted."""
 
     name: str
     source: str
@@ -57,11 +104,11 @@ class RowResult:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Return predicted over measured, less 1."""
         return self.predicted / self.measured - 1.0
 
     def as_json(self) -> dict[str, Any]:
-        """All but the estimate, and what was assumed of the run."""
+        """Return all but the estimate, and what was assumed about the run."""
         config = self.estimate.config
         return {
             "name": self.name,
@@ -78,36 +125,36 @@ class RowResult:
 
 @dataclass(frozen=True)
 class FitResult:
-    """Parameters and how rows come out with them.
+    """Fitted parameters, and predictions of rows with them.
 
-    spreads: one standard deviation of each of `PARAMETERS`, a row's being `ROW_ERROR`; infinite where rows do not tell
-    it. fitted: rows that they were fitted to; told: others. prior: what was known before; None where nothing was.
+    spreads: one standard deviation of each of `PARAMETERS`, where a row's is `ROW_ERROR`; infinite where rows do not
+    determine it. fitted: rows that they were fitted to; unfitted: others. prior: None where nothing was known before.
     """
 
     hardware: Hardware
     efficiency: Efficiency
     spreads: tuple[float, ...]
     fitted: tuple[RowResult, ...]
-    told: tuple[RowResult, ...]
+    unfitted: tuple[RowResult, ...]
     prior: Prior | None = None
 
     @property
     def mean_error(self) -> float:
-        """Of the fitted rows, without sign."""
+        """Return the mean error of the fitted rows, without sign."""
         return float(np.mean([abs(row.error) for row in self.fitted]))
 
     @property
     def worst_error(self) -> float:
-        """Of the fitted rows, without sign."""
+        """Return the largest error of the fitted rows, without sign."""
         return max(abs(row.error) for row in self.fitted)
 
     @property
     def left_out_errors(self) -> tuple[float, ...]:
-        """Of the fitted rows, each told by the others alone, without sign; empty where none was left out."""
+        """Return the errors of fitted rows, each predicted from the others, without sign; may be empty."""
         return tuple(abs(row.left_out) for row in self.fitted if row.left_out is not None)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, machine-readable."""
+        """Return everything, machine-readable."""
         left_out = self.left_out_errors
         return {
             "hardware": self.hardware.name,
@@ -122,12 +169,12 @@ class FitResult:
             "leave_one_out_mean_error": float(np.mean(left_out)) if left_out else None,
             "leave_one_out_worst_error": max(left_out) if left_out else None,
             "rows": [row.as_json() for row in self.fitted],
-            "rows_not_fitted": [row.as_json() for row in self.told],
+            "rows_not_fitted": [row.as_json() for row in self.unfitted],
         }
 
 
 def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
-    """The machine whose devices reach these shares (`PARAMETERS`) of their figures, and are else as they were."""
+    """Return the machine whose devices reach these shares (`PARAMETERS`) of their figures, otherwise unchanged."""
     groups = []
     for group in hardware.groups:
         efficiency = replace(group.device.efficiency, **shares)
@@ -138,16 +185,16 @@ def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
 def fit(
     rows: Sequence[FittingRow],
     hardware: Hardware,
-    told: Sequence[FittingRow] = (),
+    unfitted: Sequence[FittingRow] = (),
     *,
     prior: Prior | None = None,
     leave_one_out: bool = True,
 ) -> FitResult:
-    """The efficiency under which predictions come nearest to the rows, by least squares of log speed.
+    """Return the efficiency under which predictions come nearest to the rows, by least squares of log speed.
 
-    Its half_size and launch stay what they are. prior: what is known of the shares besides; their distance from it
-    counts with the rows' errors. leave_one_out: fit once more without each row, to see how well the others foretell
-    it.
+    Its half_size and launch do not change. unfitted: rows to predict only. prior: what else is known about the shares;
+    their distance from it counts like a row's error. leave_one_out: also fit without each row, to measure how well the
+    others predict it.
 
     Raises:
         ConfigError: fewer rows than parameters, or with leave_one_out not one more; nothing of a row fits.
@@ -159,27 +206,27 @@ def fit(
             f"need {needed} or more; measure more layouts"
         )
     errors = _errors_of(rows, hardware, prior)
-    point = fit_parameters(errors, PARAMETERS)
-    machine = _machine(hardware, point)
+    best = fit_parameters(errors, PARAMETERS)
+    machine = _machine(hardware, best.point)
     left_out: list[float | None] = [None] * len(rows)
     if leave_one_out:
         for index, row in enumerate(rows):
             others = [*rows[:index], *rows[index + 1 :]]
             without = fit_parameters(_errors_of(others, hardware, prior), PARAMETERS)
-            left_out[index] = judge(row, _machine(hardware, without)).error
+            left_out[index] = judge(row, _machine(hardware, without.point)).error
     fitted = (judge(row, machine, left) for row, left in zip(rows, left_out, strict=True))
     return FitResult(
         machine,
         machine.groups[0].device.efficiency,
-        spreads(errors, PARAMETERS, point, ROW_ERROR),
+        best.spreads(ROW_ERROR),
         tuple(fitted),
-        tuple(judge(row, machine) for row in told),
+        tuple(judge(row, machine) for row in unfitted),
         prior,
     )
 
 
 def judge(row: FittingRow, hardware: Hardware, left_out: float | None = None) -> RowResult:
-    """A row beside its prediction on a machine as it is."""
+    """Return a row and its prediction on a machine as it is."""
     estimate = row.predict(hardware)
     predicted, measured = row.speeds(estimate)
     return RowResult(row.name, row.source, measured, predicted, left_out, estimate)
@@ -190,7 +237,7 @@ def _machine(hardware: Hardware, point: Floats) -> Hardware:
 
 
 def _errors_of(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | None) -> Callable[[Floats], Floats]:
-    """Of a point: the rows' log errors, and behind them its distances from the prior."""
+    """Return a function from a point to the rows' log errors, followed by the point's distances from the prior."""
 
     def errors(point: Floats) -> Floats:
         machine = _machine(hardware, point)
@@ -199,3 +246,322 @@ def _errors_of(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | No
         return found if prior is None else np.concatenate([found, prior.errors(point)])
 
     return errors
+
+
+def report_lines(result: FitResult, unit: str) -> Iterator[str]:
+    """Yield a fit's parameters, before and after, its rows and their errors; unit: of their speeds."""
+    values = ", ".join(f"{each.name} {getattr(result.efficiency, each.name):.3f}" for each in PARAMETERS)
+    yield f"{len(PARAMETERS)} free parameters of {result.hardware.name}: {values}"
+    yield from parameter_lines(result)
+    yield f"{'row':<10}{unit:>10}{'predicted':>11}{'error':>9}{'left out':>10}  assumed"
+    for row in result.fitted:
+        yield _row_line(row)
+    yield f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
+    left_out = result.left_out_errors
+    if left_out:
+        yield f"left out: mean error {sum(left_out) / len(left_out):.1%}, worst {max(left_out):.1%}"
+    if result.unfitted:
+        yield "not fitted, foretold:"
+    for row in result.unfitted:
+        yield f"{_row_line(row)}; {row.source}"
+
+
+def parameter_lines(result: FitResult) -> Iterator[str]:
+    """Yield each parameter before and after, with one standard deviation in percent."""
+    yield f"{'share':<10}{'before':>16}{'fitted':>17}  +-: one standard deviation, a row's being {ROW_ERROR:.0%}"
+    for each, spread in zip(PARAMETERS, result.spreads, strict=True):
+        share = getattr(result.efficiency, each.name)
+        after = f"{share:.3f} +-{spread / share:4.0%}" if isfinite(spread) else f"{share:.3f}, not determined"
+        before, origin = "unknown", ""
+        if result.prior is not None:
+            belief = result.prior.beliefs[each.name]
+            before, origin = f"{belief.mean:.3f} +-{result.prior.width:4.0%}", f"  before: {belief.origin}"
+        yield f"{each.name:<10}{before:>16}{after:>17}{origin}"
+
+
+def _row_line(row: RowResult) -> str:
+    config = row.estimate.config
+    left_out = "" if row.left_out is None else f"{row.left_out:+.1%}"
+    assumed = f"micro-batch {config.batch.micro_size}"
+    if config.schedule.chunks is not None:
+        assumed += f", {config.schedule.chunks} chunks"
+    return f"{row.name:<10}{row.measured:>10.4g}{row.predicted:>11.4g}{row.error:>+9.1%}{left_out:>10}  {assumed}"
+
+
+H100_TABLE = "Megatron-LM, table of training speed on H100"
+"""The table is a picture in its README; four more rows could not be read."""
+SC21 = "Narayanan et al. 2021, arXiv 2104.04473, table 1"
+"""Five rows were read in the paper, the others in two transcriptions of it, which agree with one another and with
+these five."""
+MICRO_SIZES = (1, 2, 4, 8)
+"""Samples of a micro-batch that are tried."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Common properties of the runs of a table.
+
+    counts: which FLOPs its figures count: those of the model, or executed ones, with what is recomputed. base: fields
+    of all runs. pieces: tensor ranks gather and scatter tokens in one piece per rank, overlapping with their products.
+    """
+
+    counts: Literal["model", "executed"]
+    base: PretrainConfig
+    assumptions: Assumptions
+    pieces: bool = False
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One row of a table, as `fit` takes it.
+
+    heads, hidden, layers: sizes of the model. tensor, pipeline, devices, batch: of the run. tflops: its speed, per
+    device and second, in 1e12, counted as `Conditions.counts` says. source: of the speed.
+    """
+
+    conditions: Conditions
+    source: str
+    name: str
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipeline: int
+    devices: int
+    batch: int
+    tflops: float
+
+    def predict(self, hardware: Hardware) -> Estimate:
+        """Return the fastest run that fits, of all that the row leaves open. Raises ConfigError where none does."""
+        found = [estimate(each, hardware, assumptions=self.conditions.assumptions) for each in self.candidates()]
+        fitting = [each for each in found if each.fits]
+        if not fitting:
+            raise ConfigError(
+                f"row {self.name}: none of {len(found)} layouts fits the memory of {hardware.name!r}; use devices "
+                "with more memory"
+            )
+        return min(fitting, key=lambda each: each.step_seconds)
+
+    def speeds(self, estimate: Estimate) -> tuple[float, float]:
+        """Return predicted and published TFLOP/s per device."""
+        flops = estimate.model_flops if self.conditions.counts == "model" else estimate.executed_flops
+        return flops / estimate.step_seconds / estimate.world_size / 1e12, self.tflops
+
+    def candidates(self) -> Iterator[PretrainConfig]:
+        """Yield the row's run with every micro-batch size and number of chunks that it may have had: no table names
+        them."""
+        base = self.conditions.base
+        data = self.devices // (self.tensor * self.pipeline)
+        model = replace(base.model, num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads)
+        sequence = base.parallel.sequence and self.tensor > 1
+        for micro_size in MICRO_SIZES:
+            if self.batch % (micro_size * data):
+                continue
+            for chunks in self._chunk_counts(self.batch // (micro_size * data)):
+                parallel = ParallelConfig(
+                    tensor=self.tensor,
+                    pipeline=self.pipeline,
+                    data=data,
+                    sequence=sequence,
+                    sequence_chunks=self.tensor if self.conditions.pieces and sequence else 1,
+                    layers_per_stage=self._even_stages(chunks),
+                )
+                interleaved = ScheduleConfig(name=find_generator(ScheduleConfig.name).looped, chunks=chunks)
+                yield replace(
+                    base,
+                    model=model,
+                    batch=BatchConfig(global_size=self.batch, micro_size=micro_size),
+                    parallel=parallel,
+                    schedule=interleaved if self.pipeline > 1 else ScheduleConfig(),
+                )
+
+    def _chunk_counts(self, microbatches: int) -> tuple[int, ...]:
+        """Return the possible numbers of stages per rank: several where layers and micro-batches divide, as
+        interleaving needs."""
+        if self.pipeline == 1:
+            return (1,)
+        several = [
+            chunks
+            for chunks in range(2, self.layers // self.pipeline + 1)
+            if self.layers % (self.pipeline * chunks) == 0
+        ]
+        return tuple(several) if several and microbatches % self.pipeline == 0 else ()
+
+    def _even_stages(self, chunks: int) -> list[int]:
+        """Return the same number of blocks for each stage, and embedding and head also in the first and the last."""
+        stages = self.pipeline * chunks
+        sizes = [self.layers // stages] * stages
+        sizes[0] += 1
+        sizes[-1] += 1
+        return sizes
+
+
+def _model(vocabulary: int, positions: int, *, attention: Literal["unfused", "sdpa"], dropout: float) -> ModelConfig:
+    return ModelConfig(
+        vocabulary_size=vocabulary,
+        max_positions=positions,
+        activation="gelu_tanh",
+        attention=attention,
+        attention_dropout=dropout,
+        hidden_dropout=dropout,
+        embedding_dropout=dropout,
+    )
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """Runs on one machine. rows: those that parameters are fitted to. unfitted: others, which are only predicted."""
+
+    name: str
+    hardware: str
+    title: str
+    rows: tuple[PublishedRun, ...]
+    unfitted: tuple[PublishedRun, ...] = ()
+
+
+_on_a100 = partial(
+    PublishedRun,
+    Conditions(
+        "executed",
+        PretrainConfig(
+            model=_model(51200, 2048, attention="unfused", dropout=0.1),
+            data=DataConfig(sequence_length=2048),
+            training=TrainingConfig(precision="fp16"),
+            recompute=RecomputeConfig(method="full"),
+        ),
+        Assumptions(scattered_sends=True, waits_for_sends=True, megatron_kernels=True),
+    ),
+    SC21,
+)
+_on_h100 = partial(
+    PublishedRun,
+    Conditions(
+        "model",
+        PretrainConfig(
+            model=_model(131072, 4096, attention="sdpa", dropout=0.0),
+            data=DataConfig(sequence_length=4096),
+            training=TrainingConfig(precision="bf16"),
+            zero=ZeroConfig(stage=1),
+            parallel=ParallelConfig(sequence=True),
+        ),
+        Assumptions(gathers_beside_forward=True, megatron_kernels=True),
+        pieces=True,
+    ),
+    H100_TABLE,
+)
+A100 = PublishedTable(
+    name="sc21",
+    hardware="a100-80",
+    title="GPT on A100: " + SC21,
+    rows=(
+        _on_a100("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137.0),
+        _on_a100("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142.0),
+        _on_a100("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138.0),
+        _on_a100("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148.0),
+        _on_a100("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163.0),
+    ),
+    unfitted=(
+        _on_a100("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138.0),
+        _on_a100("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135.0),
+        _on_a100("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140.0),
+        _on_a100("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155.0),
+        _on_a100("1008B", 160, 25600, 128, 8, 64, 3072, 3072, 163.0),
+    ),
+)
+H100 = PublishedTable(
+    name="h100",
+    hardware="h100",
+    title="GPT on H100: " + H100_TABLE,
+    rows=(
+        _on_h100("1.7B", 16, 2048, 24, 1, 1, 48, 192, 408.8),
+        _on_h100("16B", 48, 6144, 32, 4, 1, 192, 192, 489.1),
+        _on_h100("70B", 64, 8192, 84, 8, 2, 768, 384, 419.7),
+        _on_h100("177B", 96, 12288, 96, 8, 6, 2304, 1152, 432.8),
+        _on_h100("462B", 144, 18432, 112, 8, 16, 6144, 3072, 459.9),
+    ),
+)
+TABLES = {table.name: table for table in (A100, H100)}
+"""By name."""
+
+
+def fit_table(name: str, *, leave_one_out: bool = True) -> FitResult:
+    """Fit a table of published rows, starting from published rates of its machine; ConfigError for an unknown name."""
+    table = find_table(name)
+    hardware, prior = load_hardware(table.hardware), prior_of(table.hardware)
+    return fit(table.rows, hardware, table.unfitted, prior=prior, leave_one_out=leave_one_out)
+
+
+def find_table(name: str) -> PublishedTable:
+    """Return a table of published rows by its name; ConfigError for an unknown one."""
+    if name not in TABLES:
+        raise ConfigError(f"unknown rows {name!r}{nearest(name, TABLES)} (known: {', '.join(TABLES)})")
+    return TABLES[name]
+
+
+LARGEST_FILE = 1_000_000
+"""Maximum number of characters of a file of rows."""
+
+
+@dataclass(frozen=True)
+class WrittenRow:
+    """A row of a user's file. config: file of the run, relative to this file. overrides: fields of it to change."""
+
+    name: str
+    config: str
+    devices: PositiveInt
+    step_seconds: PositiveFloat
+    overrides: dict[str, Any] = field(default_factory=dict)
+    model: Literal["gpt", "bert"] = "gpt"
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """A user's file."""
+
+    rows: tuple[WrittenRow, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A run and the seconds that its step took; its speed is in tokens per second."""
+
+    name: str
+    config: PretrainConfig
+    devices: int
+    step_seconds: float
+    source: str
+
+    def predict(self, hardware: Hardware) -> Estimate:
+        """Return the estimate on a machine, whether the run fits or not: it has run."""
+        return estimate(self.config, hardware, world_size=self.devices)
+
+    def speeds(self, estimate: Estimate) -> tuple[float, float]:
+        """Return predicted and measured tokens per second."""
+        predicted = estimate.tokens_per_second
+        return predicted, predicted * estimate.step_seconds / self.step_seconds
+
+
+def fit_rows(path: str, hardware: Hardware) -> FitResult:
+    """Fit a machine to the rows of a file; see the head of this module. Raises ConfigError for all that is wrong."""
+    return fit(read_rows(path), hardware)
+
+
+def read_rows(path: str) -> tuple[MeasuredRow, ...]:
+    """Return the rows of a file. Raises ConfigError that names every wrong row."""
+    try:
+        text = read_bytes(Path(path), ConfigError, LARGEST_FILE).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rows file {path!r} cannot be read: {error}; choose a readable YAML file") from None
+    problems: list[str] = []
+    found = []
+    for index, row in enumerate(read_dataclass(RowsFile, text, path, LARGEST_FILE).rows):
+        overrides = [f"--{name}={value}" for name, value in row.overrides.items()]
+        arguments = ["--config", str(Path(path).parent / row.config), *overrides]
+        try:
+            config = parse_as(BertPretrainConfig if row.model == "bert" else PretrainConfig, arguments)
+            found.append(MeasuredRow(row.name, config, row.devices, row.step_seconds, f"measured, {path}"))
+        except ConfigError as error:
+            problems += [f"{path}: rows[{index}] {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(found)

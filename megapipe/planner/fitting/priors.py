@@ -1,9 +1,12 @@
-"""What is known of a machine's shares before any row of training speed is seen.
+"""Prior knowledge of a machine's shares, before any row of training speed: published rates of single kernels.
 
-Five rows of a table do not fix three shares: without the smallest model, the others hardly tell memory's share. So
-each share starts from published rates of single kernels and collectives, none of them a row of training speed: it is
-taken to lie around their geometric mean, its logarithm normally distributed. Fitting then is ridge regression in
-logarithms (Hoerl and Kennard 1970, doi 10.1080/00401706.1970.10488634): rows move a share as far as they tell it.
+Five rows of a table do not determine three shares: without the smallest model, the others hardly depend on memory's
+share. So each share starts from published rates of single kernels and collectives, none of them a row of training
+speed: its logarithm is taken to be normally distributed around that of their geometric mean. Fitting then is ridge
+regression in logarithms (Hoerl and Kennard 1970, doi 10.1080/00401706.1970.10488634).
+
+A device's `half_size` and `launch` come from published rates of matrix products alone, because rows of training speed
+hardly depend on how much slower a small product is. All are cuBLAS, of square matrices: size against TFLOP/s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +15,14 @@ from math import exp, fsum, log
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.planner.cost.kernels import UNFUSED_LOSS_BYTES
-from megapipe.planner.fitting.least_squares import Floats
-from megapipe.planner.fitting.products import A100_FP16, H100_BF16, ceiling_of, law_of
+from megapipe.layout.hardware.description import Device, Efficiency
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.roofline import Product, fit_efficiency
+from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES
+
+Floats = npt.NDArray[np.float64]
 
 WIDTH = 0.3
 """One standard deviation of a share's logarithm, for all shares and machines: as the rates of `MEMORY` scatter."""
@@ -26,7 +32,7 @@ ROW_ERROR = 0.03
 
 @dataclass(frozen=True)
 class Rate:
-    """A published rate. reached, nominal: in one unit, such as bytes per second; source: where the first stands."""
+    """A published rate. reached, nominal: in one unit, such as bytes per second; source: of the first."""
 
     what: str
     reached: float
@@ -35,7 +41,7 @@ class Rate:
 
     @property
     def share(self) -> float:
-        """Reached of nominal."""
+        """Return the reached share of the nominal rate."""
         return self.reached / self.nominal
 
 
@@ -45,7 +51,7 @@ _APEX = "github.com/NVIDIA/apex, pull request 1037, on a GA100 (taken to be the 
 _QUACK = "github.com/Dao-AILab/quack, media/2025-07-10-membound-sol.md"
 _LIGER = "github.com/linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, megatron-unfused, vocabulary 131072"
 _LOSS_LOGITS, _LOSS_SECONDS = 8192 * 131072, 21.25e-3
-"""Of its row `backward` of June 2026, which the benchmark's script times together with the forward: 2048 by 4 tokens,
+"""Its row `backward` of June 2026, which the benchmark's script times together with the forward: 2048 by 4 tokens,
 in bf16, on an H100 of 80 GB."""
 MEMORY: Mapping[str, tuple[Rate, ...]] = {
     "a100-80": (
@@ -81,12 +87,25 @@ LINKS: Mapping[str, tuple[Rate, ...]] = {
         Rate("an adapter, 46 to 48", 47e9, 50e9, "github.com/NVIDIA/nccl-tests, issue 290, NVIDIA's figure"),
     ),
 }
-"""Large messages of NCCL's own benchmark, nothing beside them; by preset."""
+"""Large messages of NCCL's own benchmark, nothing else running; by preset."""
+A100_FP16 = {
+    512: 23.831273, 640: 39.384616, 768: 63.195428, 896: 78.051553, 1024: 99.864382, 1152: 135.726544,
+    1280: 157.538463, 1408: 155.765024, 1536: 181.484314, 1664: 179.978245, 1792: 175.616000, 1920: 209.454544,
+    2048: 204.600198, 2176: 201.236485, 2304: 248.831991, 2432: 222.971938, 2560: 246.375951, 2688: 219.266228,
+    2816: 238.329010, 2944: 256.886772, 3072: 239.928400, 3200: 255.999988, 3328: 239.970975, 3456: 258.402470,
+    3584: 265.237152, 3712: 250.369276, 3840: 250.775504, 3968: 248.521248, 4096: 264.208112,
+}  # fmt: skip
+"""One A100-SXM4-40GB, one call at a time: github.com/xanderdunn/fused-gelu-testing, README of early 2023, which shows
+what the tutorial of triton-lang.org on matrix products prints. Its sizes 256 and 384 are left out: 9.2 and 11.3
+microseconds, all launch."""
+H100_BF16 = {4096: 716.0, 6144: 741.1, 8192: 797.8}
+"""One H100 SXM, the mean of calls in a row: github.com/pranjalssh/fast.cu, README (the first size in its later, the
+others in its earlier version)."""
 
 
 @dataclass(frozen=True)
 class Belief:
-    """A share before rows are seen. mean: its likeliest value; origin: what it comes from, in a few words."""
+    """A share before rows are seen. mean: its likeliest value; origin: where it comes from, in a few words."""
 
     mean: float
     origin: str
@@ -94,25 +113,25 @@ class Belief:
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known of all shares: `beliefs` by parameter's name, in the order of the parameters; see `WIDTH`."""
+    """Prior knowledge of all shares: `beliefs` by parameter's name, in the order of the parameters; see `WIDTH`."""
 
     beliefs: Mapping[str, Belief]
     width: float = WIDTH
 
     def errors(self, point: Floats) -> Floats:
-        """How far a point [parameters] lies from the means, in the unit of a row's error, so that both add up."""
+        """Return the distances of a point [parameters] from the means, in the unit of a row's error."""
         means = np.array([belief.mean for belief in self.beliefs.values()])
         distances: Floats = np.log(point / means) * (ROW_ERROR / self.width)
         return distances
 
     def as_json(self) -> dict[str, Any]:
-        """Machine-readable."""
+        """Return everything, machine-readable."""
         means = {name: {"mean": belief.mean, "origin": belief.origin} for name, belief in self.beliefs.items()}
         return {"width": self.width, "row_error": ROW_ERROR, "shares": means}
 
 
 def prior_of(name: str) -> Prior:
-    """Of a preset that rows were published for (`MEMORY`)."""
+    """Return the prior of a preset that rows were published for (`MEMORY`)."""
     return Prior(
         {
             "ceiling": _products(name),
@@ -128,9 +147,41 @@ def _middle(rates: Sequence[Rate], what: str) -> Belief:
 
 
 def _products(name: str) -> Belief:
-    """The rate that an endless product would reach, by those that `half_size` comes from."""
+    """Return the rate that an infinitely large product would reach, by those that `half_size` comes from."""
     device = load_hardware(name).groups[0].device
     if name == "a100-80":
         return Belief(law_of(device, "fp16", A100_FP16).ceiling, f"{len(A100_FP16)} published products")
     ceiling = ceiling_of(device, "bf16", H100_BF16, device.efficiency.launch)
     return Belief(ceiling, f"{len(H100_BF16)} published products")
+
+
+def law_of(device: Device, dtype: str, rates: Mapping[int, float]) -> Efficiency:
+    """Return ceiling, half_size and launch of products that were measured one at a time. rates: TFLOP/s by size."""
+    products = [Product(size, size, size, _seconds(size, rate)) for size, rate in rates.items()]
+    return fit_efficiency(device, dtype, products)
+
+
+def half_size_of(rates: Mapping[int, float], launch: float) -> float:
+    """Return the half_size of products of about three sizes, whose launch is known. rates: TFLOP/s by size."""
+    slope, endless = _third_roots(rates, launch)
+    return slope / endless
+
+
+def ceiling_of(device: Device, dtype: str, rates: Mapping[int, float], launch: float) -> float:
+    """Return the ceiling of the same products: the share of the peak that an infinitely large one would reach."""
+    _, endless = _third_roots(rates, launch)
+    return endless**-3 / device.peak(dtype)
+
+
+def _third_roots(rates: Mapping[int, float], launch: float) -> tuple[float, float]:
+    """Return slope and start of the line of least squares through the third roots of seconds over FLOPs against
+    1 / size. By the law of `Efficiency`, the start is that of an infinitely large product, and the slope `half_size`
+    times it."""
+    sizes = np.array(list(rates), dtype=np.float64)
+    seconds = np.array([_seconds(size, rate) for size, rate in rates.items()]) - launch
+    slope, start = np.polyfit(1.0 / sizes, (seconds / (2.0 * sizes**3)) ** (1.0 / 3.0), 1)
+    return float(slope), float(start)
+
+
+def _seconds(size: int, rate: float) -> float:
+    return 2.0 * size**3 / (rate * 1e12)

@@ -1,35 +1,319 @@
-"""What no layout can go below: seconds by its compute and traffic, bytes by its state and the activations in flight.
+"""Lower bounds of a layout's step time and of its fullest rank's memory.
 
-Both leave out what only ever adds, so that they stay below `planner.cost.model.estimate`, and need no cut of the model
-into stages: how many blocks a stage can have at most and at least is enough.
+Bounds know how ranks, stages and samples are divided, where stages are placed and whether backwards are split, but no
+schedule by name; a generator may bring a tighter bound of the micro-batches that its ranks hold (`Generator.held`).
+They leave out only what adds to `planner.cost.model.estimate`, so they never exceed it.
+
+They factor by dimension: seconds and bytes of a layer depend on the ranks that share it, on the micro-batch and on the
+recomputation (`LayerFigures`); the pipeline, the replicas and the schedule only weigh them. So `of_mesh` and
+`of_branch` bound whole branches of the space, of which no layout is made, by the best figures of their choices.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.scheduling import schedule_options
-from megapipe.planner.cost.assumptions import ENGINE, Assumptions
-from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.galvatron.costs import overlapped
-from megapipe.planner.search.figures import LayerFigures, LayerWork, MicrobatchSeconds
-from megapipe.planner.search.layouts import Layout, Shape
-from megapipe.planner.search.space import Recompute, ZeroStage
-from megapipe.planner.search.stage_limits import StageLimiter
-from megapipe.planner.search.stage_seconds import StageSeconds
-from megapipe.schedules.generators.registry import find_generator
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.hardware.collectives import GroupLinks
+from megapipe.layout.hardware.description import Hardware, hardware_device_type
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.scheduling import schedule_options, splits_backwards
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of, predictions_of
+from megapipe.layout.units import Unit, UnitCosts, layer_units
+from megapipe.planner.cached import cached_method
+from megapipe.planner.cost.estimate import ENGINE, Assumptions
+from megapipe.planner.cost.layer_costs import group_seconds, layer_exchange_seconds, shard_groups, side_by_side
+from megapipe.planner.cost.layer_times import LayerTimes, PhaseSeconds
+from megapipe.planner.cost.run_layout import RunLayout, lay_on
+from megapipe.planner.cost.step_time import TrafficCounts, traffic_counts
+from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Recompute, Shape, ZeroStage
+from megapipe.schedules.registry import find_generator
+from megapipe.spec.attention_path import attention_path
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.layers import layer_flops
+from megapipe.spec.parameters import LayerSpec, tied_names
 
 Floats = npt.NDArray[np.float64]
 
 ROUNDING = 1e-9
-"""Relative, by which sums of the same terms in another order may differ at the most."""
+"""Relative difference between sums of the same terms in another order, at most."""
+
+
+class LayerWork(NamedTuple):
+    """Seconds of a micro-batch in one layer, including waits for tensor and context ranks that nothing hides.
+
+    again: of what is recomputed as a whole.
+    """
+
+    forward: float
+    backward: float
+    again: float
+
+    @property
+    def whole(self) -> float:
+        """Return the sum."""
+        return self.forward + self.backward + self.again
+
+
+class MicrobatchWork(NamedTuple):
+    """Seconds of one micro-batch in the embedding, in the fastest block and in the head."""
+
+    embedding: LayerWork
+    block: LayerWork
+    head: LayerWork
+
+    def parts(self) -> list[float]:
+        """Return all seconds of the three layers, then their forwards, then their backwards without recomputation."""
+        return [*(each.whole for each in self), *(each.forward for each in self), *(each.backward for each in self)]
+
+
+class MicrobatchBytes(NamedTuple):
+    """Bytes of one micro-batch on one rank. block, embedding, head: held from a layer's forward to its backward.
+    working: recomputed by the backward of a block. stream: of a message between stages."""
+
+    block: float
+    embedding: float
+    head: float
+    working: float
+    stream: float
+
+
+class StateFigures(NamedTuple):
+    """Bytes between steps of a block, of the embedding and of the head, each with its use of tied weights.
+
+    tied: of these, what one rank with both uses would hold once. elements: of the flat buffers of a block that are
+    sharded, whole. shards: ranks that share most of them.
+    """
+
+    block: float
+    embedding: float
+    head: float
+    tied: float
+    elements: int
+    shards: int
+
+
+class ReplicaSeconds(NamedTuple):
+    """Seconds of gathering a block's weights, and of reducing its gradients, over its replicas."""
+
+    gather: float = 0.0
+    reduction: float = 0.0
+
+
+class LayerFigures:
+    """Figures of the layers of one run on one machine.
+
+    times: of layers; those of a micro-batch may depend on what one rank does with it, but not on the pipeline or on
+    the replicas.
+    """
+
+    def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
+        self._base, self._hardware, self._devices, self._times = base, hardware, devices, times
+        self._layers = layers_of(base)
+        self._tied = set(tied_names(self._layers))
+        self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
+        # Blocks differ only in their times, if some of them compute in fp8: the first, a middle and the last.
+        training = base.training
+        apart = {0} | ({training.fp8_first_kept, base.model.num_layers - 1} if training.fp8 != "none" else set())
+        self._blocks = [layer for layer in self._layers if layer.kind == "block" and layer.index in apart]
+        self._embedding, self._head = (
+            next(layer for layer in self._layers if layer.kind == kind) for kind in ("embedding", "head")
+        )
+        precision: Precision = training.precision  # type: ignore[assignment]
+        self._device = hardware_device_type(hardware)
+        self._path = attention_path(base.model, precision, self._device, base.data.sequence_length)
+
+    def traffic(self, shape: Shape | Branch, zero: ZeroStage) -> ReplicaSeconds:
+        """Return the traffic of a block over the replicas of a shape."""
+        return self._traffic(shape.data, shape.pipeline, shape.context, shape.tensor, zero)
+
+    def _costs(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> LayoutCosts:
+        """Return the sizes of the layers on one pipeline rank that has all of them."""
+        base, data = self._base, self._devices // (tensor * context)
+        sizes = {"data": data, "tensor": tensor, "context": context, "pipeline": 1}
+        chunks = {"sequence": sequence > 0, "sequence_chunks": max(1, sequence)}
+        config = replace(
+            base,
+            parallel=replace(base.parallel, **sizes, **chunks),  # type: ignore[arg-type]
+            batch=replace(base.batch, micro_size=micro_size),
+            recompute=replace(base.recompute, method=recompute),
+            zero=replace(base.zero, stage=0),
+        )
+        return LayoutCosts(config, self._layers, data, self._path, VOCABULARY_ALIGNMENT, device=self._device)
+
+    @cached_method
+    def held(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> MicrobatchBytes:
+        costs = self._costs(tensor, context, micro_size, sequence, recompute)
+        whole, stream = float(costs.kept(self._blocks[0])), float(costs.stream)
+        edges = float(costs.kept(self._embedding)), float(costs.kept(self._head))
+        if recompute != "full":
+            return MicrobatchBytes(whole, *edges, 0.0, stream)
+        return MicrobatchBytes(
+            min(whole, stream / costs.config.recompute.every), *edges, max(0.0, whole - stream), stream
+        )
+
+    @cached_method
+    def work(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> MicrobatchWork:
+        config = self._costs(tensor, context, micro_size, sequence, recompute).config
+        block = min((self._of_layer(config, each) for each in self._blocks), key=lambda work: work.whole)
+        return MicrobatchWork(self._of_layer(config, self._embedding), block, self._of_layer(config, self._head))
+
+    def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
+        found = self._times.of(config, layer)
+        backward = found.backward_input + found.backward_weight
+        # With recompute.num_blocks, only some of the blocks are recomputed.
+        whole = config.recompute.method == "full" and layer.kind == "block"
+        again = found.recompute if whole and config.recompute.num_blocks is None else 0.0
+        if not whole:
+            backward += found.recompute
+        products = PhaseSeconds(found.forward, found.backward_input, found.backward_weight)
+        waiting = PhaseSeconds()
+        parallel, kind = config.parallel, (layer.kind, layer.index)
+        key = parallel.tensor, parallel.context, config.batch.micro_size
+        if parallel.tensor > 1:
+            chunks = parallel.sequence_chunks
+            traffic = self._waiting(*key, chunks if parallel.sequence else 0, "tensor")[kind]
+            # Chunks of sequence parallelism overlap as in `cost.layer_costs`, but without a slow-down.
+            exposed = _outlasting(traffic.scaled(1.0 - 1.0 / chunks), products)
+            waiting = exposed.plus(traffic.scaled(1.0 / chunks)) if chunks > 1 else traffic
+        if parallel.context > 1 and found.waits is None:
+            traffic = self._waiting(*key, 0, "context")[kind]
+            # Rings overlap with attention, which is at most all of the products.
+            waiting = waiting.plus(_outlasting(traffic, products) if parallel.context_attention == "ring" else traffic)
+        return LayerWork(
+            found.forward + waiting.forward,
+            backward + waiting.backward_input,
+            again + (waiting.forward if again else 0.0),
+        )
+
+    @cached_method
+    def _waiting(
+        self, tensor: int, context: int, micro_size: int, sequence: int, group: str
+    ) -> dict[tuple[str, int], PhaseSeconds]:
+        """Return the exchange times of a group, tensor or context, for each layer by its kind and index."""
+        costs = self._costs(tensor, context, micro_size, sequence, "none")
+        placement = self._placement(costs.data, 1, context, tensor)
+        return {
+            (layer.kind, layer.index): layer_exchange_seconds(costs, placement, layer, group)
+            for layer in (self._embedding, *self._blocks, self._head)
+        }
+
+    def _units(self, tensor: int, zero: ZeroStage, replicas: int) -> UnitCosts:
+        base = self._base
+        parallel = replace(base.parallel, tensor=tensor, data=replicas, context=1)
+        config = replace(base, parallel=parallel, zero=replace(base.zero, stage=zero))
+        return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
+
+    def _unit(self, layer: LayerSpec) -> Unit:
+        """Return a layer without its tied weights."""
+        return Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in self._tied))
+
+    @cached_method
+    def state(self, tensor: int, zero: ZeroStage, replicas: int) -> StateFigures:
+        units = self._units(tensor, zero, replicas)
+        embedding, head = self._unit(self._embedding), self._unit(self._head)
+        tied = float(sum(units.state(Unit((self._specs[name],), tied=True)).total for name in self._tied))
+        edges = units.state(embedding).total + tied, units.state(head).total + tied
+        blocks = layer_units(self._blocks[0], self._tied, units.config.zero)
+        lasting = float(sum(units.state(unit).total for unit in blocks))
+        sharded = sum(units.elements(unit) for unit in blocks if units.shards_of(unit) > 1 or units.shards == 1)
+        return StateFigures(lasting, *edges, tied, sharded, units.shards)
+
+    @cached_method
+    def _placement(self, data: int, pipeline: int, context: int, tensor: int) -> Placement:
+        sizes = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+        return Placement(self._hardware, sizes)
+
+    @cached_method
+    def _slowest_group(self, data: int, pipeline: int, context: int, tensor: int) -> GroupLinks | None:
+        """Return the slowest group of replicas; None if the mesh does not divide nodes evenly, because its groups take
+        long to find there."""
+        placement = self._placement(data, pipeline, context, tensor)
+        if data * context == 1 or placement.inside is None or self._hardware.link_matrix is not None:
+            return None
+        every = placement.groups("data", "context")
+        return min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
+
+    @cached_method
+    def _traffic(self, data: int, pipeline: int, context: int, tensor: int, zero: ZeroStage) -> ReplicaSeconds:
+        slowest, replicas = self._slowest_group(data, pipeline, context, tensor), data * context
+        if slowest is None:
+            return ReplicaSeconds()
+        units, gather, reduction = self._units(tensor, zero, replicas), 0.0, 0.0
+        for unit in layer_units(self._blocks[0], self._tied, units.config.zero):
+            shards = units.shards_of(unit)
+            if zero > 0 and shards == 1:  # experts that each rank holds whole are reduced once a step
+                continue
+            group, _ = shard_groups(slowest, replicas if shards == 1 else shards)
+            gather += group_seconds([each for calls in units.gather(unit).values() for each in calls], group)
+            reduction += group_seconds([each for calls in units.reduction(unit).values() for each in calls], group)
+        return ReplicaSeconds(gather, reduction)
+
+
+def _outlasting(traffic: PhaseSeconds, work: PhaseSeconds) -> PhaseSeconds:
+    """Return, for each phase, the time by which traffic exceeds the work that it overlaps with."""
+    return PhaseSeconds(*(max(0.0, sent - hidden) for sent, hidden in zip(traffic, work, strict=True)))
+
+
+class StageLimits(NamedTuple):
+    """most: blocks of any stage. last: blocks of the last one, which also has the head."""
+
+    most: int
+    last: int
+
+
+class StageLimiter:
+    """Maximum numbers of blocks that `schedules.balance.balance_layers` gives stages. It minimizes the FLOPs of the
+    fullest stage, and this minimum follows from counts, because all blocks are alike."""
+
+    def __init__(self, base: PretrainConfig) -> None:
+        self._by_hand, self._blocks = base.parallel.layers_per_stage, base.model.num_layers
+        length, predictions = base.data.sequence_length, predictions_of(base)
+        flops = {
+            layer.kind: layer_flops(base.model, layer, 1, length, predictions, base.recompute.logits).executed
+            for layer in {layer.kind: layer for layer in layers_of(base)}.values()
+        }
+        self._embedding, self._block, self._head = (float(flops[kind]) for kind in ("embedding", "block", "head"))
+
+    def least(self, pipeline: int, chunks: int) -> Floats:
+        """Return the blocks of every stage at least, shape [pipeline, chunks] as ranks hold them: at least one between
+        the first and the last stage, and as many as the others have no room for."""
+        stages, blocks = pipeline * chunks, self._blocks
+        limits, found = self.of(stages), np.zeros((pipeline, chunks))
+        if stages == 1:
+            return found + blocks
+        left = blocks - (stages - 2) * limits.most - limits.last
+        found += max(1, left)
+        found[0, 0] = max(0, left)
+        found[-1, -1] = max(0, blocks - (stages - 1) * limits.most)
+        return found
+
+    @cached_method
+    def of(self, num_stages: int) -> StageLimits:
+        if self._by_hand is not None:
+            return StageLimits(max(self._by_hand), max(self._by_hand))
+        if num_stages == 1:
+            return StageLimits(self._blocks, self._blocks)
+        edges = (0.0, self._embedding, self._head)
+        tried = sorted({edge + count * self._block for edge in edges for count in range(self._blocks + 1)})
+        least = next(each for each in tried if self._fits(each, num_stages))
+        return StageLimits(self._room(least, 0.0), self._room(least, self._head))
+
+    def _fits(self, bottleneck: float, num_stages: int) -> bool:
+        if bottleneck < max(self._embedding, self._head):
+            return False
+        room = (num_stages - 2) * self._room(bottleneck, 0.0)
+        return room + self._room(bottleneck, self._embedding) + self._room(bottleneck, self._head) >= self._blocks
+
+    def _room(self, bottleneck: float, taken: float) -> int:
+        # Rounded towards more blocks, against the rounding of sums of FLOPs.
+        return math.floor((bottleneck - taken) / self._block * (1 + ROUNDING) + ROUNDING)
 
 
 class LayoutBounds:
@@ -43,204 +327,270 @@ class LayoutBounds:
         times: LayerTimes,
         assumptions: Assumptions = ENGINE,
     ) -> None:
-        self._base, self._assumptions = base, assumptions.on(hardware)
+        self._base, self._hardware, self._assumptions = base, hardware, assumptions.on(hardware)
         self._memory_limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
-        self._figures = LayerFigures(base, hardware, devices, times)
-        self._stages = StageSeconds(base, hardware, self._figures, self._assumptions.slow_down)
-        self._limits, self._by_hand = StageLimiter(base), base.parallel.layers_per_stage is not None
-        precision: Precision = base.training.precision  # type: ignore[assignment]
-        self._weight_bytes = ELEMENT_BYTES[precision]
-        self._held_of = cache(self._find_held)
-        self._least_of = cache(self._find_least_blocks)
-        self._sizes_of = cache(self._find_sizes)
-        self._ends_last_of = cache(
-            lambda name, ranks, chunks: find_generator(name).placement(ranks, chunks).stages[-1].rank == ranks - 1
-        )
+        self._figures, self._limits = LayerFigures(base, hardware, devices, times), StageLimiter(base)
+        self._configurations = Configurations(base)
+        self._cuts: dict[tuple[object, ...], _Cut] = {}
+        self._counts: dict[tuple[object, ...], TrafficCounts] = {}
 
-    def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
-        """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape; no time where already
-        the bytes are too many."""
-        options = tuple((each.sequence, each.zero, each.recompute) for each in layouts)
-        sizes = self._sizes_of(shape.tensor, shape.context, shape.micro_size, shape.data * shape.context, options)
-        num_bytes = self._num_bytes(shape, sizes).tolist()
-        fitting = [at for at, size in enumerate(num_bytes) if size <= self._memory_limit]
-        seconds = [math.inf] * len(layouts)
-        for at, least in zip(fitting, self._seconds(shape, [layouts[at] for at in fitting]), strict=True):
-            seconds[at] = least
-        return seconds, num_bytes
+    def of_mesh(self, mesh: Branch, micro_sizes: Sequence[int], choices: Sequence[Choice]) -> tuple[float, float]:
+        """Return seconds of a step and bytes of the fullest rank that no layout of a branch goes below, whatever its
+        micro-batch size, schedule and choice of the other fields: some rank has at least the average of the blocks."""
+        base, methods = self._base, _methods(choices)
+        num_bytes = base.model.num_layers * self._least_state(mesh, choices) / mesh.pipeline
+        if base.schedule.file:
+            return 0.0, num_bytes
+        seconds = math.inf
+        for size in micro_sizes:
+            block, whole = self._least(mesh.tensor, mesh.context, size, methods)
+            on_average = max(self._most_blocks(mesh) * block, whole / mesh.pipeline)
+            seconds = min(seconds, base.batch.global_size // (size * mesh.data) * on_average)
+        return seconds * (1.0 - ROUNDING), num_bytes * (1.0 - ROUNDING)
 
-    def _find_sizes(
-        self,
-        tensor: int,
-        context: int,
-        micro_size: int,
-        replicas: int,
-        options: tuple[tuple[int, ZeroStage, Recompute], ...],
-    ) -> "_Sizes":
-        """By option: tokens shared by tensor ranks or not, ZeRO stage, recomputation."""
+    def of_branch(self, branch: Branch, shapes: Sequence[Shape], choices: Sequence[Choice]) -> tuple[float, float]:
+        """Return the same of a branch with a micro-batch size: the least over its shapes and methods that may fit.
+
+        Bytes are those of blocks that are spread over the ranks as in `_num_bytes`, each with the micro-batches that a
+        rank holds of it, apart from their inputs.
+        """
+        if self._base.schedule.file:
+            return self.of_mesh(branch, (), choices)
+        methods, count, blocks = _methods(choices), self._count(shapes[0]), self._base.model.num_layers
+        work, kept = self._by_method(branch.tensor, branch.context, shapes[0].micro_size, methods)
+        schedules = tuple((each.schedule, each.chunks) for each in shapes)
+        always = np.stack([self._held(*each, branch.pipeline, count).always for each in schedules])
+        each_block = self._least_state(branch, choices) + always[:, None, :] * kept[:, None]
+        num_bytes = blocks / (1.0 / each_block).sum(axis=2) * (1.0 - ROUNDING)
+        fits = num_bytes <= self._memory_limit
+        if not fits.any():
+            return math.inf, float(num_bytes.min())
+        weights = np.stack([self._cut_of(each).weights(count) for each in shapes])
+        seconds = (work @ weights).max(axis=2)
+        return float(seconds[fits].min() * (1.0 - ROUNDING)), float(num_bytes.min())
+
+    def of(self, shape: Shape, choices: tuple[Choice, ...]) -> tuple[Floats, Floats]:
+        """Return seconds of a step and bytes of the fullest rank, one of each for every choice of the other fields.
+
+        The time is infinite where the bytes alone are too many.
+        """
+        table = self._table(shape.tensor, shape.context, shape.micro_size, shape.data * shape.context, choices)
+        num_bytes = self._num_bytes(shape, table)
+        fits = num_bytes <= self._memory_limit
+        if not fits.any():
+            return np.full(len(choices), math.inf), num_bytes
+        return np.where(fits, self._seconds(shape, table, choices), math.inf), num_bytes
+
+    def closer(self, layout: Layout) -> float:
+        """Return the seconds of a step at least, closer to the estimate: with the traffic of each rank's stages."""
+        if self._base.schedule.file:
+            return 0.0
+        shape, count, slow = layout.shape, self._count(layout.shape), self._assumptions.slow_down
+        cut = self._cut_of(shape)
+        work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
+        by_rank = np.array(work.parts()) @ cut.weights(count)
+        traffic = self._figures.traffic(shape, layout.zero) if layout.zero >= 1 else ReplicaSeconds()
+        # The sums of steps with several updates overlap with more than one backward.
+        if layout.zero >= 2 and any(traffic) and cut.updates_per_step == 1:
+            forward = cut.together(*(each.forward for each in work))
+            backward = cut.together(*(each.backward + each.again for each in work))
+            counts = self._counts_of(layout, count)
+            gathers = cut.blocks * traffic.gather * counts.gathers / 2
+            sums = cut.blocks * traffic.reduction * counts.sums
+            more = side_by_side(forward, gathers, slow) - forward
+            more += side_by_side(backward, gathers + sums, slow) - backward
+            by_rank += count * np.bincount(cut.ranks, more)
+        after = traffic.gather * self._gathers_after(np.array(layout.zero)) * self._most_blocks(shape)
+        return float((by_rank.max() + after) * (1.0 - ROUNDING))
+
+    def _count(self, shape: Shape) -> int:
+        """Return the micro-batches of a replica in a step."""
+        return self._base.batch.global_size // (shape.micro_size * shape.data)
+
+    def _most_blocks(self, shape: Shape | Branch) -> int:
+        """Return the number of blocks that some rank has at least."""
+        return -(-self._base.model.num_layers // shape.pipeline)
+
+    def _gathers_after(self, zero: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return whether a step ends with gathers of updated weights that nothing hides."""
+        alone = not self._assumptions.gathers_beside_forward
+        return ((zero == 1) | (zero == 2)) & alone
+
+    @cached_method
+    def _least(
+        self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]
+    ) -> tuple[float, float]:
+        """Return the least seconds of a micro-batch in a block and in all layers."""
+        works = [self._figures.work(tensor, context, micro_size, *each) for each in methods]
+        block = min(each.block.whole for each in works)
+        edges = min(each.embedding.whole + each.head.whole for each in works)
+        return block, self._base.model.num_layers * block + edges
+
+    @cached_method
+    def _by_method(
+        self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]
+    ) -> tuple[Floats, Floats]:
+        """Return `MicrobatchWork.parts` of each method, and the bytes that a block keeps apart from its input."""
+        works = [self._figures.work(tensor, context, micro_size, *each).parts() for each in methods]
+        helds = [self._figures.held(tensor, context, micro_size, *each) for each in methods]
+        return np.array(works), np.array([max(0.0, each.block - each.stream) for each in helds])
+
+    def _least_state(self, branch: Branch, choices: Sequence[Choice]) -> float:
+        """Return the least bytes of a block between steps."""
+        zeros, replicas = {zero for _, zero, _ in choices}, branch.data * branch.context
+        return min(self._figures.state(branch.tensor, zero, replicas).block for zero in zeros)
+
+    @cached_method
+    def _table(
+        self, tensor: int, context: int, micro_size: int, replicas: int, choices: tuple[Choice, ...]
+    ) -> "_Table":
         figures = self._figures
-        helds = [figures.held(tensor, context, micro_size, sequence, again) for sequence, _, again in options]
-        states = [figures.state(tensor, zero, replicas) for _, zero, _ in options]
-        shared = [
-            (state.elements if state.shards > 1 else 0, zero)
-            for state, (_, zero, _) in zip(states, options, strict=True)
-        ]
+        precision: Precision = self._base.training.precision  # type: ignore[assignment]
+        methods = [(tensor, context, micro_size, sequence, method) for sequence, _, method in choices]
+        helds = [figures.held(*each) for each in methods]
+        states = [figures.state(tensor, zero, replicas) for _, zero, _ in choices]
+        shared = [state.elements if state.shards > 1 else 0 for state in states]
+        pairs = [(elements, zero) for elements, (_, zero, _) in zip(shared, choices, strict=True)]
 
-        def column(values: Iterable[float]) -> Floats:
-            return np.array(list(values), dtype=np.float64)[:, None]
+        weights = [elements * ELEMENT_BYTES[precision] if zero >= 3 else 0 for elements, zero in pairs]
+        gradients = [elements * FULL_BYTES if zero >= 2 else 0 for elements, zero in pairs]
+        rows = np.array(helds).T, np.array([each[:4] for each in states]).T, [weights, gradients]
+        work = np.array([figures.work(*each).parts() for each in methods])
+        return _Table(work, *np.concatenate(rows, dtype=np.float64)[:, :, None])
 
-        return _Sizes(
-            kept=column(each.block for each in helds),
-            stream=column(each.stream for each in helds),
-            kept_embedding=column(each.embedding for each in helds),
-            kept_head=column(each.head for each in helds),
-            working=column(each.working for each in helds),
-            state=column(each.block for each in states),
-            state_embedding=column(each.embedding for each in states),
-            state_head=column(each.head for each in states),
-            tied=column(each.tied for each in states),
-            weights=column(elements * self._weight_bytes if zero >= 3 else 0 for elements, zero in shared),
-            gradients=column(elements * FULL_BYTES if zero >= 2 else 0 for elements, zero in shared),
-        )
+    @cached_method
+    def _traffic(self, mesh: Branch, choices: tuple[Choice, ...]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+        """Return the ZeRO stage of each choice, and the seconds of a block's gather and reduction."""
+        zeros = np.array([zero for _, zero, _ in choices])
+        by_zero = {zero: self._figures.traffic(mesh, zero) if zero else (0.0, 0.0) for _, zero, _ in choices}
+        gather, reduction = np.array([by_zero[zero] for _, zero, _ in choices]).T
+        return zeros, gather, reduction
 
-    def _work(self, layout: Layout) -> MicrobatchSeconds:
-        shape = layout.shape
-        return self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
+    def _seconds(self, shape: Shape, table: "_Table", choices: tuple[Choice, ...]) -> Floats:
+        """Return the larger of two bounds: each rank's own compute with the wait for its first micro-batch; and the
+        blocks that some rank has, with what their replicas exchange for every micro-batch.
+
+        A micro-batch passes all blocks of a stage in a row. As many of them as there are buffers may be there from the
+        last pass, or stay for the next one: at most that many of each stage of the rank.
+        """
+        if self._base.schedule.file:
+            return np.zeros(len(choices))
+        zero, count, most = self._base.zero, self._count(shape), self._most_blocks(shape)
+        own = (table.work @ self._cut_of(shape).weights(count)).max(axis=1)
+        mesh = Branch(shape.data, shape.tensor, shape.pipeline, shape.context)
+        zeros, gather, reduction = self._traffic(mesh, choices)
+        kept, slow = self._chunks(shape) / most, self._assumptions.slow_down
+        gathers = np.where(zeros >= 3, gather * max(0.0, 1.0 - zero.weight_buffers * kept), 0.0)
+        # The only sum of a step with one micro-batch comes after its last backward.
+        reduced = max(0.0, 1.0 - zero.gradient_buffers * kept) if count > 1 else 0.0
+        sums = np.where(zeros >= 2, reduction * reduced, 0.0)
+        whole, forward = table.work[:, 1], table.work[:, 4]
+        block = side_by_side(forward, gathers, slow) + side_by_side(whole - forward, gathers + sums, slow)
+        found = np.where(zeros >= 2, np.maximum(own, count * most * block), own)
+        return np.asarray((found + most * gather * self._gathers_after(zeros)) * (1.0 - ROUNDING))
+
+    def _num_bytes(self, shape: Shape, table: "_Table") -> Floats:
+        """Return the bytes of the fullest rank.
+
+        Rank r with n blocks holds at least c_r n bytes and something else. The first j ranks have at least R of the
+        blocks, because the others have no room for more. Spread as evenly as possible, in proportion to 1 / c_r, these
+        take R / sum(1 / c_r), and no cut has a fullest rank below that. The j with the highest bound counts.
+        """
+        pipeline = shape.pipeline
+        if self._base.schedule.file:  # its stages may be on any rank
+            return self._base.model.num_layers * table.state[:, 0] / pipeline
+        held = self._held(shape.schedule, shape.chunks, pipeline, self._count(shape))
+        each_block = table.state + held.always * table.kept
+        # A stage's input is in the slot in which it arrived, which counts once for all.
+        other = held.more * table.kept + held.slots * table.stream
+        other[:, :1] += table.state_embedding + held.first * table.kept_embedding
+        if held.ends_last:
+            other[:, -1:] += table.state_head + held.last * table.kept_head
+        if pipeline == 1:
+            other -= table.tied
+        if held.fewest:
+            zero = self._base.zero
+            if (
+                held.ends_last
+            ):  # a block's backward works after the head's, whose tensors of that micro-batch are freed
+                other[:, -1:] -= min(held.last, 1.0) * np.minimum(table.kept_head, table.working)
+            other += table.working + min(zero.weight_buffers, held.fewest) * table.weights
+            other += min(zero.gradient_buffers, held.fewest) * table.gradients
+        shares = 1.0 / each_block
+        found = (held.needed + (other * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
+        return np.asarray(found.max(axis=1))
 
     def _chunks(self, shape: Shape) -> int:
         return find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
 
-    def _count(self, shape: Shape) -> int:
-        return self._base.batch.global_size // (shape.micro_size * shape.data)
-
-    def _seconds(self, shape: Shape, layouts: Sequence[Layout]) -> list[float]:
-        """Some rank has at least the average of blocks, rounded up, with the traffic of their replicas."""
-        if self._base.schedule.file or not layouts:
-            return [0.0] * len(layouts)
-        works, count = [self._work(each) for each in layouts], self._count(shape)
-        found = self._stages.at_least(shape, works, count).tolist()
-        for at, (layout, work) in enumerate(zip(layouts, works, strict=True)):
-            if layout.zero >= 2:
-                found[at] = max(found[at], count * self._most_blocks(shape) * self._with_traffic(layout, work.block))
-        return [self._after_update(*each) for each in zip(layouts, found, strict=True)]
-
-    def _most_blocks(self, shape: Shape) -> int:
-        """Return the blocks that some rank has at least."""
-        return -(-self._base.model.num_layers // shape.pipeline)
-
-    def _after_update(self, layout: Layout, seconds: float) -> float:
-        """Return the time of a step with the gathers of updated weights."""
-        if layout.zero in (1, 2) and not self._assumptions.gathers_beside_forward:
-            seconds += self._most_blocks(layout.shape) * self._figures.traffic(layout.shape, layout.zero).gather
-        return seconds * (1.0 - ROUNDING)
-
-    def closer(self, layout: Layout) -> float:
-        """Return the seconds of a step at least, nearer to the estimate: with the traffic of each rank's stages."""
-        if self._base.schedule.file:
-            return 0.0
-        seconds = self._stages.with_traffic(layout, self._work(layout), self._count(layout.shape))
-        return self._after_update(layout, seconds)
-
-    def _with_traffic(self, layout: Layout, work: LayerWork) -> float:
-        """Seconds of a block with what its replicas exchange for every micro-batch beside it, on average over a rank
-        with many blocks.
-
-        A micro-batch passes all blocks of a stage in a row. As many of them as there are buffers may still lie there
-        from the last pass, or stay for the next: of all stages of the rank no more than that many each.
-        """
-        zero, slow_down = self._base.zero, self._assumptions.slow_down
-        shape = layout.shape
-        traffic, kept = self._figures.traffic(shape, layout.zero), self._chunks(shape) / self._most_blocks(shape)
-        gathers = traffic.gather * max(0.0, 1.0 - zero.weight_buffers * kept) if layout.zero >= 3 else 0.0
-        reductions = traffic.reduction * max(0.0, 1.0 - zero.gradient_buffers * kept)
-        if self._count(shape) == 1:  # the one sum of a step counts behind its last backward
-            reductions = 0.0
-        return overlapped(work.forward, gathers, slow_down) + overlapped(
-            work.backward + work.again, gathers + reductions, slow_down
-        )
-
-    def _least_blocks(self, shape: Shape, chunks: int) -> Floats:
-        """Of every stage, shape [pipeline, chunks] as ranks hold them: stages between the first and the last have at
-        least one, and each as many as the others have no room for."""
-        if self._by_hand or not self._ends_last(shape):
-            return np.zeros((shape.pipeline, chunks))
-        return self._least_of(shape.pipeline, chunks)
-
-    def _find_least_blocks(self, pipeline: int, chunks: int) -> Floats:
-        stages = pipeline * chunks
-        found = np.zeros((pipeline, chunks))
-        limits, blocks = self._limits.of(stages), self._base.model.num_layers
-        if stages == 1:
-            return found + blocks
-        found += max(1, blocks - (stages - 2) * limits.most - limits.last)
-        found[0, 0] = max(0, blocks - (stages - 2) * limits.most - limits.last)
-        found[-1, -1] = max(0, blocks - (stages - 1) * limits.most)
-        return found
-
-    def _num_bytes(self, shape: Shape, sizes: "_Sizes") -> Floats:
-        """Of the fullest rank.
-
-        Rank r with n blocks holds at least c_r n bytes and something besides. The first j ranks have at least R of
-        the blocks, as the others have no room for more; spread as evenly as can be, in proportion to 1 / c_r, these
-        take R / sum(1 / c_r), and no cut has a fullest rank below that. The best j counts.
-        """
-        pipeline = shape.pipeline
-        if self._base.schedule.file:  # its stages may lie on any rank
-            return self._base.model.num_layers * sizes.state[:, 0] / pipeline
-        held = self._held_of(shape.schedule, shape.chunks, pipeline, self._count(shape))
-        each_block = sizes.state + held.always * sizes.kept
-        # A stage's input lies in the slot that it arrived in, which counts once for all.
-        besides = held.more * sizes.kept + held.slots * sizes.stream
-        besides[:, :1] += sizes.state_embedding + held.first * sizes.kept_embedding
-        if self._ends_last(shape):
-            besides[:, -1:] += sizes.state_head + held.last * sizes.kept_head
-        if pipeline == 1:
-            besides -= sizes.tied
-        if held.fewest:
-            zero = self._base.zero
-            besides += sizes.working + min(zero.weight_buffers, held.fewest) * sizes.weights
-            besides += min(zero.gradient_buffers, held.fewest) * sizes.gradients
-        shares = 1.0 / each_block
-        found = (held.needed + (besides * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
-        return np.asarray(found.max(axis=1))
-
-    def _ends_last(self, shape: Shape) -> bool:
-        """Return whether the head is on the last rank."""
-        return self._ends_last_of(shape.schedule, shape.pipeline, self._chunks(shape))
-
-    def _find_held(self, schedule: str, chunks: int | None, pipeline: int, count: int) -> "_Held":
-        """Neither the replicas nor the tensor ranks of a shape change anything here."""
-        shape = Shape(1, 1, pipeline, 1, 1, schedule, chunks)
-        stages = self._chunks(shape)
-        least, generator = self._least_blocks(shape, stages), find_generator(schedule)
-        options = schedule_options(self._base)
+    @cached_method
+    def _held(self, schedule: str, chunks: int | None, pipeline: int, count: int) -> "_Held":
+        """Return what ranks hold; neither the replicas nor the tensor ranks of a shape change it."""
+        base, generator = self._base, find_generator(schedule)
+        stages = generator.chunks if chunks is None else chunks
+        ends_last, least = self._placed(schedule, pipeline, stages)
+        options = schedule_options(base)
         held = np.zeros(least.shape) if generator.held is None else generator.held(pipeline, count, stages, options)
         always = held.min(axis=1)
+        limits = self._limits.of(pipeline * stages)
+        room = np.full(pipeline, float(stages * limits.most))
+        room[-1] += limits.last - limits.most if ends_last else 0
+        after = room[::-1].cumsum()[::-1] - room
         return _Held(
             always=always,
             more=((held - always[:, None]) * least).sum(axis=1),
             slots=1.0 - held.sum(axis=1),
             first=float(held[0, 0]),
             last=float(held[-1, -1]),
-            needed=np.maximum(0.0, self._base.model.num_layers - self._room_behind(shape, stages)),
+            needed=np.maximum(0.0, base.model.num_layers - after),
             fewest=int(least.sum(axis=1).min()),
+            ends_last=ends_last,
         )
 
-    def _room_behind(self, shape: Shape, chunks: int) -> Floats:
-        """Blocks that the ranks behind each have room for."""
-        limits = self._limits.of(shape.pipeline * chunks)
-        room = np.full(shape.pipeline, float(chunks * limits.most))
-        if self._ends_last(shape):
-            room[-1] += limits.last - limits.most
-        return room[::-1].cumsum()[::-1] - room
+    @cached_method
+    def _placed(self, schedule: str, pipeline: int, chunks: int) -> tuple[bool, Floats]:
+        """Return whether the head is on the last rank, and the least blocks of every stage."""
+        ends_last = find_generator(schedule).placement(pipeline, chunks).stages[-1].rank == pipeline - 1
+        known = ends_last and self._base.parallel.layers_per_stage is None
+        return ends_last, self._limits.least(pipeline, chunks) if known else np.zeros((pipeline, chunks))
+
+    def _cut_of(self, shape: Shape) -> "_Cut":
+        key = shape.schedule, shape.chunks, shape.pipeline
+        if key not in self._cuts:
+            run = self._laid(Layout(shape, 0, 0, "none"))
+            blocks = np.array(run.stages.units_per_stage, dtype=np.float64)
+            blocks[0] -= 1
+            blocks[-1] -= 1
+            generator = find_generator(shape.schedule)
+            policy = generator.policy_of(shape.pipeline, run.num_microbatches, schedule_options(run.config))
+            splits = splits_backwards(run.config)
+            self._cuts[key] = _Cut(run, blocks, np.array(run.ranks), policy.flushes, splits, policy.updates_per_step)
+        return self._cuts[key]
+
+    def _counts_of(self, layout: Layout, num_microbatches: int) -> TrafficCounts:
+        """Return the traffic of a micro-batch, which is the same for any number of replicas."""
+        shape = layout.shape
+        key = shape.schedule, shape.chunks, shape.pipeline, num_microbatches, layout.zero
+        if key not in self._counts:
+            self._counts[key] = traffic_counts(self._laid(layout, self._cut_of(shape).run))
+        return self._counts[key]
+
+    def _laid(self, layout: Layout, like: RunLayout | None = None) -> RunLayout:
+        sizes = {name: getattr(layout.shape, name) for name in ("data", "pipeline", "context", "tensor")}
+        return lay_on(self._configurations.of(layout), Placement(self._hardware, sizes), like)
+
+
+def _methods(choices: Sequence[Choice]) -> tuple[tuple[int, Recompute], ...]:
+    """Return the pairs of sequence parallelism and recomputation, on which the figures of a micro-batch depend."""
+    return tuple(dict.fromkeys((sequence, method) for sequence, _, method in choices))
 
 
 class _Held(NamedTuple):
-    """What pipeline ranks hold at the least, shape [pipeline] where not a number.
+    """Minimum contents of pipeline ranks, shape [pipeline] unless it is a number.
 
-    always: micro-batches of each block. more: of blocks together, above that. slots: less the micro-batches of all
-    chunks, those that a rank's messages lie in. first, last: micro-batches of the embedding and of the head. needed:
-    blocks of the ranks up to each. fewest: blocks of a rank.
+    always: micro-batches of each block. more: of all blocks together, beyond that. slots: 1 less the micro-batches of
+    all chunks, whose inputs are in the rank's message slots. first, last: micro-batches of the embedding and of the
+    head. needed: blocks of the ranks up to each. fewest: blocks of a rank. ends_last: the head is on the last rank.
     """
 
     always: Floats
@@ -250,23 +600,67 @@ class _Held(NamedTuple):
     last: float
     needed: Floats
     fewest: int
+    ends_last: bool
 
 
-class _Sizes(NamedTuple):
-    """Bytes of a rank, by option of a shape; shape [options, 1] each.
+class _Table(NamedTuple):
+    """Figures of a rank for each choice of a shape: bytes of shape [choices, 1], and `work`.
 
-    kept: of a block's activations, as `Held` has them, and so on. state: of a block, as `State` has it, and so on.
-    weights, gradients: of a block's, whole, where ranks share them.
+    kept: of a block's activations, as `MicrobatchBytes` has them, and so on. state: of a block, as `StateFigures` has
+    it, and so on. weights, gradients: of a whole block, if ranks shard them. work: `MicrobatchWork.parts`, shape
+    [choices, 9].
     """
 
+    work: Floats
     kept: Floats
-    stream: Floats
     kept_embedding: Floats
     kept_head: Floats
     working: Floats
+    stream: Floats
     state: Floats
     state_embedding: Floats
     state_head: Floats
     tied: Floats
     weights: Floats
     gradients: Floats
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A model in stages. run: one that has them. blocks, ranks: of every stage. flushes, splits, updates_per_step: of
+    the schedule; `splits`: its backwards are in halves."""
+
+    run: RunLayout
+    blocks: Floats
+    ranks: npt.NDArray[np.int64]
+    flushes: bool
+    splits: bool
+    updates_per_step: int
+
+    def together(self, embedding: float, block: float, head: float) -> Floats:
+        """Return the sum over the layers of each stage."""
+        found = self.blocks * block
+        found[0] += embedding
+        found[-1] += head
+        return found
+
+    def weights(self, num_microbatches: int) -> Floats:
+        """Return by rank how often each of `MicrobatchWork.parts` counts in a step, shape [9, ranks].
+
+        A rank starts when the first micro-batch has passed all stages before its own first stage. Under a flush, after
+        its last backward there, one has to pass the same stages backward; if backwards are split, another action may
+        be the rank's last one.
+        """
+        own, before = self._layers
+        forward, backward = float(self.flushes), float(self.flushes and not self.splits)
+        return np.concatenate([num_microbatches * own, forward * before, backward * before])
+
+    @cached_property
+    def _layers(self) -> tuple[Floats, Floats]:
+        """Return embeddings, blocks and heads of each rank, and of the stages before its first; shape [3, ranks]."""
+        size = int(self.ranks.max()) + 1
+        layers = np.zeros((3, len(self.blocks)))
+        layers[0, 0], layers[1], layers[2, -1] = 1.0, self.blocks, 1.0
+        own = np.stack([np.bincount(self.ranks, each, size) for each in layers]).astype(np.float64)
+        before: Floats = np.concatenate([np.zeros((3, 1)), layers.cumsum(axis=1)], axis=1)
+        return own, before[:, np.unique(self.ranks, return_index=True)[1]]

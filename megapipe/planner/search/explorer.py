@@ -1,200 +1,360 @@
-"""The best layouts of many, with as few estimates as bounds allow.
+"""The best layouts of a space, with as few estimates as bounds allow: branch and bound.
 
-Branch and bound: layouts come in the order of a lower bound of their time, and what cannot be among the answers by its
-bounds is never estimated. With bounds that hold, answers are those of estimating everything.
+Branches of the space and their layouts are visited in the order of a lower bound, and a branch is divided only when
+its own bound comes first. A layout that its bounds rule out is never estimated, and one whose branch is ruled out is
+never even made. Because no estimate is below its bound, the answers are those of estimating everything.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
+from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megapipe.config.progress import Report
-from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.search.layouts import Layout, Layouts, Shape
-
-Kind = Callable[[Layout], bool]
-REPORTED = 50
-"""Number of shapes between two reports of progress."""
-
-
-class Bounds(Protocol):
-    """What no layout can go below, by rules that are much faster than its estimate."""
-
-    def of(self, shape: Shape, layouts: Sequence[Layout]) -> tuple[list[float], list[float]]:
-        """Seconds of a step and bytes of the fullest rank, of layouts that all have this shape."""
-        ...
-
-    def closer(self, layout: Layout) -> float:
-        """Seconds of a step of one layout, nearer to what they are; takes longer, and is asked for few."""
-        ...
+from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.scheduling import splits_backwards
+from megapipe.planner.cached import cached_method
+from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory
+from megapipe.planner.cost.layer_costs import LayerCost
+from megapipe.planner.cost.layer_times import LayerTimes
+from megapipe.planner.cost.memory import LayerSizes, StateSizes, rank_memories
+from megapipe.planner.cost.model import estimate, estimate_run, layer_costs
+from megapipe.planner.cost.run_layout import RunLayout, lay_on
+from megapipe.planner.search.bounds import LayoutBounds
+from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
+from megapipe.schedules import ScheduleError
 
 
-class LayoutPredictor(Protocol):
-    """What layouts cost; the bytes alone are found faster, and most often they decide already."""
+class LayoutFilter(NamedTuple):
+    """Some of the layouts. layout: whether one is among them. branch: whether any of a branch may be."""
+
+    layout: Callable[[Layout], bool] = lambda layout: True
+    branch: Callable[[Branch], bool] = lambda branch: True
+
+
+EVERY = LayoutFilter()
+
+
+class Evaluation:
+    """`planner.cost.model.estimate` of valid layouts of one run on one machine, in two steps: bytes, then everything.
+    What layouts have in common is computed once.
+
+    Args:
+        base: all that layouts leave as it is.
+        hardware, times, assumptions: as of `estimate`, whose answers these are, number by number.
+    """
+
+    def __init__(
+        self, base: PretrainConfig, hardware: Hardware, times: LayerTimes, assumptions: Assumptions = ENGINE
+    ) -> None:
+        self._base, self._hardware, self._times = base, hardware, times
+        self._assumptions = assumptions.on(hardware)
+        self._configurations = Configurations(base)
+        self._placements: dict[tuple[int, ...], Placement] = {}
+        self._staged: dict[tuple[object, ...], RunLayout] = {}
+        self._layer_sizes: dict[tuple[object, ...], LayerSizes] = {}
+        self._state_sizes: dict[tuple[object, ...], StateSizes] = {}
+        self._layer_costs: dict[tuple[object, ...], tuple[LayerCost, ...]] = {}
 
     def num_bytes(self, layout: Layout) -> int:
-        """Of the fullest rank."""
-        ...
+        """Return the bytes of the fullest rank. Raises ConfigError as `estimate`."""
+        if self._base.schedule.file:
+            return self.estimate(layout).peak_bytes
+        return max(memory.total for memory in self._memory(layout))
 
     def fits(self, layout: Layout) -> bool:
-        """Whether every rank fits its own device."""
-        ...
+        """Return whether every rank fits the smallest device at its pipeline coordinate. Raises as `estimate`."""
+        if self._base.schedule.file:
+            return self.estimate(layout).fits
+        limits = self._run(layout).placement.memory_limits
+        return all(each.total <= limit for each, limit in zip(self._memory(layout), limits, strict=True))
 
+    @cached_method
     def estimate(self, layout: Layout) -> Estimate:
-        """All of it."""
-        ...
+        """Return the cost. Raises ConfigError if a schedule file is for another division of the model, which only
+        shows here."""
+        if not self._base.schedule.file:
+            run = self._run(layout)
+            return estimate_run(run, self._layers(layout, run), self._memory(layout), self._assumptions)
+        config = self._configurations.of(layout)
+        try:
+            return estimate(config, self._hardware, times=self._times, assumptions=self._assumptions)
+        except ScheduleError as error:
+            raise ConfigError(f"schedule {config.schedule.file}: {error}") from error
+
+    @cached_method
+    def _run(self, layout: Layout) -> RunLayout:
+        shape = layout.shape
+        mesh, stages = shape[:4], (shape.pipeline, shape.schedule, shape.chunks)
+        if mesh not in self._placements:
+            sizes = {name: getattr(shape, name) for name in ("data", "pipeline", "context", "tensor")}
+            self._placements[mesh] = Placement(self._hardware, sizes)
+        config = self._configurations.of(layout)
+        run = self._staged[stages] = lay_on(config, self._placements[mesh], self._staged.get(stages))
+        return run
+
+    @cached_method
+    def _memory(self, layout: Layout) -> tuple[RankMemory, ...]:
+        run, shape = self._run(layout), layout.shape
+        of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
+        if of_micro not in self._layer_sizes:
+            self._layer_sizes[of_micro] = LayerSizes.of_run(run)
+        of_state = shape.tensor, shape.data * shape.context, layout.zero
+        if of_state not in self._state_sizes:
+            self._state_sizes[of_state] = StateSizes.of(run)
+        return rank_memories(run, self._layer_sizes[of_micro], self._state_sizes[of_state])
+
+    def _layers(self, layout: Layout, run: RunLayout) -> tuple[LayerCost, ...]:
+        """Return the costs of layers, which a schedule changes only by splitting backwards."""
+        key = layout.shape[:5], layout[1:], splits_backwards(run.config)
+        if key not in self._layer_costs:
+            self._layer_costs[key] = layer_costs(run, self._times, self._assumptions)
+        return self._layer_costs[key]
+
+
+@dataclass(eq=False)
+class _Node:
+    """A branch with its bounds. place: in the order of the space. parts: the branches, or the layouts, that it
+    consists of, once it has been divided."""
+
+    branch: Branch
+    schedules: tuple[str, ...]
+    place: tuple[int, ...]
+    seconds: float
+    num_bytes: float
+    parts: "list[_Node] | _Leaf | None" = None
+
+
+@dataclass(eq=False)
+class _Leaf:
+    """All layouts of a branch with a micro-batch size: the shapes with their choices, and the bounds of each layout.
+    by_seconds, by_bytes: layouts in the order of a bound; the former only those that may fit."""
+
+    shapes: list[tuple[Shape, tuple[Choice, ...]]]
+    seconds: list[float]
+    num_bytes: list[float]
+    by_seconds: list[int]
+    by_bytes: list[int]
+    too_large: int
+    starts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = np.cumsum([0, *(len(choices) for _, choices in self.shapes)]).tolist()
+
+    def layout(self, at: int) -> Layout:
+        """Return a layout by its number."""
+        index = bisect_right(self.starts, at) - 1
+        shape, choices = self.shapes[index]
+        return Layout(shape, *choices[at - self.starts[index]])
 
 
 class Explorer:
-    """Layouts of one space and what is known of them.
+    """Layouts of one space and what is known about them.
 
     Args:
         layouts: valid ones of a run.
         bounds: lower bounds of their costs.
         costs: of each layout.
         memory_limit: bytes of the largest device.
-        report: receives the fraction of the layouts whose bounds are known.
 
-    layouts: all of them. pruned: rule -> layouts that it kept from being estimated in `fastest` and `front`; a layout
-    that is estimated later, for another question, counts all the same.
+    count: number of layouts. examined: layouts of which at least the bytes were computed exactly.
     """
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        bounds: Bounds,
-        costs: LayoutPredictor,
-        memory_limit: float,
-        report: Report = lambda share: None,
-    ) -> None:
-        self._costs, self._limit = costs, memory_limit
-        self._closer = cache(lambda at: bounds.closer(self.layouts[at]))
-        self.layouts: list[Layout] = []
-        self._seconds: list[float] = []
-        self._bytes: list[float] = []
-        self._known: dict[int, int] = {}
-        self._of, self._bounds = layouts.of, bounds
-        self.add(layouts.shapes(), report)
-
-    def add(self, shapes: Iterable[Shape], report: Report = lambda share: None) -> None:
-        """Add the valid layouts of new shapes. report: receives the fraction of the shapes that is done."""
-        shapes = list(shapes)
-        for number, shape in enumerate(shapes):
-            if number % REPORTED == 0:
-                report(number / len(shapes))
-            options = list(self._of(shape))
-            if options:
-                self.layouts += options
-                for all_of, some in zip((self._seconds, self._bytes), self._bounds.of(shape, options), strict=True):
-                    all_of += some
-        by_time, of_bytes = np.argsort(self._seconds, kind="stable"), np.array(self._bytes)
-        self._by_time: list[int] = by_time[of_bytes[by_time] <= self._limit].tolist()
-        self._by_bytes: list[int] = by_time[np.argsort(of_bytes[by_time], kind="stable")].tolist()
-
-    def promising(self, most: int) -> list[Shape]:
-        """Return up to `most` pipeline shapes with the lowest time bounds, which differ in more than the schedule."""
-        found: dict[Shape, Shape] = {}
-        for at in self._by_time:
-            shape = self.layouts[at].shape
-            if shape.pipeline > 1:
-                found.setdefault(shape._replace(schedule="", chunks=None), shape)
-            if len(found) == most:
-                break
-        return list(found.values())
+    def __init__(self, layouts: Layouts, bounds: LayoutBounds, costs: Evaluation, memory_limit: float) -> None:
+        self._layouts, self._bounds, self._costs, self._limit = layouts, bounds, costs, memory_limit
+        self._closer = cache(bounds.closer)
+        self._known: dict[Layout, int] = {}
+        self._known_too_large = 0
+        self.count = 0
+        self._roots: list[_Node] = []
+        self._add(layouts.meshes(), layouts.schedules)
 
     @property
     def examined(self) -> int:
-        """Layouts that were estimated, their bytes at the least."""
+        """Return the number of layouts that were estimated, at least their bytes."""
         return len(self._known)
 
+    @property
+    def meshes(self) -> list[Branch]:
+        """Return all divisions of the ranks that have a layout."""
+        return [node.branch for node in self._roots if node.branch.micro_size is None]
+
+    def add_other_schedules(self, most: int) -> None:
+        """Add the layouts with the space's other schedules to up to `most` divisions of several pipeline ranks and a
+        batch: those with the lowest time bounds."""
+        found: dict[Branch, None] = {}
+        for _, _, layout in self._in_order("seconds", EVERY):
+            if layout.shape.pipeline > 1:
+                found[Branch(*layout.shape[:5])] = None
+            if len(found) == most:
+                break
+        self._add(found, self._layouts.other_schedules)
+
+    def _add(self, branches: Iterable[Branch], schedules: tuple[str, ...]) -> None:
+        for branch in branches:
+            count = self._layouts.count(branch, schedules)
+            if count:
+                self.count += count
+                self._roots.append(self._node(branch, schedules, (len(self._roots),)))
+
+    def _node(self, branch: Branch, schedules: tuple[str, ...], place: tuple[int, ...]) -> _Node:
+        choices = self._layouts.choices(branch)
+        if branch.micro_size is None:
+            sizes = [each.micro_size or 1 for each in self._layouts.narrowed(branch)]
+            return _Node(branch, schedules, place, *self._bounds.of_mesh(branch, sizes, choices))
+        shapes = [shape for shape, _ in self._layouts.shapes(branch, schedules)]
+        return _Node(branch, schedules, place, *self._bounds.of_branch(branch, shapes, choices))
+
+    def _parts(self, node: _Node) -> "list[_Node] | _Leaf":
+        """Divide a branch: into those with a micro-batch size each, or into layouts. Bounds never decrease."""
+        if node.parts is None and node.branch.micro_size is None:
+            branches = [
+                each for each in self._layouts.narrowed(node.branch) if self._layouts.count(each, node.schedules)
+            ]
+            node.parts = [self._node(each, node.schedules, (*node.place, at)) for at, each in enumerate(branches)]
+        elif node.parts is None:
+            shapes = list(self._layouts.shapes(node.branch, node.schedules))
+            found = [self._bounds.of(*each) for each in shapes]
+            seconds, num_bytes = (np.concatenate(each) for each in zip(*found, strict=True))
+            seconds, num_bytes = np.maximum(seconds, node.seconds), np.maximum(num_bytes, node.num_bytes)
+            fits = num_bytes <= self._limit
+            by_seconds = np.argsort(seconds, kind="stable")
+            node.parts = _Leaf(
+                shapes,
+                seconds.tolist(),
+                num_bytes.tolist(),
+                by_seconds[fits[by_seconds]].tolist(),
+                np.lexsort((seconds, num_bytes)).tolist(),
+                int((~fits).sum()),
+            )
+        return node.parts
+
+    def _in_order(
+        self, key: Literal["seconds", "num_bytes"], kind: LayoutFilter
+    ) -> Iterator[tuple[float, float, Layout]]:
+        """Yield seconds and bytes at least, and the layout, for those of a kind: the one with the lowest `key` first,
+        and by seconds only those that may fit."""
+        heap: list[tuple[float, tuple[int, ...], _Node, int]] = []
+
+        def put(node: _Node) -> None:
+            may_fit = key == "num_bytes" or node.num_bytes <= self._limit
+            if may_fit and kind.branch(node.branch):
+                heappush(heap, (getattr(node, key), node.place, node, -1))
+
+        for node in self._roots:
+            put(node)
+        while heap:
+            _, _, node, at = heappop(heap)
+            parts = self._parts(node)
+            if isinstance(parts, list):
+                for each in parts:
+                    put(each)
+                continue
+            order = parts.by_seconds if key == "seconds" else parts.by_bytes
+            values = parts.seconds if key == "seconds" else parts.num_bytes
+            if at + 1 < len(order):
+                following = order[at + 1]
+                heappush(heap, (values[following], (*node.place, following), node, at + 1))
+            if at >= 0:
+                layout = parts.layout(order[at])
+                if kind.layout(layout):
+                    yield parts.seconds[order[at]], parts.num_bytes[order[at]], layout
+
     def pruned(self) -> dict[str, int]:
-        """Why layouts were never estimated -> how many."""
-        unseen = np.ones(len(self.layouts), dtype=bool)
-        unseen[list(self._known)] = False
-        too_large = np.array(self._bytes) > self._limit
-        found = {"memory": int((unseen & too_large).sum()), "time": int((unseen & ~too_large).sum())}
+        """Return why layouts were never estimated: rule -> number of layouts, of whole branches too."""
+        waiting, too_large = list(self._roots), -self._known_too_large
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node.parts, list):
+                waiting += node.parts
+            elif node.parts is not None:
+                too_large += node.parts.too_large
+            elif node.num_bytes > self._limit:
+                too_large += self._layouts.count(node.branch, node.schedules)
+        found = {"memory": too_large, "time": self.count - self.examined - too_large}
         return {rule: count for rule, count in found.items() if count}
 
-    def _num_bytes(self, at: int) -> int:
-        """Of the fullest rank of a layout, found once."""
-        if at not in self._known:
-            self._known[at] = self._costs.num_bytes(self.layouts[at])
-        return self._known[at]
+    def _num_bytes(self, layout: Layout, too_large: bool = False) -> int:
+        """Return the bytes of a layout's fullest rank. too_large: its bound was above the limit."""
+        if layout not in self._known:
+            self._known[layout] = self._costs.num_bytes(layout)
+            self._known_too_large += too_large
+        return self._known[layout]
 
-    def _fits(self, at: int) -> bool:
-        return self._num_bytes(at) <= self._limit and self._costs.fits(self.layouts[at])
+    def _fits(self, layout: Layout) -> bool:
+        return self._num_bytes(layout) <= self._limit and self._costs.fits(layout)
 
-    def fastest(self, keep: int = 1, kind: Kind = lambda layout: True) -> list[Estimate]:
-        """Up to `keep` layouts of a kind that fit, the least seconds first; of equal ones the least memory."""
+    def fastest(self, keep: int = 1, kind: LayoutFilter = EVERY) -> list[Estimate]:
+        """Return up to `keep` layouts of a kind that fit, the fastest first; of equal ones that with less memory."""
         found: list[Estimate] = []
-        for at in self._by_time:
-            if len(found) == keep and self._seconds[at] > found[-1].step_seconds:
+        for seconds, _, layout in self._in_order("seconds", kind):
+            slowest = found[-1].step_seconds if len(found) == keep else math.inf
+            if seconds > slowest:
                 break
-            layout = self.layouts[at]
-            if not kind(layout) or (len(found) == keep and self._closer(at) > found[-1].step_seconds):
-                continue
-            if self._fits(at):
+            if self._closer(layout) <= slowest and self._fits(layout):
                 found = sorted([*found, self._costs.estimate(layout)], key=order)[:keep]
         return found
 
-    def nearest(self, kind: Kind = lambda layout: True) -> Estimate | None:
-        """Of a kind the layout whose fullest rank holds the least; None where there is no layout."""
+    def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
+        """Return the layout of a kind whose fullest rank holds the least; None if there is no layout."""
         best: Estimate | None = None
-        for at in self._by_bytes:
-            if best is not None and self._bytes[at] > best.peak_bytes:
+        for _, at_least, layout in self._in_order("num_bytes", kind):
+            most = math.inf if best is None else best.peak_bytes
+            if at_least > most:
                 break
-            layout = self.layouts[at]
-            if not kind(layout):
+            if self._num_bytes(layout, too_large=at_least > self._limit) > most:
                 continue
-            num_bytes = self._num_bytes(at)
-            if best is not None and num_bytes > best.peak_bytes:
-                continue
-            estimate = self._costs.estimate(layout)
-            if best is None or (estimate.peak_bytes, estimate.step_seconds) < (best.peak_bytes, best.step_seconds):
-                best = estimate
+            found = self._costs.estimate(layout)
+            if best is None or (found.peak_bytes, found.step_seconds) < (best.peak_bytes, best.step_seconds):
+                best = found
         return best
 
     def front(self, slowest: float, tolerance: float) -> list[Estimate]:
-        """Layouts that no other of these betters in both speed and memory, the fastest first: of all layouts of at
-        most `slowest` seconds a step that fit, each has one here that needs at most `tolerance` more of either, a
-        share."""
+        """Return layouts that no other one of them betters in both speed and memory, the fastest first.
+
+        Each layout that fits and takes at most `slowest` seconds a step has one here that needs at most the share
+        `tolerance` more of either.
+        """
         found: list[Estimate] = []
 
         def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
-            """Whether another layout takes at most so many times as much as one of at least so much: of those that
-            are as fast the slowest one holds the least."""
+            """Return whether one of these takes at most `more` times as much as one of at least so much: of those that
+            are as fast, the slowest one holds the least."""
             as_fast = bisect_right(found, seconds * more, key=attrgetter("step_seconds"))
             return as_fast > 0 and found[as_fast - 1].peak_bytes <= num_bytes * more
 
-        for at in self._by_time:
-            seconds = self._seconds[at]
+        for seconds, num_bytes, layout in self._in_order("seconds", EVERY):
             if seconds > slowest:
                 break
-            if covered(seconds, self._bytes[at], 1.0 + tolerance):
+            if covered(seconds, num_bytes, 1.0 + tolerance):
                 continue
-            seconds = self._closer(at)
-            if seconds > slowest or covered(seconds, self._bytes[at]):
+            seconds = self._closer(layout)
+            if seconds > slowest or covered(seconds, num_bytes):
                 continue
-            num_bytes = self._num_bytes(at)
-            if covered(seconds, num_bytes) or not self._fits(at):
+            if covered(seconds, self._num_bytes(layout)) or not self._fits(layout):
                 continue
-            estimate = self._costs.estimate(self.layouts[at])
-            if estimate.step_seconds <= slowest:
-                found = pareto([*found, estimate])
+            estimated = self._costs.estimate(layout)
+            if estimated.step_seconds <= slowest:
+                found = pareto([*found, estimated])
         return found
 
 
 def order(estimate: Estimate) -> tuple[float, int]:
-    """Of estimates, the best first."""
+    """Return the sort key of estimates, the best first."""
     return estimate.step_seconds, estimate.peak_bytes
 
 
 def pareto(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Those that no other one betters or equals in both seconds and bytes, the fastest first; of equal ones one."""
+    """Return those that no other one betters or equals in both seconds and bytes, the fastest first; of equal ones one
+    only."""
     found: list[Estimate] = []
     for each in sorted(estimates, key=order):
         if not found or each.peak_bytes < found[-1].peak_bytes:

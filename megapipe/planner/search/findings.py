@@ -1,25 +1,34 @@
-"""What a search answers."""
+"""The answers of a search: the best layouts, why the layouts that people try first lose, and which similar requests
+are much faster."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.search.explorer import Explorer, LayoutFilter
+from megapipe.planner.search.space import Objective, ZeroStage, divisors
 
-Objective = Literal["speed", "cost", "time", "size"]
-"""speed: most tokens per second on all devices. cost: least money a token, on as many devices or fewer. time: soonest
-through a budget of tokens, on as many devices or fewer. size: the largest model of a family that fits, then speed."""
+EXPOSED = ("tensor", "context", "pipeline", "data", "tied", "scalars", "waiting")
+"""Terms of a step that are spent on communication or waiting, apart from the bubble."""
+WORTH_NAMING = 0.005
+"""Share of a step from which on a difference of a term is named."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that was looked at.
+    """A layout with its cost; `estimate.config` is the whole configuration, including parallel.data.
 
-    estimate: its cost; `estimate.config` is the whole configuration, parallel.data filled in. simulated: its numbers
-    come from its lowered schedule, run by the simulator, and not from estimates. node_order: of the machine, where
-    measured links between nodes make another one than theirs faster. price: of a million tokens in the hardware
-    file's currency, None where a node has no price.
+    simulated: its numbers come from a simulation of its lowered schedule, not from estimates. node_order: of the
+    machine, if measured links make another order faster. price: of a million tokens in the hardware file's currency,
+    None if a node has no price.
     """
 
     estimate: Estimate
@@ -29,26 +38,23 @@ class Found:
 
     @property
     def config(self) -> PretrainConfig:
-        """Ready to run."""
+        """Return the configuration, ready to run."""
         return self.estimate.config
 
     def as_json(self) -> dict[str, Any]:
-        """The estimate's keys, and where they come from."""
+        """Return the estimate's keys, and where they come from."""
         order = None if self.node_order is None else list(self.node_order)
-        return self.estimate.as_json() | {
-            "simulated": self.simulated,
-            "node_order": order,
-            "price_per_million_tokens": self.price,
-        }
+        found = {"simulated": self.simulated, "node_order": order, "price_per_million_tokens": self.price}
+        return self.estimate.as_json() | found
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What someone would have tried first, or a part of the best layout left out, and why it loses.
+    """A kind of layout that people try first, or that lacks a part of the best one, and why it loses.
 
-    name: in words. estimate: of the best layout of this kind, of the one nearest to fitting where none fits; None
-    where no layout of the kind can run at all. reason: a sentence: out of memory by how much, or slower by how much
-    and in which terms, or the rule that keeps it from running, or that it is the best itself.
+    estimate: of the best layout of this kind, or of the one that needs the least memory if none fits; None if none can
+    run. reason: a sentence: out of memory by how much, slower by how much and in which terms, the rule that forbids
+    it, or that it is the best layout itself.
     """
 
     name: str
@@ -56,18 +62,15 @@ class Alternative:
     reason: str
 
     def as_json(self) -> dict[str, Any]:
-        """Name, reason, and the estimate's keys or null."""
+        """Return name, reason, and the estimate's keys or null."""
         estimate = None if self.estimate is None else self.estimate.as_json()
         return {"name": self.name, "reason": self.reason, "estimate": estimate}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One number of devices, or one model, of an objective that compares several.
-
-    name: such as `64 devices` or a model's. found: the best there; None where nothing fits. value: what is compared:
-    money a million tokens, days, or parameters.
-    """
+    """One number of devices, or one model, of an objective that compares several. found: the best layout; None if
+    nothing fits. value: price of a million tokens, days, or parameters."""
 
     name: str
     found: Found | None
@@ -79,10 +82,10 @@ class Findings:
     """The answers of one search.
 
     ranked: layouts that fit, the best first. pareto: of speed against memory, the fastest first: no other layout that
-    fits is as fast with less memory. alternatives: see there. trials: where the objective compares several numbers of
-    devices or models. hints: similar requests that are much faster, as sentences. not_searched: what the search
-    leaves out, as phrases. examined: number of estimated layouts. pruned: rule -> number of layouts that it ruled out
-    without an estimate. layouts: number of valid layouts in the space. seconds: duration of the search.
+    fits is as fast with less memory. trials: if the objective compares several numbers of devices or models. hints:
+    similar requests that are much faster, as sentences. not_searched: what the search leaves out, as phrases.
+    examined: number of estimated layouts. pruned: rule -> number of layouts that it ruled out without an estimate,
+    alone or with their whole branch. layouts: number of valid layouts in the space. seconds: duration of the search.
     """
 
     objective: Objective
@@ -100,26 +103,15 @@ class Findings:
 
     @property
     def best(self) -> Found:
-        """The answer."""
+        """Return the first layout."""
         return self.ranked[0]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as `megapipe plan search --json` prints it."""
-        return {
-            "objective": self.objective,
-            "devices": self.devices,
-            "best": self.best.as_json(),
-            "ranked": [each.as_json() for each in self.ranked],
-            "pareto": [each.as_json() for each in self.pareto],
-            "alternatives": [each.as_json() for each in self.alternatives],
-            "trials": [{"name": each.name, "value": each.value} for each in self.trials],
-            "hints": list(self.hints),
-            "not_searched": list(self.not_searched),
-            "examined": self.examined,
-            "pruned": self.pruned,
-            "layouts": self.layouts,
-            "seconds": self.seconds,
-        }
+        """Return the findings as `megapipe plan search --json` prints them."""
+        found = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        lists = {name: [each.as_json() for each in found[name]] for name in ("ranked", "pareto", "alternatives")}
+        trials = [{"name": each.name, "value": each.value} for each in self.trials]
+        return found | lists | {"best": self.best.as_json(), "trials": trials}
 
 
 class NothingFits(ConfigError):
@@ -128,3 +120,233 @@ class NothingFits(ConfigError):
     def __init__(self, problem: str, nearest: Estimate) -> None:
         super().__init__(problem)
         self.nearest = nearest
+
+
+def faster_or_slower(ours: Estimate, theirs: Estimate) -> str:
+    """Return the ratio of the step times in words."""
+    change = ours.tokens_per_second / theirs.tokens_per_second - 1.0
+    if abs(change) < 0.0005:
+        return "as fast"
+    return f"{abs(change):.1%} {'faster' if change > 0 else 'slower'} in tokens per second"
+
+
+def term_differences(ours: Estimate, theirs: Estimate) -> list[str]:
+    """Return phrases for the terms of a step that differ, the largest difference first, without small ones."""
+    names = dict.fromkeys(term.name for estimate in (ours, theirs) for term in estimate.terms)
+    changes = {name: ours.seconds_of(name) - theirs.seconds_of(name) for name in names}
+    least = WORTH_NAMING * max(ours.step_seconds, theirs.step_seconds)
+    large = sorted((name for name in changes if abs(changes[name]) >= least), key=lambda name: -abs(changes[name]))
+    return [f"{name} {seconds(abs(changes[name]))} {'more' if changes[name] > 0 else 'less'}" for name in large]
+
+
+def exposed_seconds(estimate: Estimate) -> float:
+    """Return the seconds of communication in a step that nothing hides."""
+    return sum(estimate.seconds_of(name) for name in EXPOSED)
+
+
+def seconds(value: float) -> str:
+    """Return a time with three digits, in a unit that fits."""
+    if value >= 1.0:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Return bytes in GB, or in MB below one GB."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
+"""Returns the best layout of a run on a number of devices. Raises ConfigError if none can run."""
+
+MUCH = 1.1
+"""Minimum ratio of tokens per second for a hint about devices or samples."""
+NEIGHBOURS = 2
+"""How many numbers of devices, and batch sizes, are tried."""
+BATCH_CHANGE = 0.1
+"""Maximum relative change of the batch size."""
+
+
+@dataclass(frozen=True)
+class LayoutKind:
+    """A kind of layout. members: which layouts are of it. example: one, to report the rule that forbids all."""
+
+    name: str
+    members: LayoutFilter
+    example: Callable[[PretrainConfig], PretrainConfig] = lambda config: config
+
+
+def alternatives(
+    explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
+) -> tuple[Alternative, ...]:
+    """Judge every kind of layout against the best layout, whose cost is an estimate as that of the others."""
+    found = [_judged(explorer, kind, base, devices, best) for kind in _kinds(devices)]
+    return (*found[:5], _rule_of_megatron(explorer, base, hardware, devices, best), *found[5:])
+
+
+def _kinds(devices: int) -> Iterator[LayoutKind]:
+    def only(dimension: str, zero: ZeroStage = 0) -> LayoutKind:
+        others = attrgetter(*(name for name in ("data", "tensor", "pipeline", "context") if name != dimension))
+        return LayoutKind(
+            f"{dimension} parallelism alone{f' with ZeRO {zero}' if zero else ''}",
+            LayoutFilter(lambda layout: layout.zero == zero, lambda branch: others(branch) == (1, 1, 1)),
+            lambda config: _spread(config, dimension, devices, zero),
+        )
+
+    yield from (only("data"), only("data", 1), only("data", 3), only("tensor"), only("pipeline"))
+    for dimension in ("tensor", "pipeline"):
+        size = attrgetter(dimension)
+        alone = LayoutFilter(branch=lambda branch, size=size: size(branch) == 1)  # type: ignore[misc]
+        yield LayoutKind(f"without {dimension} parallelism", alone)
+    yield LayoutKind("without ZeRO", LayoutFilter(lambda layout: layout.zero == 0))
+    yield LayoutKind("without recomputation", LayoutFilter(lambda layout: layout.recompute == "none"))
+    yield LayoutKind("without sequence parallelism", LayoutFilter(lambda layout: not layout.sequence))
+    plain = ScheduleConfig.name
+    yield LayoutKind(f"with plain {plain}", LayoutFilter(lambda layout: layout.shape.schedule == plain))
+
+
+def _spread(config: PretrainConfig, dimension: str, devices: int, zero: ZeroStage) -> PretrainConfig:
+    sizes = dict.fromkeys(("data", "tensor", "pipeline", "context"), 1) | {dimension: devices}
+    return replace(
+        config,
+        parallel=replace(config.parallel, **sizes, sequence=False),  # type: ignore[arg-type]
+        batch=replace(config.batch, micro_size=1),
+        zero=replace(config.zero, stage=zero),
+        schedule=replace(config.schedule, name=ScheduleConfig.name, chunks=None),
+    )
+
+
+def _rule_of_megatron(
+    explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
+) -> Alternative:
+    """Judge takeaways 1 and 2 of Narayanan et al. (2021, arXiv 2104.04473, section 3): tensor ranks up to a node's
+    devices, then just enough pipeline ranks to fit, and replicas with the remaining ranks; as in the paper, everything
+    is recomputed and nothing sharded."""
+    node = min(group.devices_per_node for group in hardware.nodes(devices))
+    tensor = max((branch.tensor for branch in explorer.meshes if branch.tensor <= node), default=1)
+    name = f"tensor {tensor}, then as little pipeline as fits, the remaining ranks data (arXiv 2104.04473, section 3)"
+
+    def members(pipeline: int | None) -> LayoutFilter:
+        return LayoutFilter(
+            lambda layout: layout.zero == 0 and layout.recompute == "full" and not layout.sequence,
+            lambda each: (each.tensor, each.context) == (tensor, 1) and pipeline in (None, each.pipeline),
+        )
+
+    for pipeline in divisors(devices // tensor):
+        found = explorer.fastest(1, members(pipeline))
+        if found:
+            return Alternative(name, found[0], _why_slower(found[0], best))
+    return _judged(explorer, LayoutKind(name, members(None)), base, devices, best)
+
+
+def _judged(explorer: Explorer, kind: LayoutKind, base: PretrainConfig, devices: int, best: Estimate) -> Alternative:
+    fitting = explorer.fastest(1, kind.members)
+    if fitting:
+        return Alternative(kind.name, fitting[0], _why_slower(fitting[0], best))
+    nearest = explorer.nearest(kind.members)
+    if nearest is not None:
+        return Alternative(kind.name, nearest, out_of_memory(nearest))
+    problems = run_problems(kind.example(base), devices)
+    why = f"cannot run: {problems[0]}" if problems else "ruled out by pinned fields or by the values to try"
+    return Alternative(kind.name, None, why)
+
+
+def out_of_memory(nearest: Estimate) -> str:
+    """Return by how much the layout of a kind that needs the least memory exceeds its devices."""
+    return (
+        f"out of memory by {gigabytes(nearest.missing_bytes)}: the fullest rank needs "
+        f"{gigabytes(nearest.tightest_bytes)} of {gigabytes(nearest.memory_limit)}"
+    )
+
+
+def _why_slower(estimate: Estimate, best: Estimate) -> str:
+    if estimate.config == best.config:
+        return "is the best layout"
+    bubble, exposed = estimate.seconds_of("bubble"), exposed_seconds(estimate)
+    terms = ", ".join(term_differences(estimate, best))
+    return (
+        f"{faster_or_slower(estimate, best)}: {terms + '; ' if terms else ''}bubble "
+        f"{bubble / estimate.step_seconds:.1%} of the step, {seconds(exposed)} of exposed communication"
+    )
+
+
+def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate, fastest: Fastest) -> Iterator[str]:
+    """Yield one sentence for each similar request that is much faster than the best layout of this one."""
+
+    def gain(config: PretrainConfig, machine: Hardware, count: int) -> float:
+        try:
+            return fastest(config, machine, count).tokens_per_second / best.tokens_per_second
+        except ConfigError:
+            return 0.0
+
+    own = base.batch.global_size
+
+    def gain_of_batch(size: int, count: int) -> float:
+        return gain(replace(base, batch=replace(base.batch, global_size=size)), hardware, count)
+
+    def batches(count: int) -> list[int]:
+        return neighbour_batches(own, count) if base.batch.ramp_start is None else []
+
+    counts = {
+        (count, size): gain_of_batch(size, count)
+        for count in neighbour_devices(hardware, devices)
+        for size in (own, *batches(count))
+    }
+    count, size = max(counts, key=lambda each: counts[each], default=(devices, own))
+    if counts.get((count, size), 0.0) >= MUCH:
+        batch = "" if size == own else f" with --batch.global_size {size}"
+        yield (
+            f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which has few "
+            "divisors"
+        )
+    sizes = {size: gain_of_batch(size, devices) for size in batches(devices)}
+    size = max(sizes, key=lambda each: sizes[each], default=0)
+    if sizes.get(size, 0.0) >= MUCH:
+        yield (
+            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as {own:,}, which "
+            "has few divisors"
+        )
+    for machine, count in single_groups(hardware, devices):
+        alone, name = gain(base, machine, count), machine.groups[0].device.name
+        if alone > 1.0:
+            yield (
+                f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: each step "
+                "waits for the slowest device"
+            )
+
+
+def neighbour_devices(hardware: Hardware, devices: int) -> list[int]:
+    """Return smaller numbers of devices with more divisors, if the devices do not fill whole nodes."""
+    node = hardware.nodes(1)[0].devices_per_node
+    step = node if devices > node else max(1, node // 2)
+    if devices % step == 0:
+        return []
+    found = (devices // each * each for each in (step, max(1, step // 2)))
+    return [each for each in dict.fromkeys(found) if 0 < each < devices][:NEIGHBOURS]
+
+
+def neighbour_batches(samples: int, devices: int) -> list[int]:
+    """Return similar batch sizes with more divisors, unless the batch size or the devices divide each other."""
+    if samples % devices == 0 or devices % samples == 0:
+        return []
+    found = [near] if abs((near := round(samples / devices) * devices) - samples) <= BATCH_CHANGE * samples else []
+    power = 2 ** (samples.bit_length() - 1)
+    while power > 1:
+        near = max(1, round(samples / power)) * power
+        if near != samples and abs(near - samples) <= BATCH_CHANGE * samples:
+            found.append(near)
+        power //= 2
+    return list(dict.fromkeys(found))[:NEIGHBOURS]
+
+
+def single_groups(hardware: Hardware, devices: int) -> Iterator[tuple[Hardware, int]]:
+    """Yield each kind of device alone with its number in the run; nothing if there is only one kind."""
+    nodes = hardware.nodes(devices)
+    if len({node.device.name for node in nodes}) == 1:
+        return
+    left = devices
+    for _, members in groupby(nodes, key=lambda node: node.name):
+        group = list(members)
+        count = min(left, sum(node.devices_per_node for node in group))
+        left -= count
+        yield Hardware(hardware.name, (replace(group[0], num_nodes=len(group)),)), count

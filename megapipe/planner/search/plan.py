@@ -1,37 +1,48 @@
-"""The search: the best layout of a run on a number of devices, and what else is worth knowing."""
+"""The search: the fastest layouts of a run, refined and simulated; by other objectives, devices or models compared."""
 
+import math
 import time
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import partial
+from typing import NamedTuple, cast
 
+from megapipe.config.command_line import Report
 from megapipe.config.errors import ConfigError
-from megapipe.config.progress import Report
+from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.node_order import OrderCost, best_node_order
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.scheduling import num_stages
+from megapipe.layout.stages import StageLayout, layers_of, num_parameters
 from megapipe.layout.validation import run_problems
-from megapipe.planner.cost.assumptions import ENGINE, Assumptions
-from megapipe.planner.cost.estimate import Estimate
-from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.search.alternatives import alternatives, out_of_memory
+from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate
+from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes, shared
+from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.evaluation import Evaluation
-from megapipe.planner.search.explorer import Explorer
-from megapipe.planner.search.findings import Findings, Found, NothingFits
-from megapipe.planner.search.hints import hints
-from megapipe.planner.search.layouts import Layouts
-from megapipe.planner.search.refinement import Refiner
-from megapipe.planner.search.shared_times import shared
-from megapipe.planner.search.space import PROMISING, SearchSpace
+from megapipe.planner.search.explorer import Evaluation, Explorer, order
+from megapipe.planner.search.findings import (
+    Findings,
+    Found,
+    NothingFits,
+    Trial,
+    alternatives,
+    hints,
+    out_of_memory,
+)
+from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
+from megapipe.schedules.balance import balance_layers
+from megapipe.spec.dtypes import FULL_BYTES
 
 WIDEST = 8
-"""Times as many layouts as are ranked that are looked at where simulation finds the first ones slower."""
+"""How many times `Effort.keep` layouts are refined at most, if simulation finds the first ones slower."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a search does beside finding the best.
+    """The work of a search in addition to finding the best layout.
 
     keep: layouts that are ranked. slowest: of the Pareto front, in times of the best layout's step; 0 for no front.
     tolerance: share of time or memory by which the front may miss a layout. actions: as in `Refiner`; 0 simulates
@@ -72,39 +83,41 @@ def search_speed(
     allows, and ordered by that. No pruning leaves out a layout that would have been among the answers.
 
     Raises:
-        ConfigError: what `Layouts` refuses, no layout that can run, or what the cost model cannot tell. NothingFits:
-            layouts can run and none fits.
+        ConfigError: what `Layouts` refuses, no layout that can run, or what the cost model cannot time.
+        NothingFits: layouts can run, but none fits.
+
+    Example:
+        >>> from megapipe import load_hardware, parse, search_speed
+        >>> config = parse(["--model.num_layers", "12", "--batch.global_size", "64"])
+        >>> search_speed(config, load_hardware("h100"), devices=8).best.estimate.world_size
+        8
     """
     started = time.perf_counter()
     space, effort = space or SearchSpace(), effort or Effort()
     times = shared(slowest_times(base, hardware, devices, assumptions) if times is None else times)
     layouts = Layouts(base, devices, pinned, space)
     limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
-    explorer = Explorer(
-        layouts,
-        LayoutBounds(base, hardware, devices, times, assumptions),
-        Evaluation(base, hardware, times, assumptions),
-        limit,
-        lambda share: report(0.3 * share),
-    )
-    if not explorer.layouts:
+    bounds = LayoutBounds(base, hardware, devices, times, assumptions)
+    explorer = Explorer(layouts, bounds, Evaluation(base, hardware, times, assumptions), limit)
+    if not explorer.count:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
+    report(0.1)
+    explorer.add_other_schedules(PROMISING)
     report(0.3)
-    explorer.add(layouts.with_other_schedules(explorer.promising(PROMISING)))
     movable = effort.stages and "parallel.layers_per_stage" not in pinned
     refiner, keep = Refiner(hardware, times, effort.actions, assumptions), effort.keep
     found = explorer.fastest(keep)
     report(0.6)
     ranked = refiner.refined(found, stages=movable)
     report(0.8)
-    # Where estimates err, layouts behind those that were kept may be better, or may be the only ones that fit.
+    # Where estimates err, layouts after those that were kept may be better, or may be the only ones that fit.
     while len(found) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], found[-1]))):
         keep *= 2
         more = explorer.fastest(keep)
         ranked = refiner.refined(more[len(found) :], ranked, stages=movable)
         found = more
     if not ranked:
-        # There are layouts, so that one of them is nearest.
+        # There are layouts, so one of them is nearest.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
     front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
     others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
@@ -123,7 +136,7 @@ def search_speed(
         not_searched=tuple(space.not_searched(base, pinned)),
         examined=explorer.examined,
         pruned=explorer.pruned(),
-        layouts=len(explorer.layouts),
+        layouts=explorer.count,
         seconds=time.perf_counter() - started,
     )
 
@@ -137,7 +150,7 @@ def _hints(
     assumptions: Assumptions,
     best: Found,
 ) -> Iterator[str]:
-    """Yield the hints of `planner.search.hints`, except with measured times or a pinned parallel.data."""
+    """Yield the hints of `hints`, except with measured times or a pinned parallel.data."""
     if hardware.measured is not None or "parallel.data" in pinned:
         return
 
@@ -151,9 +164,9 @@ def _hints(
 def slowest_times(
     base: PretrainConfig, hardware: Hardware, devices: int, assumptions: Assumptions = ENGINE
 ) -> LayerTimes:
-    """By the roofline of the device that every step waits for, as `planner.cost.model` takes it by default.
+    """Return the roofline of the device that every step waits for, the default of `planner.cost.model`.
 
-    Raises ConfigError where precision is auto, or a device has no peak for it.
+    Raises ConfigError if precision is auto, or a device has no peak for it.
     """
     if base.training.precision == "auto":
         raise ConfigError(
@@ -165,18 +178,16 @@ def slowest_times(
     return RooflineTimes(slowest, assumptions.megatron_kernels)
 
 
-def price_per_million_tokens(found: Estimate, price_per_hour: float) -> float:
-    """In the currency of the hardware file."""
-    return price_per_hour / 3600.0 / found.tokens_per_second * 1e6
-
-
 def _beaten(best: Found, last: Estimate) -> bool:
-    """Whether a layout behind the last that was kept might be faster than the best, which was simulated."""
+    """Return whether a layout after the last that was kept might be faster than the best, which was simulated."""
     return best.simulated and best.estimate.step_seconds > last.step_seconds
 
 
-def _priced(found: Found, price: float | None) -> Found:
-    return found if price is None else replace(found, price=price_per_million_tokens(found.estimate, price))
+def _priced(found: Found, per_hour: float | None) -> Found:
+    """Fill in the price of a million tokens, in the currency of the hardware file."""
+    return (
+        found if per_hour is None else replace(found, price=per_hour / 3600.0 / found.estimate.tokens_per_second * 1e6)
+    )
 
 
 def _nothing_fits(nearest: Estimate, hardware: Hardware, devices: int) -> NothingFits:
@@ -190,7 +201,7 @@ def _nothing_fits(nearest: Estimate, hardware: Hardware, devices: int) -> Nothin
 
 
 def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]) -> list[str]:
-    """What the configuration as it is breaks, where that says why; else that nothing divides."""
+    """Return the rules that the configuration as it is breaks; if there are none, that nothing divides."""
     left_open = replace(base, parallel=replace(base.parallel, data=None)) if "parallel.data" not in pinned else base
     problems = run_problems(left_open, devices)
     named = ", ".join(sorted(pinned)) or "nothing"
@@ -199,3 +210,263 @@ def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]
         f"batch.global_size {base.batch.global_size}, with {named} set; use another number of devices or another "
         "batch size, or set fewer fields"
     ]
+
+
+@dataclass
+class Refiner:
+    """Improves the few best layouts: stages by time, the order of nodes, the simulated schedule.
+
+    hardware, times, assumptions: as of the estimates. actions: computations of a step, over all pipeline ranks, that
+    all simulations together may still take; each takes tens of microseconds.
+    """
+
+    hardware: Hardware
+    times: LayerTimes
+    actions: int
+    assumptions: Assumptions = ENGINE
+
+    def refined(self, found: Sequence[Estimate], known: Sequence[Found] = (), *, stages: bool) -> tuple[Found, ...]:
+        """Return the same layouts, improved, together with those that are known, the fastest first.
+
+        The first one that was not simulated is simulated and takes its new place, until all are or the first is too
+        long for the remaining `actions`. So a layout stays first only if no other is faster by its estimate. One that
+        does not fit by simulation is left out. stages: layers may move between stages.
+        """
+
+        def by_estimate(each: Found) -> tuple[float, int]:
+            return order(each.estimate)
+
+        ranked = [*known, *(self._ordered(self._by_time(each) if stages else each) for each in found)]
+        ranked.sort(key=by_estimate)
+        while (at := next((at for at, each in enumerate(ranked) if not each.simulated), None)) is not None:
+            needed = _computations(ranked[at].estimate)
+            if needed > self.actions:
+                break
+            self.actions -= needed
+            exact = self._simulated(ranked.pop(at))
+            if exact.estimate.fits:
+                insort(ranked, exact, key=by_estimate)
+        return tuple(ranked)
+
+    def _by_time(self, before: Estimate) -> Estimate:
+        """Balance stages by the layers' times if that is faster than by their FLOPs, and fits."""
+        config = before.config
+        if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
+            return before
+        known: dict[tuple[str, int], float] = {}
+        seconds, layers = [], layers_of(config)
+        for layer in layers:
+            key = layer.kind, layer.index if config.training.fp8 != "none" else 0
+            if key not in known:
+                each = self.times.of(config, layer)
+                known[key] = each.forward + each.backward_input + each.backward_weight + each.recompute
+            seconds.append(known[key])
+        sizes = [stop - first for first, stop in balance_layers(seconds, num_stages(config))]
+        if sizes == [len(each) for each in StageLayout.of(config).ranges]:
+            return before
+        parallel = replace(config.parallel, layers_per_stage=sizes)
+        moved = replace(config, parallel=parallel)
+        after = estimate(moved, self.hardware, times=self.times, assumptions=self.assumptions)
+        return after if after.fits and after.step_seconds < before.step_seconds else before
+
+    def _ordered(self, before: Estimate) -> Found:
+        """Put the nodes in the best order found, if links between them were measured and it is faster."""
+        if self.hardware.link_matrix is None:
+            return Found(before)
+        config, parallel = before.config, before.config.parallel
+        sizes = {name: getattr(parallel, name) or 1 for name in ("data", "pipeline", "context", "tensor")}
+        message = layout_costs(config).stream
+        elements = sum(spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values())
+        gradients = FULL_BYTES * elements / (parallel.tensor * parallel.pipeline)
+        try:
+            order = best_node_order(OrderCost(self.hardware, sizes, message, gradients))
+        except ConfigError:  # a mesh that does not cut the nodes evenly has no other order
+            return Found(before)
+        after = estimate(config, self.hardware, times=self.times, node_order=order, assumptions=self.assumptions)
+        return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
+
+    def _simulated(self, found: Found) -> Found:
+        config = found.estimate.config
+        exact = predict(
+            config, self.hardware, times=self.times, node_order=found.node_order, assumptions=self.assumptions
+        )
+        return replace(found, estimate=exact.estimate, simulated=True)
+
+
+def _computations(estimate: Estimate) -> int:
+    """Return the number of forwards and backwards of a step, of all stages of one pipeline."""
+    config = estimate.config
+    count = config.batch.global_size // (config.batch.micro_size * (config.parallel.data or 1))
+    return 2 * count * num_stages(config)
+
+
+MISSES = 3
+"""Models in a row that do not fit, after which no larger one is tried."""
+STEPS = 4
+"""Models to every doubling of width and depth."""
+SMALLEST, LARGEST = -2, 5
+"""Powers of 2 between which width and depth are scaled."""
+HEADS, LAYERS = 8, 4
+"""Heads and layers come in these multiples, or what these have in common with the model's own, so that tensor and
+pipeline sizes divide them."""
+
+
+class Member(NamedTuple):
+    """A model of a family. parameters: tied ones once."""
+
+    name: str
+    model: ModelConfig
+    parameters: int
+
+
+def search(
+    base: PretrainConfig,
+    hardware: Hardware,
+    devices: int,
+    pinned: frozenset[str] = frozenset(),
+    *,
+    objective: Objective = "speed",
+    space: SearchSpace | None = None,
+    tokens: float | None = None,
+    models: Sequence[tuple[str, ModelConfig]] = (),
+    times: LayerTimes | None = None,
+    effort: Effort | None = None,
+    assumptions: Assumptions = ENGINE,
+    report: Report = lambda share: None,
+) -> Findings:
+    """Return the best layouts of a run by an objective.
+
+    base: all that layouts leave as it is. pinned: paths of fields that no layout may change, such as
+    `parallel.tensor`. tokens: to train on, for the objective time. models: to choose from for the objective size, by
+    default `family`. times: of layers, by default the slowest device's roofline. assumptions: as of `estimate`, for
+    all searches. effort: of the search whose findings these are; those it is compared with only find the best.
+
+    The objectives cost and time compare numbers of devices up to `devices` (`device_counts`), size compares models;
+    the findings are those of the best one, with all of them in `trials`.
+
+    Raises:
+        ConfigError: invalid fields, no price or tokens if the objective needs them, no layout that can run.
+        NothingFits: layouts can run, but none fits.
+    """
+    if objective not in ("speed", "cost", "time", "size"):
+        raise ConfigError(f"unknown objective {objective!r}; it must be one of speed, cost, time, size")
+    if objective == "time" and (tokens is None or tokens <= 0):
+        raise ConfigError("objective time needs the number of tokens to train on; set it, as in --tokens 300e9")
+    if objective == "cost" and hardware.price_per_hour(devices) is None:
+        raise ConfigError(
+            f"objective cost needs prices, but hardware {hardware.name!r} has groups without price_per_hour; add it "
+            "to the hardware file, or pass --price_per_hour"
+        )
+    started = time.perf_counter()
+    speed = partial(search_speed, hardware=hardware, pinned=pinned, space=space, times=times, assumptions=assumptions)
+    if objective == "speed":
+        return speed(base, devices=devices, effort=effort, report=report)
+    if objective == "size":
+        members = given(base, models) if models else family(base)
+        base, trials = _largest(base, members, partial(speed, devices=devices, effort=QUICK))
+    else:
+
+        def value(found: Found) -> float:
+            days = (tokens or 0.0) / found.estimate.tokens_per_second / 86400.0
+            return days if objective == "time" else found.price or 0.0
+
+        devices, trials = _best_count(device_counts(devices, hardware), value, partial(speed, base, effort=QUICK))
+    found = speed(base, devices=devices, effort=effort, report=report)
+    return replace(found, objective=objective, trials=tuple(trials), seconds=time.perf_counter() - started)
+
+
+def device_counts(devices: int, hardware: Hardware) -> tuple[int, ...]:
+    """Return the numbers of devices to try: powers of 2 and three times these, whole nodes above one node, and all."""
+    node = hardware.nodes(1)[0].devices_per_node
+    tried = {factor * 2**power for factor in (1, 3) for power in range(devices.bit_length())}
+    return tuple(sorted({each for each in tried if each <= devices and (each <= node or not each % node)} | {devices}))
+
+
+def _best_count(
+    counts: Iterable[int], value: Callable[[Found], float], speed: Callable[..., Findings]
+) -> tuple[int, list[Trial]]:
+    """Return the number of devices with the lowest value, the smaller one of equal ones, and all trials."""
+    trials, values = [], dict[int, float]()
+    reason: ConfigError | None = None
+    for count in counts:
+        try:
+            found = speed(devices=count).best
+        except ConfigError as error:
+            # Fewer devices say nothing about more: if none works, the last reason is reported.
+            reason = error
+            trials.append(Trial(f"{count} devices", None, None))
+            continue
+        values[count] = value(found)
+        trials.append(Trial(f"{count} devices", found, values[count]))
+    if not values:
+        raise cast(ConfigError, reason)
+    return min(values, key=lambda count: (values[count], count)), trials
+
+
+def _largest(
+    base: PretrainConfig, members: Iterable[Member], speed: Callable[..., Findings]
+) -> tuple[PretrainConfig, list[Trial]]:
+    """Return the run with the largest model that fits, and all trials. A size whose divisors are few may miss although
+    a larger one fits, so the search ends after `MISSES` misses in a row."""
+    trials: list[Trial] = []
+    chosen: PretrainConfig | None = None
+    reason: ConfigError | None = None
+    missed = 0
+    for each in members:
+        config = replace(base, model=each.model)
+        try:
+            found = speed(config).best
+        except ConfigError as error:
+            reason = reason or error
+            trials.append(Trial(each.name, None, float(each.parameters)))
+            missed += isinstance(error, NothingFits)
+            if missed == MISSES:
+                break
+            continue
+        missed, chosen = 0, config
+        trials.append(Trial(each.name, found, float(each.parameters)))
+    if chosen is None:
+        raise cast(ConfigError, reason)
+    return chosen, trials
+
+
+def family(base: PretrainConfig) -> tuple[Member, ...]:
+    """Return `base.model` with width and depth scaled alike, smaller and larger, ascending.
+
+    Heads keep their size, grouped queries their number per group, and an MLP of a given width its ratio to the hidden
+    size. Two models that round to the same one count once.
+    """
+    model = base.model
+    found: dict[tuple[int, int], Member] = {}
+    for step in range(SMALLEST * STEPS, LARGEST * STEPS + 1):
+        scaled = _scaled(model, 2.0 ** (step / STEPS))
+        key = scaled.num_heads, scaled.num_layers
+        if key not in found:
+            name = f"{scaled.num_layers} layers of {scaled.hidden_size}"
+            found[key] = Member(name, scaled, num_parameters(replace(base, model=scaled)))
+    return tuple(sorted(found.values(), key=lambda each: each.parameters))
+
+
+def given(base: PretrainConfig, models: Sequence[tuple[str, ModelConfig]]) -> tuple[Member, ...]:
+    """Return models with names as a family, ascending by parameters."""
+    found = [Member(name, model, num_parameters(replace(base, model=model))) for name, model in models]
+    return tuple(sorted(found, key=lambda each: each.parameters))
+
+
+def _scaled(model: ModelConfig, factor: float) -> ModelConfig:
+    group = model.num_heads // model.kv_heads
+    multiple = math.lcm(math.gcd(HEADS, model.num_heads), group)
+    heads = max(1, round(model.num_heads * factor / multiple)) * multiple
+    even = math.gcd(LAYERS, model.num_layers)
+    layers = max(1, round(model.num_layers * factor / even)) * even
+    channels = model.hidden_size / model.num_heads
+    hidden = round(channels * heads)
+    ffn = model.ffn_hidden_size
+    return replace(
+        model,
+        num_heads=heads,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_kv_heads=None if model.num_kv_heads is None else heads // group,
+        ffn_hidden_size=None if ffn is None else round(ffn / model.hidden_size * hidden / 64) * 64,
+    )

@@ -1,24 +1,110 @@
-"""What a search may vary."""
+"""The space of a search: which values it tries, and every layout of them that can run.
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+A layout is valid if `PretrainConfig.problems` and `layout.validation.run_problems` report nothing. Asking both for
+every layout would take longer than everything else, so each rule is asked once for the few fields that it reads.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from megapipe.config.errors import ConfigError, nearest
+from megapipe.config.field_types import PositiveInt, bound_problems
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.moves import moves_to_host
+from megapipe.layout.scheduling import schedule_problems
+from megapipe.layout.table import moves_to_host
+from megapipe.layout.validation import context_problems
+from megapipe.planner.cached import cached_method
 from megapipe.schedules import ScheduleError
-from megapipe.schedules.generators.registry import GENERATORS, find_generator
+from megapipe.schedules.registry import GENERATORS, find_generator, searched
+from megapipe.spec.layers import tensor_problems
 
 ZeroStage = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
+Choice = tuple[int, ZeroStage, Recompute]
+"""Values of `Layout.sequence`, `zero` and `recompute`."""
+Value = TypeVar("Value")
 
-
+Objective = Literal["speed", "cost", "time", "size"]
+"""speed: most tokens per second on all devices. cost: least money a token, on as many devices or fewer. time: soonest
+through a budget of tokens, on as many devices or fewer. size: the largest model of a family that fits, then speed."""
 MIN_CONTEXT_TOKENS = 2048
 """Minimum number of tokens of a sample on each context rank, by default."""
-
 PROMISING = 24
 """Number of divisions of ranks, the best by their bounds, that are also tried with other schedules."""
+
+
+class Branch(NamedTuple):
+    """All layouts that divide the ranks in one way. micro_size: None for all sizes of a micro-batch."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    micro_size: int | None = None
+
+
+class Shape(NamedTuple):
+    """How ranks and a batch are divided, and by which schedule.
+
+    chunks: stages per rank; None for schedules with one, and for the default of a schedule whose chunks are pinned.
+    """
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    micro_size: int
+    schedule: str
+    chunks: int | None
+
+
+class Layout(NamedTuple):
+    """A shape, with its sharding and recomputation.
+
+    sequence: 0 for no sequence parallelism, else parallel.sequence_chunks, 1 for no overlap.
+    """
+
+    shape: Shape
+    sequence: int
+    zero: ZeroStage
+    recompute: Recompute
+
+    def applied(self, base: PretrainConfig) -> PretrainConfig:
+        """Return the configuration with this layout."""
+        return Configurations(base).of(self)
+
+
+class Configurations:
+    """A run's configuration in many layouts. Layouts that agree on a group of fields share that group, so no caller
+    may change it in place."""
+
+    def __init__(self, base: PretrainConfig) -> None:
+        self._base = base
+        self._parallel, self._batch = cache(partial(replace, base.parallel)), cache(partial(replace, base.batch))
+        self._schedule = cache(partial(replace, base.schedule))
+        self._zero, self._recompute = cache(partial(replace, base.zero)), cache(partial(replace, base.recompute))
+
+    def of(self, layout: Layout) -> PretrainConfig:
+        """Return the configuration with a layout."""
+        shape = layout.shape
+        return replace(
+            self._base,
+            parallel=self._parallel(
+                data=shape.data,
+                tensor=shape.tensor,
+                pipeline=shape.pipeline,
+                context=shape.context,
+                sequence=layout.sequence > 0,
+                sequence_chunks=max(1, layout.sequence),
+            ),
+            batch=self._batch(micro_size=shape.micro_size),
+            schedule=self._schedule(name=shape.schedule, chunks=shape.chunks),
+            zero=self._zero(stage=layout.zero),
+            recompute=self._recompute(method=layout.recompute),
+        )
 
 
 @dataclass(frozen=True)
@@ -39,17 +125,17 @@ class SearchSpace:
     at least `MIN_CONTEXT_TOKENS` tokens.
     """
 
-    schedules: tuple[str, ...] = tuple(name for name, each in GENERATORS.items() if each.search == "all")
-    other_schedules: tuple[str, ...] = tuple(name for name, each in GENERATORS.items() if each.search == "promising")
+    schedules: tuple[str, ...] = field(default_factory=lambda: searched("all"))
+    other_schedules: tuple[str, ...] = field(default_factory=lambda: searched("promising"))
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     sequence: tuple[int, ...] = (0, 1, 4)
-    max_tensor: int | None = None
-    max_pipeline: int | None = None
-    max_context: int | None = None
-    max_micro_size: int | None = 64
-    max_chunks: int | None = None
-    all_chunks_up_to: int = 8
+    max_tensor: PositiveInt | None = None
+    max_pipeline: PositiveInt | None = None
+    max_context: PositiveInt | None = None
+    max_micro_size: PositiveInt | None = 64
+    max_chunks: PositiveInt | None = None
+    all_chunks_up_to: PositiveInt = 8
 
     def not_searched(self, base: PretrainConfig, pinned: frozenset[str]) -> list[str]:
         """Return phrases for what a search of this space leaves out; `base` and `pinned` as in `Layouts`."""
@@ -59,9 +145,10 @@ class SearchSpace:
                 found.append(
                     f"{', '.join(self.other_schedules)} except on the {PROMISING} most promising divisions of ranks"
                 )
-            tried = (*self.schedules, *self.other_schedules)
-            left = [name for name in GENERATORS if name not in tried]
+            usable, errors = GENERATORS.loadable()
+            left = [each.name for each in usable if each.name not in (*self.schedules, *self.other_schedules)]
             found += [f"schedules {', '.join(left)} (--schedules adds them)"] if left else []
+            found += map(str, errors)
         if "schedule.chunks" not in pinned:
             found.append(f"more than {self.all_chunks_up_to} chunks, unless they divide the blocks evenly")
         if "parallel.context" not in pinned and base.data.sequence_length >= MIN_CONTEXT_TOKENS:
@@ -76,66 +163,246 @@ class SearchSpace:
         return found
 
     def problems(self) -> list[str]:
-        """Every bound below 1 and every unknown name, one message each."""
-        found = []
-        for name in (
-            "max_tensor", "max_pipeline", "max_context", "max_micro_size", "max_chunks", "all_chunks_up_to",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{name} is {value}; it must be at least 1")
+        """Return a message for every bound below 1, every empty list and every unknown name."""
+        found = bound_problems(self)
         for name in ("schedules", "zero_stages", "recompute", "sequence"):
             if not getattr(self, name):
                 found.append(f"{name} is empty; set at least one value to try")
-        for name in (*self.schedules, *self.other_schedules):
-            try:
-                find_generator(name)
-            except ScheduleError as error:
-                found.append(f"schedules: {error}")
+        return found + [
+            problem for name in (*self.schedules, *self.other_schedules) for problem in _unknown("schedules", name)
+        ]
+
+
+class Layouts:
+    """The valid layouts of a run on a number of devices, each once.
+
+    Args:
+        base: all that a layout does not set; its own values count for fields that are pinned.
+        devices: ranks.
+        pinned: paths of fields that stay as `base` has them, such as `parallel.tensor`. Fields that no layout sets
+            stay in any case; parallel.data null is open even if it is pinned.
+        space: values to try.
+
+    Raises:
+        ConfigError: a pinned path that no configuration has, sizes below 1, an unknown schedule.
+    """
+
+    def __init__(self, base: PretrainConfig, devices: int, pinned: frozenset[str], space: SearchSpace) -> None:
+        _check_request(base, devices, pinned, space)
+        self.base, self.devices, self.space = base, devices, space
+        self._pinned = pinned | ({"schedule.name", "schedule.chunks"} if base.schedule.file else frozenset())
+        self._samples = math.gcd(base.batch.global_size, base.batch.ramp_start or base.batch.global_size)
+        self._stages = base.model.num_layers + 2
+        schedule_pinned = not {"schedule.name", "schedule.chunks"}.isdisjoint(self._pinned)
+        self.schedules = tuple(self._values("schedule.name", base.schedule.name, space.schedules))
+        self.other_schedules = tuple(
+            name for name in space.other_schedules if name not in space.schedules and not schedule_pinned
+        )
+        # check_request has refused auto.
+        self._methods = tuple(
+            self._values("recompute.method", cast(Recompute, base.recompute.method), space.recompute)
+        )
+        zeros = tuple(self._values("zero.stage", base.zero.stage, space.zero_stages))
+        states = {(zero, method): self._state_problems(zero, method) for method in self._methods for zero in zeros}
+        if all(states.values()):  # the fields that no layout sets break a rule
+            raise ConfigError(min(states.values(), key=len))
+        self._states = [state for state, problems in states.items() if not problems]
+        self._sequences = self._find_sequences()
+
+    def __iter__(self) -> Iterator[Layout]:
+        for mesh in self.meshes():
+            for branch in self.narrowed(mesh):
+                for shape, choices in self.shapes(branch, self.schedules):
+                    yield from (Layout(shape, *choice) for choice in choices)
+
+    def meshes(self) -> Iterator[Branch]:
+        """Yield every division of the ranks, without a micro-batch size."""
+        base, parallel, space = self.base, self.base.parallel, self.space
+        kept = parallel.data if "parallel.data" in self._pinned else None
+        widest = space.max_context or max(1, base.data.sequence_length // MIN_CONTEXT_TOKENS)
+        for tensor in self._sizes("parallel.tensor", parallel.tensor, self.devices, space.max_tensor):
+            if tensor_problems(base.model, tensor):
+                continue
+            left = self.devices // tensor
+            for context in self._sizes("parallel.context", parallel.context, left, widest):
+                if context_problems(replace(base, parallel=replace(parallel, tensor=tensor, context=context))):
+                    continue
+                rest = left // context
+                for pipeline in self._sizes("parallel.pipeline", parallel.pipeline, rest, space.max_pipeline):
+                    data = rest // pipeline
+                    if pipeline <= self._stages and self._samples % data == 0 and kept in (None, data):
+                        yield Branch(data, tensor, pipeline, context)
+
+    def narrowed(self, mesh: Branch) -> list[Branch]:
+        """Return the branches of a mesh, one for each micro-batch size."""
+        own, most = self.base.batch.micro_size, self.space.max_micro_size
+        sizes = self._sizes("batch.micro_size", own, self._samples // mesh.data, most)
+        return [mesh._replace(micro_size=size) for size in sizes]
+
+    def shapes(self, branch: Branch, schedules: tuple[str, ...]) -> Iterator[tuple[Shape, tuple[Choice, ...]]]:
+        """Yield the shapes of a branch with a micro-batch size, each with its valid choices of the other fields."""
+        for schedule, chunks, methods in self._scheduled(branch.pipeline, self._of_micro(branch), schedules):
+            choices = self.choices(branch, methods)
+            if choices:
+                yield Shape(*branch, schedule, chunks), choices  # type: ignore[arg-type]
+
+    def count(self, branch: Branch, schedules: tuple[str, ...]) -> int:
+        """Return the number of layouts of a branch, without making any."""
+        if branch.micro_size is None:
+            return sum(self.count(each, schedules) for each in self.narrowed(branch))
+        found = self._scheduled(branch.pipeline, self._of_micro(branch), schedules)
+        return sum(len(self.choices(branch, methods)) for _, _, methods in found)
+
+    def choices(self, branch: Branch, methods: tuple[Recompute, ...] | None = None) -> tuple[Choice, ...]:
+        """Return the valid choices of a branch with these methods of recomputation, by default with any method."""
+        methods = self._methods if methods is None else methods
+        return self._choices(branch.tensor, branch.context, branch.data * branch.context, methods)
+
+    @cached_method
+    def _choices(self, tensor: int, context: int, replicas: int, methods: tuple[Recompute, ...]) -> tuple[Choice, ...]:
+        sequences = [each for each in self._sequences if self._sequence_valid(tensor, context, each)]
+        return tuple(
+            (sequence, zero, method)
+            for zero, method in self._states
+            if method in methods and not replace(self.base.zero, stage=zero).replica_problems(replicas)
+            for sequence in sequences
+        )
+
+    def _find_sequences(self) -> tuple[int, ...]:
+        """Return the values of `Layout.sequence` to try."""
+        parallel, pinned = self.base.parallel, self._pinned
+        found = self.space.sequence
+        if "parallel.sequence" in pinned:
+            found = tuple(each for each in found if (each > 0) == parallel.sequence)
+        if "parallel.sequence_chunks" in pinned:
+            on = (parallel.sequence_chunks,) if any(found) else ()
+            # A configuration rule refuses chunks without sequence parallelism.
+            return on if parallel.sequence_chunks > 1 else (*(each for each in found if each == 0), *on)
         return found
 
+    def _values(self, path: str, own: Value, tried: Iterable[Value]) -> Iterable[Value]:
+        return (own,) if path in self._pinned else tried
 
-def check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], space: SearchSpace) -> None:
-    """Raise one ConfigError with all that is wrong before any layout is looked at."""
+    def _sizes(self, path: str, own: int, of: int, most: int | None) -> list[int]:
+        """Return the divisors of `of` that the space allows."""
+        if path in self._pinned:
+            return [own] if of % own == 0 else []
+        return [size for size in divisors(of) if most is None or size <= most]
+
+    @staticmethod
+    def _of_micro(branch: Branch) -> int:
+        """Return the samples of a micro-batch on all replicas, the only thing that schedules read of these sizes."""
+        return cast(int, branch.micro_size) * branch.data
+
+    @cached_method
+    def _scheduled(
+        self, pipeline: int, samples: int, names: tuple[str, ...]
+    ) -> list[tuple[str, int | None, tuple[Recompute, ...]]]:
+        """Return schedules and chunks that can run, with the methods of recomputation that can run with them.
+
+        Only a schedule file limits the methods.
+        """
+        base = self.base
+        found = []
+        for name, chunks in self._chunked(pipeline, names):
+            config = replace(
+                base,
+                parallel=replace(base.parallel, pipeline=pipeline),
+                batch=replace(base.batch, micro_size=samples),
+                schedule=replace(base.schedule, name=name, chunks=chunks),
+            )
+            if not base.schedule.file:
+                methods = () if schedule_problems(config, 1) else self._methods
+            else:
+                trials = {each: replace(base.recompute, method=each) for each in self._methods}
+                methods = tuple(
+                    method
+                    for method, group in trials.items()
+                    if not schedule_problems(replace(config, recompute=group), 1)
+                )
+            if methods:
+                found.append((name, chunks, methods))
+        return found
+
+    def _chunked(self, pipeline: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
+        """Yield names with numbers of chunks. On one rank a looped schedule takes as long as the plain one and holds
+        as much, so it is left out if the plain one is tried."""
+        most = min(self._stages // pipeline, self.space.max_chunks or self._stages)
+        blocks, every = self.base.model.num_layers, self.space.all_chunks_up_to
+        for name in names:
+            if "schedule.chunks" in self._pinned:
+                yield name, self.base.schedule.chunks
+            elif find_generator(name).chunks == 1:
+                yield name, None
+            elif pipeline > 1 or all(find_generator(other).looped != name for other in names):
+                tried = range(2, most + 1)
+                yield from ((name, each) for each in tried if each <= every or blocks % (pipeline * each) == 0)
+
+    @cached_method
+    def _sequence_valid(self, tensor: int, context: int, sequence: int) -> bool:
+        chunks = max(1, sequence)
+        sizes = {"tensor": tensor, "context": context, "sequence": sequence > 0, "sequence_chunks": chunks}
+        parallel = replace(self.base.parallel, **sizes)  # type: ignore[arg-type]
+        return not parallel.sequence_problems(self.base.data.sequence_length)
+
+    def _state_problems(self, zero: ZeroStage, recompute: Recompute) -> list[str]:
+        """Return the broken rules of single fields, on a mesh that breaks none and with a corpus, which need not be
+        named yet."""
+        base = self.base
+        prefix = base.data.prefix or ("" if base.data.blend else "corpus")
+        config = replace(
+            base,
+            data=replace(base.data, prefix=prefix),
+            parallel=replace(base.parallel, tensor=1, context=1, pipeline=1, sequence=False, sequence_chunks=1),
+            zero=replace(base.zero, stage=zero),
+            recompute=replace(base.recompute, method=recompute),
+        )
+        return config.problems()
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each < number]
+
+
+def _check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], space: SearchSpace) -> None:
+    """Raise one ConfigError with all problems of a request before any layout is tried."""
     known = set(_paths(base))
     problems = [
         f"pinned field {path!r} is not a field of a configuration{nearest(path, known)}"
         for path in sorted(pinned)
         if path not in known
     ]
-    if devices < 1:
-        problems.append(f"the number of devices is {devices}; it must be at least 1")
+    problems += [f"the number of devices is {devices}; it must be at least 1"] if devices < 1 else []
     problems += space.problems() + base.model.problems()
     if moves_to_host(base):
         problems.append(
             "offload is set, but a search does not model copies to host memory; leave it out here, and use it with "
             "megapipe plan predict on the best layout"
         )
+    if any((each.recompute, each.offload, each.fp8) != (None, None, None) for each in base.parallel.layers.values()):
+        problems.append(
+            "parallel.layers sets recompute, offload or fp8, but a search treats all blocks alike; leave it out here, "
+            "and use it with megapipe plan predict on the best layout"
+        )
     if base.recompute.method == "auto":
         problems.append(
-            "recompute.method auto must be resolved before a search: call planner.recompute_auto.limited, or set "
+            "recompute.method auto must be resolved before a search: call planner.recompute.limited, or set "
             "none, selective or full"
         )
-    if not base.schedule.file:
-        try:
-            find_generator(base.schedule.name)
-        except ScheduleError as error:
-            problems.append(f"schedule.name: {error}")
-    sizes = {
-        "batch.global_size": base.batch.global_size,
-        "batch.micro_size": base.batch.micro_size,
-        "batch.ramp_start": base.batch.ramp_start,
-        "parallel.tensor": base.parallel.tensor,
-        "parallel.pipeline": base.parallel.pipeline,
-        "parallel.context": base.parallel.context,
-        "parallel.data": base.parallel.data,
-        "parallel.sequence_chunks": base.parallel.sequence_chunks,
-    }
-    problems += [
-        f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size is not None and size < 1
-    ]
+    problems += [] if base.schedule.file else _unknown("schedule.name", base.schedule.name)
+    problems += bound_problems(base.batch, "batch") + bound_problems(base.parallel, "parallel")
     if problems:
         raise ConfigError(problems)
+
+
+def _unknown(field: str, schedule: str) -> list[str]:
+    try:
+        find_generator(schedule)
+    except ScheduleError as error:
+        return [f"{field}: {error}"]
+    return []
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[str]:

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from megapipe.config.command_line import finite, tool_parser, with_hyphens
-from megapipe.config.schedule import ScheduleConfig
-from megapipe.schedules.build import MOST_FORWARDS, build, order
+from megapipe.config.parallel import ScheduleConfig, is_schedule_file
+from megapipe.schedules.build import MOST_FORWARDS, build, load_file, order, read_file
+from megapipe.schedules.building_blocks import Times
 from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators.registry import GENERATORS, Options, find_generator
-from megapipe.schedules.generators.weight_halves import Times
-from megapipe.schedules.load_file import load_file, read_file
 from megapipe.schedules.offload import Offload
+from megapipe.schedules.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
+from megapipe.schedules.states import StateTable
 
 NEVER_FLUSHING_STEPS = 4
 LOWERING_FLAGS = {
@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
         ("write", "the schedule as a text file to edit"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--schedule", default=ScheduleConfig.name, help=f"one of {', '.join(GENERATORS)}")
-        command.add_argument("--file", type=Path, help="schedule file instead of a named schedule")
+        help_text = f"one of {', '.join(GENERATORS)}, or a schedule file such as ./mine.txt"
+        command.add_argument("--schedule", default=ScheduleConfig.name, help=help_text)
         _flags(command)
         if name == "draw":
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         if name == "show":
             command.add_argument("--width", type=int, default=120, help="maximum characters per line")
     compare = commands.add_parser("compare", help="a table over schedules")
-    compare.add_argument("--schedule", default=",".join(GENERATORS), help="names, separated by commas; all by default")
+    compare.add_argument("--schedule", default=",".join(GENERATORS), help="names and files, separated by commas")
     _flags(compare)
     overlay = commands.add_parser("overlay", help="compare a measured trace with its prediction")
     add_overlay(overlay)
@@ -150,6 +150,10 @@ def _flags(command: argparse.ArgumentParser) -> None:
     times.add_argument(
         "--gather-time", type=finite, default=0.0, help="gathering or copying in the weights of a rank's share"
     )
+    times.add_argument(
+        "--group-time", type=finite, default=1.0,
+        help="time of overlapped actions, as a fraction of the sum of their own times (default 1)",
+    )  # fmt: skip
     times.add_argument("--offload-time", type=finite, default=0.0, help="copy of a micro-batch's activations, one way")
     times.add_argument("--offload-state-time", type=finite, default=0.0, help="copy of the optimizer state, one way")
     times.add_argument("--scalars-time", type=finite, default=0.0, help="global norm and finite flag over all ranks")
@@ -163,18 +167,18 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
             raise ScheduleError(
                 f"{shown} only changes the actions that lowering adds; pass --lowered too, or leave it out"
             )
-    if flags.file is not None:
-        schedule = read_file(flags.file)
+    if is_schedule_file(name):
+        schedule = read_file(Path(name))
         if schedule.header.lowered:
-            raise ScheduleError(f"{flags.file} is already lowered; pass --lowered to print it")
+            raise ScheduleError(f"{name} is already lowered; pass --lowered to print it")
         return schedule
     return order(name, flags.ranks, flags.microbatches, **_arguments(flags, name))
 
 
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
-    if getattr(flags, "file", None) is not None:
-        return load_file(flags.file)
+    if is_schedule_file(name):
+        return load_file(Path(name))
     arguments = _arguments(flags, name)
     stages = len(arguments["units_per_stage"])
     return build(
@@ -198,12 +202,19 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     }
     if "times" in generator.order_options or options.get("two_bp"):
         options["times"] = costs
+    in_host = getattr(flags, "offload_weights", 0)
+    if in_host and flags.weight_buffers:
+        raise ScheduleError("--offload-weights and --weight-buffers exclude each other; leave one of the two out")
     stages = flags.ranks * generator.number_of_chunks(cast(Options, options))
     return {
         "units_per_stage": [flags.units] * stages,
         "data_parallel": flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
-        "weight_buffers": flags.weight_buffers,
-        "whole_gradients": flags.whole_gradients,
+        "states": StateTable.uniform(
+            [flags.units] * stages,
+            weight_pool=in_host or flags.weight_buffers,
+            gradient_pool=flags.whole_gradients,
+            weights="host" if in_host else "sharded",
+        ),
         **options,
     }
 
@@ -226,7 +237,7 @@ def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
         )
     units = () if flags.offload is None else (tuple(range(0, flags.units, flags.offload)),) * num_stages
     state = flags.offload_state or flags.offload_weights > 0
-    return Offload(units, flags.prefetch, state, flags.offload_weights)
+    return Offload(units, flags.prefetch, state)
 
 
 def _times(flags: argparse.Namespace) -> Times:
@@ -250,7 +261,7 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
         backward_input=flags.backward_input, backward_weight=flags.backward_weight, update=flags.update_time,
         reduce_gradients=flags.reduce_time, gather_weights=flags.gather_time, reduce_scalars=flags.scalars_time,
         link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends, offload=flags.offload_time,
-        offload_state=flags.offload_state_time,
+        offload_state=flags.offload_state_time, group=flags.group_time,
     )  # fmt: skip
 
 

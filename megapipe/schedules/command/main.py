@@ -1,4 +1,4 @@
-"""What ``megapipe schedule`` does for each of its commands."""
+"""The commands of ``megapipe schedule``."""
 
 import argparse
 import json
@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megapipe.schedules.actions import Kind
+from megapipe.schedules.build import load_file
 from megapipe.schedules.command.arguments import costs_of, order_of, parse, schedule_of, steps_of
 from megapipe.schedules.command.overlay import run_overlay
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators.registry import GENERATORS
-from megapipe.schedules.load_file import load_file
+from megapipe.schedules.registry import GENERATORS
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.simulation import Link, Simulation, simulate
 from megapipe.schedules.text import dumps
@@ -39,16 +40,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _list(flags: argparse.Namespace) -> None:
-    rows = [
-        {"name": generator.name, "class": generator.numerical_class, "placement": generator.placement.__name__,
-         "summary": generator.summary}
-        for generator in GENERATORS.values()
-    ]  # fmt: skip
+    rows = [_described(name) for name in GENERATORS]
     if flags.json:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
         print(f"{row['name']:<17} {row['class']}  {row['placement']:<12} {row['summary']}")
+
+
+def _described(name: str) -> dict[str, str]:
+    """Return the row of a schedule; the summary of one whose package is broken is the error."""
+    try:
+        found = GENERATORS[name]
+    except ScheduleError as error:
+        return {"name": name, "class": "-", "placement": "-", "summary": f"error: {error}"}
+    place = found.placement.__name__
+    return {"name": name, "class": found.numerical_class, "placement": place, "summary": found.summary}
 
 
 def _validate(flags: argparse.Namespace) -> None:
@@ -104,7 +111,7 @@ def _run(flags: argparse.Namespace, name: str) -> tuple[Schedule, Simulation]:
 def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
     header = schedule.header
     costs = costs_of(flags, header)
-    free = replace(costs, link=Link(), blocking_sends=False, gather_weights=(0.0,) * len(header.stages))
+    free = replace(costs.without(Kind.GATHER_WEIGHTS), link=Link(), blocking_sends=False)
     ideal_links = simulate(schedule, free, steps_of(flags, schedule))
     return {
         "schedule": header.name,
@@ -150,9 +157,9 @@ def _compare(flags: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for name in flags.schedule.split(","):
         wanted = argparse.Namespace(**vars(flags))
-        if name in GENERATORS and GENERATORS[name].chunks == 1:
-            wanted.chunks = None
         try:
+            if name in GENERATORS and GENERATORS[name].chunks == 1:
+                wanted.chunks = None
             schedule, simulation = _run(wanted, name)
         except ScheduleError as error:
             rows.append({"schedule": name, "error": str(error).splitlines()[0]})

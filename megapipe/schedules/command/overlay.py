@@ -4,20 +4,22 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from megapipe.schedules.actions import Kind
 from megapipe.schedules.drawing.overlay import draw_overlay_html, draw_overlay_svg, draw_overlay_trace
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.measured.medians import measured_costs
-from megapipe.schedules.measured.overlay import Overlay, lay_over
-from megapipe.schedules.measured.report import figures, text
-from megapipe.schedules.measured.run import read_run
-from megapipe.schedules.measured.window import choose
+from megapipe.schedules.measured.medians import choose, measured_costs
+from megapipe.schedules.measured.overlay import Overlay, figures, lay_over, text
+from megapipe.schedules.measured.traces import read_run
 from megapipe.schedules.schedule import Header
-from megapipe.schedules.simulation import Costs, Link
+from megapipe.schedules.simulation import Costs, Link, stage_times
 
 DRAWINGS: Final = {".html": draw_overlay_html, ".svg": draw_overlay_svg, ".json": draw_overlay_trace}
-STAGE_TIMES: Final = ("forward", "backward", "backward_input", "backward_weight", "update")
+STAGE_TIMES: Final = {
+    kind.name.lower(): kind
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
+}
 
 
 def add_overlay(command: argparse.ArgumentParser) -> None:
@@ -36,7 +38,7 @@ def add_overlay(command: argparse.ArgumentParser) -> None:
 
 
 def run_overlay(flags: argparse.Namespace) -> None:
-    """Read, lay over, print, draw."""
+    """Read a trace, compare it with its simulation, and print or draw the result."""
     draw = DRAWINGS.get(flags.output.suffix) if flags.output is not None else None
     if flags.output is not None and draw is None:
         raise ScheduleError(f"--output {flags.output} must end in {', '.join(DRAWINGS)}")
@@ -66,12 +68,12 @@ def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -
         given = getattr(flags, name)
         if given is not None and given < 0:
             raise ScheduleError(f"--{name.replace('_', '-')} is {given:g}; it must be at least 0, in milliseconds")
-    stage_times: dict[str, Any] = {
-        name: tuple(getattr(flags, name) / share for share in header.stages_sharing)
-        for name in STAGE_TIMES
+    given_times = {
+        kind: [getattr(flags, name) / share for share in header.stages_sharing]
+        for name, kind in STAGE_TIMES.items()
         if getattr(flags, name) is not None
     }
-    costs = replace(costs, **stage_times)
+    costs = costs.with_times(stage_times(header, given_times))
     if flags.latency is not None:
         costs = replace(costs, links={}, link=Link(flags.latency))
     return costs if flags.scalars_time is None else replace(costs, reduce_scalars=flags.scalars_time)

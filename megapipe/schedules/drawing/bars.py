@@ -1,15 +1,17 @@
-"""What the drawings show: the simulated actions that take time, and the activations alive over time."""
+"""The bars of a simulated schedule, and pictures of them: SVG, Chrome trace, terminal."""
 
-from typing import Final, NamedTuple
+import json
+from collections.abc import Iterable
+from html import escape
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Kind
+from megapipe.schedules.actions import Kind, describe
 from megapipe.schedules.memory import activations_gone, activations_made, rank_shares
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation.simulate import Simulation
 from megapipe.schedules.table import Table
-from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at
 
 COMPUTE, TRANSFER, REDUCTION, COPY_OUT, COPY_IN = "compute", "transfer", "reduction", "copy out", "copy in"
@@ -46,7 +48,7 @@ class Bar(NamedTuple):
 
 
 def bars_of(simulation: Simulation) -> list[Bar]:
-    """Every action that takes time, by rank, then in program order; waiting alone is no bar."""
+    """Return every action that takes time, by rank, then in program order; waiting has no bar."""
     table = simulation.table
     critical, chunk_of = set(simulation.critical_path()), chunks_of(table.header)
     travelling = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
@@ -66,7 +68,7 @@ def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: 
     action = action_at(table, row)
     step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
     lane, text = LANES.get(action.kind, COMPUTE), describe(action._replace(slot=-1))
-    if action.kind == Kind.GATHER_WEIGHTS and table.header.weights_in_host:
+    if action.kind == Kind.GATHER_WEIGHTS and table.header.host_weights[action.stage, action.unit]:
         lane = COPY_IN
     chunk = chunk_of.get(action.stage, 0)
     return Bar(
@@ -87,3 +89,195 @@ def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]
         alive = np.cumsum(np.concatenate([-share[ends], share[begins]])[order])
         curves.append([(float(time), round(float(count), 6)) for time, count in zip(times[order], alive, strict=True)])
     return curves
+
+
+FILLS: Final[dict[Kind, tuple[str, ...]]] = {
+    Kind.FORWARD: ("#3b7dd8", "#6ea3e8", "#9cc3f2", "#c5dcf8"),
+    Kind.BACKWARD: ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0"),
+    Kind.BACKWARD_INPUT: ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0"),
+    Kind.BACKWARD_WEIGHT: ("#3f9c6c", "#6fba92", "#9bd3b5", "#c6e7d5"),
+    Kind.RECOMPUTE: ("#8b93a1",),
+    Kind.UPDATE: ("#8657c4",),
+    Kind.SEND_ACTIVATION: ("#7fa9dc",),
+    Kind.SEND_GRADIENT: ("#e9b872",),
+    Kind.GATHER_WEIGHTS: ("#5fb3b3",),
+    Kind.REDUCE_GRADIENTS: ("#b26bb5",),
+    Kind.REDUCE_TIED: ("#b26bb5",),
+    Kind.REDUCE_SCALARS: ("#c9a3d6",),
+    Kind.OFFLOAD: ("#a8894f",),
+    Kind.RELOAD: ("#cdb587",),
+}
+NAMES: Final[dict[Kind, str]] = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input half",
+    Kind.BACKWARD_WEIGHT: "backward, weight half",
+    Kind.RECOMPUTE: "recompute",
+    Kind.UPDATE: "update",
+    Kind.SEND_ACTIVATION: "send activation",
+    Kind.SEND_GRADIENT: "send gradient",
+    Kind.GATHER_WEIGHTS: "gather weights",
+    Kind.REDUCE_GRADIENTS: "reduce gradients",
+    Kind.REDUCE_TIED: "reduce tied weight",
+    Kind.REDUCE_SCALARS: "reduce scalars",
+    Kind.OFFLOAD: "offload",
+    Kind.RELOAD: "reload",
+}
+
+
+def fill(kind: Kind, chunk: int) -> str:
+    """Colour of an action."""
+    shades = FILLS[kind]
+    return shades[min(chunk, len(shades) - 1)]
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever reads better on a colour."""
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1d2430"
+
+
+ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, LEGEND = 30, 24, 64, 46, 34
+
+
+def draw_svg(simulation: Simulation, width: int = 1100) -> str:
+    """The simulated compute of every rank as an SVG document ``width`` pixels wide."""
+    header = simulation.table.header
+    bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
+    scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
+    height = TOP + ROW_HEIGHT * header.num_ranks + LEGEND + 8
+    title = f"{header.name}: {header.num_ranks} ranks, {header.num_microbatches} micro-batches, {_idle(simulation)}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="12" y="24" font-size="15" font-weight="bold" fill="#1d2430">{escape(title)}</text>',
+    ]
+    for rank in range(header.num_ranks):
+        y = TOP + rank * ROW_HEIGHT
+        parts.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{BAR_HEIGHT}" fill="#f1f3f6"/>')
+    parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
+    parts += legend(bars, TOP + ROW_HEIGHT * header.num_ranks + 8, LEFT)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _idle(simulation: Simulation) -> str:
+    """Return the bubble, and the picture's idle time if waits for first forwards make it larger."""
+    bubble, idle = f"{simulation.bubble:.1%}", f"{simulation.idle:.1%}"
+    if bubble == idle:
+        return f"bubble {bubble} of the ideal time"
+    return f"bubble {bubble} of the ideal time ({idle} with the wait for the first forward)"
+
+
+def _bar(bar: Bar, scale: float) -> str:
+    x, y, width = LEFT + bar.start * scale, TOP + bar.rank * ROW_HEIGHT, (bar.end - bar.start) * scale
+    colour = fill(bar.kind, bar.chunk)
+    label = "" if bar.microbatch < 0 or width < 7 * len(str(bar.microbatch)) + 2 else str(bar.microbatch)
+    text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" fill="{ink(colour)}">{label}</text>' if label else ""
+    if bar.step % 2:
+        text += f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="4" fill="#1d2430"/>'
+    return (
+        f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}</title>"
+        f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{BAR_HEIGHT}" fill="{colour}" '
+        f'stroke="#ffffff" stroke-width="0.6"/>{text}</g>'
+    )
+
+
+def legend(bars: list[Bar], y: int, x: int) -> list[str]:
+    """The colours of the bars' kinds, from a place to the right."""
+    parts = []
+    for kind in sorted({bar.kind for bar in bars}):
+        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill(kind, 0)}"/>')
+        parts.append(f'<text x="{x + 20}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
+        x += 36 + 7 * len(NAMES[kind])
+    if len({bar.chunk for bar in bars}) > 1:
+        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">lighter: later chunks of the rank</text>')
+        x += 240
+    if any(bar.step % 2 for bar in bars):
+        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">dark edge: every other step</text>')
+    return parts
+
+
+COLOURS: Final = {
+    Kind.FORWARD: 34, Kind.RECOMPUTE: 90, Kind.BACKWARD: 33, Kind.BACKWARD_INPUT: 33, Kind.BACKWARD_WEIGHT: 32,
+    Kind.UPDATE: 35,
+}  # fmt: skip
+LEGEND_LINE: Final = (
+    "0-9 forward, a-j backward (or its input half), + weight half, r recomputation, U update, digits and "
+    "letters by the last digit of the micro-batch; . idle"
+)
+
+
+def draw_terminal(simulation: Simulation, width: int = 120, colour: bool = False) -> str:
+    """One line a rank; every character is an equal part of the time, as fine as ``width`` allows."""
+    header = simulation.table.header
+    bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
+    shortest = min(bar.end - bar.start for bar in bars)
+    columns = min(width, round(simulation.finish / shortest * 2))
+    middles = (np.arange(columns) + 0.5) * simulation.finish / columns
+    lines = []
+    for rank in range(header.num_ranks):
+        mine = [bar for bar in bars if bar.rank == rank]
+        index = np.searchsorted([bar.start for bar in mine], middles, side="right") - 1
+        cells = [
+            _cell(mine[i], colour) if i >= 0 and middle < mine[i].end else "."
+            for i, middle in zip(index.tolist(), middles.tolist(), strict=True)
+        ]
+        lines.append(f"rank {rank:<3d} " + "".join(cells))
+    return "\n".join([*lines, "", LEGEND_LINE])
+
+
+def _cell(bar: Bar, colour: bool) -> str:
+    digit = bar.microbatch % 10
+    letter = {
+        Kind.FORWARD: str(digit),
+        Kind.RECOMPUTE: "r",
+        Kind.BACKWARD: "abcdefghij"[digit],
+        Kind.BACKWARD_INPUT: "abcdefghij"[digit],
+        Kind.BACKWARD_WEIGHT: "+",
+    }.get(bar.kind, "U")
+    return f"\x1b[{COLOURS[bar.kind]}m{letter}\x1b[0m" if colour else letter
+
+
+THREADS: Final = {COMPUTE: 0, TRANSFER: 1, REDUCTION: 2, COPY_OUT: 3, COPY_IN: 4}
+
+
+def trace_events(
+    bars: Iterable[Bar], microseconds: float, process: str = "rank", first_process: int = 0
+) -> list[dict[str, Any]]:
+    """One complete event a bar: a process a rank, a thread a lane; ``microseconds`` is the length of a time unit.
+
+    ``process`` is what a process is called before its rank's number; their ids count up from ``first_process``.
+    """
+    events: list[dict[str, Any]] = []
+    named: set[tuple[int, str]] = set()
+    for bar in bars:
+        if (bar.rank, bar.lane) not in named:
+            named.add((bar.rank, bar.lane))
+            place = {"ph": "M", "pid": first_process + bar.rank, "tid": THREADS[bar.lane]}
+            events.append({**place, "name": "process_name", "args": {"name": f"{process} {bar.rank}"}})
+            events.append({**place, "name": "thread_name", "args": {"name": bar.lane}})
+        events.append(
+            {
+                "ph": "X",
+                "name": NAMES[bar.kind],
+                "cat": bar.lane,
+                "pid": first_process + bar.rank,
+                "tid": THREADS[bar.lane],
+                "ts": bar.start * microseconds,
+                "dur": (bar.end - bar.start) * microseconds,
+                "args": {
+                    "stage": bar.stage, "microbatch": bar.microbatch, "step": bar.step,
+                    "critical": bar.critical, "action": bar.text, "wait": bar.wait * microseconds,
+                },
+            }
+        )  # fmt: skip
+    return events
+
+
+def draw_trace(simulation: Simulation, microseconds: float = 1000.0) -> str:
+    """The simulated run as a trace file; a simulated time unit is a millisecond unless said otherwise."""
+    document = {"traceEvents": trace_events(bars_of(simulation), microseconds), "displayTimeUnit": "ms"}
+    return json.dumps(document) + "\n"

@@ -7,19 +7,26 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.drawing.bars import COMPUTE, LANES, Bar, bar_of, chunks_of
-from megapipe.schedules.drawing.document import Curves, Line, html_page
-from megapipe.schedules.drawing.palette import NAMES, fill, ink
-from megapipe.schedules.drawing.svg import legend
-from megapipe.schedules.drawing.trace import trace_events
-from megapipe.schedules.measured.overlay import Overlay, predicted_ends
-from megapipe.schedules.measured.report import headline, sentence
+from megapipe.schedules.drawing.bars import (
+    COMPUTE,
+    LANES,
+    NAMES,
+    Bar,
+    bar_of,
+    chunks_of,
+    fill,
+    ink,
+    legend,
+    trace_events,
+)
+from megapipe.schedules.drawing.page import Curves, Line, html_page
+from megapipe.schedules.measured.overlay import Overlay, headline, predicted_ends, sentence
 
 MICROSECONDS: Final = 1000.0
 
 
 def measured_bars(overlay: Overlay) -> list[Bar]:
-    """What the ranks did: compute and updates behind their waiting, and the rank's own part in communication."""
+    """Return the measured bars: compute and updates after their waiting, and the rank's own part in communication."""
     window, table = overlay.window, overlay.window.table
     chunk_of = chunks_of(table.header)
     known = window.rows[window.seen[window.rows] & np.isin(table.kind[window.rows], list(NAMES))]
@@ -34,7 +41,7 @@ def measured_bars(overlay: Overlay) -> list[Bar]:
 
 
 def predicted_bars(overlay: Overlay) -> list[Bar]:
-    """What the simulator makes of the same actions; messages from their start to their arrival."""
+    """Return the simulated bars of the same actions; messages from their start to their arrival."""
     simulation, table = overlay.simulation, overlay.window.table
     chunk_of = chunks_of(table.header)
     sends = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
@@ -64,7 +71,7 @@ def _named(overlay: Overlay, bar: Bar) -> Bar:
 
 
 def draw_overlay_html(overlay: Overlay) -> str:
-    """The interactive page: a rank's measured bars over its predicted ones, and how far it is behind."""
+    """Return the interactive page: a rank's measured bars over its predicted ones, and its delay."""
     measured, predicted = overlay.ranks[overlay.slowest]
     lines, bars = [], []
     for rank in range(overlay.window.table.header.num_ranks):

@@ -1,6 +1,13 @@
-"""The interactive page; ``@TITLE@`` and ``@DATA@`` are filled in."""
+"""Interactive HTML pages of schedules."""
 
-from typing import Final
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
+
+from megapipe.schedules.drawing.bars import NAMES, Bar, activation_curves, bars_of, fill, ink
+from megapipe.schedules.simulation.simulate import Simulation
 
 PAGE: Final = r"""<!doctype html>
 <html lang="en">
@@ -277,3 +284,93 @@ draw();
 </body>
 </html>
 """
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of bars: its label, the height of its compute and the gap below it, in pixels."""
+
+    label: str
+    soft: bool = False
+    height: int = 26
+    gap: int = 8
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A curve below the bars: per rank (time, value) at every change; ``top`` is the least upper end."""
+
+    title: str
+    name: str
+    values: list[list[tuple[float, float]]]
+    top: float
+
+
+def html_page(
+    title: str,
+    figures: list[list[str]],
+    lines: list[Line],
+    bars: Sequence[tuple[int, Bar, str]],
+    finish: float,
+    curves: Curves,
+) -> str:
+    """An HTML document. bars: on which line, and a note for who points at it, empty for the curve's value there."""
+    rows = [_row(*each) for each in bars]
+    kinds = sorted({bar.kind for _, bar, _ in bars})
+    data = {
+        "lines": [vars(line) for line in lines],
+        "finish": finish,
+        "figures": figures,
+        "kinds": {int(kind): NAMES[kind] for kind in kinds},
+        "legend": [[NAMES[kind], fill(kind, 0)] for kind in kinds],
+        "bars": rows,
+        "curves": curves.values,
+        "curves_name": curves.name,
+        "curves_top": curves.top,
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    return PAGE.replace("@TITLE@", escape(title)).replace("@CURVES@", escape(curves.title)).replace("@DATA@", text)
+
+
+def _row(line: int, bar: Bar, note: str) -> list[Any]:
+    """The fields that the page names, in its order."""
+    colour = fill(bar.kind, bar.chunk)
+    times = round(bar.start, 9), round(bar.end, 9), round(bar.wait, 9)
+    place = line, bar.rank, bar.lane, int(bar.kind), bar.stage, bar.microbatch, bar.step
+    return [*place, *times, int(bar.critical), bar.text, note, colour, ink(colour)]
+
+
+def draw_html(simulation: Simulation) -> str:
+    """The simulated run as an HTML document."""
+    header = simulation.table.header
+    bars = bars_of(simulation)
+    figures = [
+        ["first to last action", f"{simulation.finish:g}", "over all ranks: the length of the time axis"],
+        ["longest rank", f"{simulation.makespan:g}", "from a rank's first forward to its last action (makespan)"],
+        [
+            "bubble from the first forward on",
+            f"{simulation.bubble:.2%}",
+            "its idle time over its work, without the first wait",
+        ],
+        [
+            "idle from first to last action",
+            f"{simulation.idle:.2%}",
+            "all idle time of the busiest rank over its work",
+        ],
+        ["peak activations", f"{max(simulation.peak_activations):g}", "micro-batches on the fullest rank"],
+        ["weight versions", f"{max(simulation.weight_versions)}", "copies of the weights a rank keeps"],
+        ["class", header.numerical_class, "A: bit-equal to one process, B: to its own recursion, C: in tolerance"],
+    ]
+    return html_page(
+        f"{header.name}, {header.num_ranks} ranks, {header.num_microbatches} micro-batches",
+        figures,
+        [Line(f"rank {rank}") for rank in range(header.num_ranks)],
+        [(bar.rank, bar, "") for bar in bars],
+        simulation.finish,
+        Curves(
+            "Activations alive on each rank, in micro-batches of the rank's layers",
+            "micro-batches of activations alive",
+            activation_curves(simulation),
+            1.0,
+        ),
+    )

@@ -1,1 +1,4 @@
-"""Generators: pure functions that put a schedule's compute actions in order, a few lines each."""
+"""Built-in schedules, one file each: a pure function that orders compute actions, registered by `schedule`.
+
+The registry imports every file of this folder whose name does not start with an underscore.
+"""

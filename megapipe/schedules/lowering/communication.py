@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, rows_of
+from megapipe.schedules.dependencies import Progress
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insert
-from megapipe.schedules.progress import Progress
+from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
 from megapipe.schedules.table import Table
 
 
 class Posts(NamedTuple):
-    """The place of each message's receive: ahead of compute row ``row``; those at one row in order of ``turn``."""
+    """The place of each message's receive: before compute row ``row``; those at one row in order of ``turn``."""
 
     row: Ints
     turn: Ints
@@ -62,14 +62,14 @@ class MessageTable:
         return np.flatnonzero(self.link[1:] == self.link[:-1]) + 1
 
     def receives(self, table: Table, posts: Posts) -> Insertion:
-        """Return the receives, each ahead of its compute row on the consumer's rank."""
+        """Return the receives, each before its compute row on the consumer's rank."""
         order = np.argsort(posts.turn)
         kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
         rows = rows_of(kind, table.stage[self.consumer], self.microbatch)
         return Insertion(rows[order], posts.row[order], InsertionOrder.RECEIVE, table.section[self.consumer][order])
 
     def sends(self, table: Table) -> Insertion:
-        """Sends, each right behind the compute row that makes the message."""
+        """Return the sends, each right after the compute row that makes the message."""
         kind = np.where(self.gradient == 1, int(Kind.SEND_GRADIENT), int(Kind.SEND_ACTIVATION))
         rows = rows_of(kind, table.stage[self.producer], self.microbatch)
         return Insertion(rows, self.producer, InsertionOrder.SEND, table.section[self.producer])
@@ -113,23 +113,24 @@ def _misfit(table: Table, row: int, problem: str) -> ScheduleError:
 
 
 def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> Posts:
-    """The compute row ahead of which each message's receive is posted.
+    """Return the compute row before which each message's receive is posted.
 
     ``receive_ahead`` compute rows before its use, within its section, on each link in the order of the sends, and not
     before the row that uses the link's previous message: on a GPU that starts operations in the order of their launch
     (CUDA_DEVICE_MAX_CONNECTIONS=1), a receive that waits for the one before holds back everything launched after it.
 
     Where sends that wait for their receive would hang, all are posted one row earlier, which is often enough where
-    ranks send in a ring, as interleaved chunks do. Those that still hang are posted where the receiving rank stands.
+    ranks send in a ring, as interleaved chunks do. Those that still hang are posted at the row where the receiving
+    rank waits.
     If that is not a solution, each is posted right before its use, and then those that hang where the rank stands.
     """
-    section_key = table.rank * table.num_sections + table.section
-    section_start = np.searchsorted(section_key, section_key[messages.consumer])
+    section_key, use = table.rank * table.num_sections + table.section, table.action_first[messages.consumer]
+    section_start = np.searchsorted(section_key, section_key[use])
     first = np.maximum(section_start, _slot_free(table, messages))
     after = messages.follows
-    first[after] = np.maximum(first[after], messages.consumer[after - 1])
+    first[after] = np.maximum(first[after], use[after - 1])
     for ahead in (receive_ahead, receive_ahead + 1, 0):
-        row = np.minimum(np.maximum(messages.consumer - ahead, first), messages.consumer)
+        row = np.minimum(np.maximum(use - ahead, first), use)
         posts = Posts(_in_send_order(messages, row, len(table.rows)), np.arange(len(row)))
         progress = _progress(table, messages, posts)
         stuck = progress.stuck()
@@ -156,11 +157,12 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
 
 
 def _slot_free(table: Table, messages: MessageTable) -> Ints:
-    """The compute row from which a message may have its slot: behind the backward of the same micro-batch of the step
-    before, since slots are the same every step."""
+    """Return the compute row from which a message may have its slot: after the backward of the same micro-batch of the
+    step before, since slots are the same every step."""
     period = table.header.num_microbatches
     done = table.last_by_key(Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    free: Ints = np.where(messages.microbatch < period, 0, done[table.key[messages.consumer] - period] + 1)
+    last = table.action_last[done[table.key[messages.consumer] - period]]
+    free: Ints = np.where(messages.microbatch < period, 0, last + 1)
     return free
 
 
@@ -173,14 +175,16 @@ def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
 
 def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
     """The ranks' progress with receives posted there: waits of sends, of uses, and of receives for the one before."""
-    lowered, index = insert(table, [messages.sends(table), messages.receives(table, posts)])
+    index = new_indices(insertion_order(table, [messages.sends(table), messages.receives(table, posts)]))
     num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
     receive = np.empty_like(send)
     receive[np.argsort(posts.turn)] = index[num_compute + num_messages :]
-    use, after = index[messages.consumer], messages.follows
+    use, after = index[table.action_first[messages.consumer]], messages.follows
     waiting, needed = [send, use, receive[after]], [receive, send, send[after - 1]]
-    return Progress(np.concatenate(waiting), np.concatenate(needed), lowered.offsets)
+    rows = np.concatenate([table.rank, table.rank[messages.producer], table.rank[messages.consumer]])
+    offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=table.header.num_ranks)))
+    return Progress(np.concatenate(waiting), np.concatenate(needed), offsets)
 
 
 def _waiting_rows(messages: MessageTable, posts: Posts) -> Ints:
@@ -191,10 +195,11 @@ def _waiting_rows(messages: MessageTable, posts: Posts) -> Ints:
 def _early_enough(
     table: Table, messages: MessageTable, posts: Posts, progress: Progress, stuck: Ints
 ) -> tuple[Posts, Ints]:
-    """Move receives to where their rank stands when all ranks hang, one hang after another, until none hangs.
+    """Move receives to the row at which their rank waits when all ranks hang, one hang after another.
 
-    Also returns the waits that ranks still hang in. What a link delivered before is posted and complete by then, so
-    its receives stay in the order of the sends, unless one that is moved comes ahead of several of one row.
+    Also return the waits in which ranks still hang at the end. Everything that a link delivered before is posted and
+    complete by then, so its receives stay in the order of the sends, unless a moved one comes before several receives
+    of one row.
     """
     count, first_stuck, after = len(posts.row), stuck, messages.follows
     waiting_rows = _waiting_rows(messages, posts)
@@ -210,7 +215,7 @@ def _early_enough(
         if len(blocked) == 0:
             break
         row[blocked] = waiting_rows[wait]
-        # Ahead of the receive that a rank hangs at, or after those that it has posted.
+        # Before the receive at which a rank hangs, or after those that it has posted.
         turn[blocked] = moved + np.where(wait >= 2 * count, -count, count)
         progress.release(blocked)
         stuck = progress.stuck()

@@ -7,14 +7,19 @@ import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_KINDS, VERSION, Rows, kind_mask
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import check_weight_buffers
+from megapipe.schedules.gathers import check_states
 from megapipe.schedules.lowering.communication import MessageTable, Posts, place_receives
-from megapipe.schedules.lowering.gathers import add_gathers
-from megapipe.schedules.lowering.insertion import insert
-from megapipe.schedules.lowering.offload import add_offload, around_updates
-from megapipe.schedules.lowering.recompute import Spans, add_recompute, check_spans
+from megapipe.schedules.lowering.insertion import (
+    Spans,
+    add_gathers,
+    add_offload,
+    add_recompute,
+    around_updates,
+    check_spans,
+    insert,
+)
 from megapipe.schedules.lowering.reductions import add_reductions
-from megapipe.schedules.lowering.refine import refine
+from megapipe.schedules.lowering.refine import number_groups, refine
 from megapipe.schedules.lowering.slots import assign_slots
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule, Sections, shift_rows
@@ -31,48 +36,45 @@ def lower(
 
     ``receive_ahead``: at most this number of compute actions between a receive's posting and its use (at least 1: less
     can hang where sends wait for their receive), and never before the use of the link's previous message. With two
-    gradient buffers updates wait until right before the first forward that reads the new version. With weight buffers
-    every chunk is cut into units, whose weights are gathered before they are used and released after. ``recompute``:
-    what each stage computes again before its backward; then, too, every chunk is cut into units. ``offload``: what
-    goes to host memory meanwhile; for activations and weights, too, every chunk is cut.
-    Raises ScheduleError where the compute actions do not fit together.
+    gradient buffers updates wait until right before the first forward that reads the new version. If weights are
+    gathered, every chunk is cut into units, whose weights are gathered before their use and released after it.
+    ``recompute``: the spans that each stage recomputes before its backward; then, too, every chunk is cut into units.
+    ``offload``: copies to host memory; for those of activations and weights, too, every chunk is cut into units.
+    Raises ScheduleError if the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(
             f"receive_ahead is {receive_ahead}; it must be at least 1, because receives are posted before their use"
         )
     _require_compute_only(schedule)
+    check_states(schedule)
     offload.check(schedule.header, recompute if schedule.header.mode == "train" else ())
-    if offload.weight_buffers:
-        header = replace(schedule.header, weight_buffers=offload.weight_buffers, weights_in_host=True)
-        schedule = replace(schedule, header=header)
-    check_weight_buffers(schedule)
     table = _with_versions(Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES))
     training = schedule.header.mode == "train"
     again = training and any(len(own) > 0 for own in recompute)
     if again:
         check_spans(schedule.header, recompute)
     moves = training and offload.activations
-    sharded = schedule.header.weight_buffers > 0 or (training and schedule.header.whole_gradients > 0)
-    everywhere = again or moves or sharded
+    gathers = bool(schedule.header.gathered_weights.any())
+    everywhere = again or moves or gathers or (training and bool(schedule.header.sharded_gradients.any()))
     if everywhere or (training and schedule.header.data_parallel):
         table = refine(table, everywhere=everywhere)
     messages = MessageTable.of(table)
     posts = place_receives(table, messages, receive_ahead)
     if again:
-        # Behind the search for where receives are posted: what runs again sends and receives nothing.
+        # This comes after the search for places of receives, because recomputed rows send and receive nothing.
         table, messages, posts = _with_recompute(table, messages, posts, recompute)
     insertions = [messages.sends(table), messages.receives(table, posts)]
     added = []
     if training:
         added = add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
-    if schedule.header.weight_buffers:
+    if gathers:
         insertions += add_gathers(table, added)
     insertions += [around_updates(each) for each in added] if offload.optimizer else added
     if moves:
         insertions += add_offload(table, offload)
     table, _ = insert(table, insertions)
-    table = assign_slots(table, flushes=schedule.flushes)
+    table = number_groups(assign_slots(table, flushes=schedule.flushes))
     header = replace(table.header, lowered=True)
     return Schedule(header, _sections(table, flushes=schedule.flushes), schedule.origin)
 
@@ -80,11 +82,11 @@ def lower(
 def _with_recompute(
     table: Table, messages: MessageTable, posts: Posts, spans: Spans
 ) -> tuple[Table, MessageTable, Posts]:
-    """The table with the rows that run again; messages and the rows that receives are posted ahead of, in the new."""
+    """Return the table with the recomputed rows, and the rows of messages and of posted receives in the new table."""
     again = add_recompute(table, spans)
     table, index = insert(table, [again])
     num_compute = len(index) - len(again.rows)
-    opens = index[:num_compute].copy()  # a receive is posted ahead of what runs again for a row, too
+    opens = index[:num_compute].copy()  # a receive is also posted before the rows that are recomputed for its row
     np.minimum.at(opens, again.anchor, index[num_compute:])
     moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
     return table, moved, posts._replace(row=opens[posts.row])

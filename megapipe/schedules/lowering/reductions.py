@@ -3,13 +3,13 @@
 import numpy as np
 
 from megapipe.schedules.actions import COLUMNS, Ints, Kind, Rows, rows_of
-from megapipe.schedules.gathers import ADDING, last_additions, of_sharded_gradients
+from megapipe.schedules.gathers import ADDING, last_additions, num_places, of_states
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 
 def add_reductions(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
-    """Counts at the start of a step, reductions behind the last backward that they include, scalars, updates."""
+    """Return counts at the start of a step, reductions after the last backward that they include, scalars, updates."""
     return [
         _counts(table),
         *([_gradients(table)] if table.header.data_parallel else []),
@@ -24,7 +24,7 @@ def _last_microbatch(table: Table, update: Ints) -> Ints:
 
 
 def _counts(table: Table) -> Insertion:
-    """One sum of loss-token counts a rank and step, ahead of the rank's first forward of that step."""
+    """Return one sum of loss-token counts per rank and step, before the rank's first forward of that step."""
     header = table.header
     forwards = table.rows_with(Kind.FORWARD)
     key = table.rank[forwards] * table.steps + table.microbatch[forwards] // header.num_microbatches
@@ -35,24 +35,19 @@ def _counts(table: Table) -> Insertion:
 
 
 def _gradients(table: Table) -> Insertion:
-    """One reduction a unit and update, right behind the backward that completes the unit's gradient.
+    """Return one reduction per unit and update, right after the backward that completes the unit's gradient.
 
-    Of sharded gradients one for each stay in a buffer, which names the micro-batch behind whose backward it stands.
+    Sharded gradients have one for each stay in the pool, which names the micro-batch whose backward comes before it.
     """
-    adding = table.rows_with(*ADDING)
-    cut = adding[table.unit[adding] >= 0]
-    cut = cut[~of_sharded_gradients(table, cut)]
-    most_units = max(table.header.units_per_stage)
-    place = (table.stage[cut] * table.num_updates + table.update[cut]) * most_units + table.unit[cut]
-    last = last_row_per(place, cut, table.num_stages * table.num_updates * most_units)
-    complete, sharded = last[last >= 0], np.empty(0, dtype=np.int64)
-    if table.header.whole_gradients:
-        sharded = last_additions(table)
-    anchor = np.concatenate([complete, sharded])
-    microbatch = np.concatenate([_last_microbatch(table, table.update[complete]), table.microbatch[sharded]])
-    order = np.argsort(anchor)
+    header, adding = table.header, table.rows_with(*ADDING)
+    whole = of_states(table, adding[table.unit[adding] >= 0], ~header.sharded_gradients)
+    last = last_row_per(whole.places(table), np.arange(len(whole.row)), num_places(table))
+    complete, sharded = whole.where(last[last >= 0]), last_additions(table)
+    anchor, unit = np.concatenate([complete.row, sharded.row]), np.concatenate([complete.unit, sharded.unit])
+    microbatch = np.concatenate([_last_microbatch(table, table.update[complete.row]), table.microbatch[sharded.row]])
+    order = np.lexsort((unit, anchor))
     anchor, microbatch = anchor[order], microbatch[order]
-    rows = rows_of(Kind.REDUCE_GRADIENTS, table.stage[anchor], microbatch, unit=table.unit[anchor])
+    rows = rows_of(Kind.REDUCE_GRADIENTS, table.stage[anchor], microbatch, unit=unit[order])
     return Insertion(rows, anchor, InsertionOrder.REDUCE_GRADIENTS, table.section[anchor])
 
 
@@ -65,7 +60,7 @@ def _last_gradient_rows(table: Table) -> Ints:
 
 
 def _tied(table: Table) -> Insertion:
-    """One reduction a tied group and rank behind the last backward of every use there.
+    """Return one reduction per tied group and rank, after the last backward of every use there.
 
     On each rank the groups of an update follow in ascending order, so that no two ranks can start them crosswise. A
     second group of the same ranks follows all gradients: its sum waits for the first one's, and on a GPU with one
@@ -85,7 +80,7 @@ def _tied(table: Table) -> Insertion:
             rank = header.stages[owner].rank
             local = header.stages_on(rank) if second else [s for s in uses if header.stages[s].rank == rank]
             latest[rank] = np.maximum(latest[rank], last[list(local)].max(axis=0))
-            unit = header.units_per_stage[owner] + group
+            unit = header.tied_unit(owner, group)
             rows.append(rows_of(Kind.REDUCE_TIED, owner, _last_microbatch(table, updates), unit=unit))
             anchors.append(latest[rank].copy())
     anchor = np.concatenate(anchors)
@@ -100,7 +95,7 @@ def _last_rows_by_rank(table: Table, last: Ints) -> Ints:
 
 
 def _scalars(table: Table) -> Insertion:
-    """One sum of losses, norms and flags a rank and step, behind the rank's last gradient of it."""
+    """Return one sum of losses, norms and flags per rank and step, after the rank's last gradient of the step."""
     every = table.header.updates_per_step
     by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))[:, every - 1 :: every]
     anchor = by_rank.ravel()
@@ -110,11 +105,11 @@ def _scalars(table: Table) -> Insertion:
 
 
 def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
-    """One optimizer step a state unit and update.
+    """Return one optimizer step per state unit and update.
 
-    Eager updates follow the rank's last gradient of the update; where that ends a section, they open the next one
-    behind its first receives, so that a rank that waits in an update can still be sent to. Lazy ones wait for the end
-    of the section behind which the new version is read: update t stands at the end of body t, the last one at the end.
+    Eager updates follow the rank's last gradient of the update; where that ends a section, they follow the first
+    receives of the next one, so that a rank that waits in an update can still receive. Lazy ones wait for the end of
+    the section after which the new version is read: update t is at the end of body t, the last one at the end.
     """
     by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))
     section_key = table.rank * table.num_sections + table.section

@@ -1,1 +1,1 @@
-"""What a run really did: traces that the engine writes, laid over what the simulator predicts."""
+"""Measured runs: traces that the engine writes, compared with the predictions of the simulator."""

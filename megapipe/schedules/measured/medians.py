@@ -1,19 +1,105 @@
-"""The simulator's times, taken from what a run took: medians by kind and stage."""
+"""Windows of measured steps, and the median times of the actions in them."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
+from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Action, Ints, Kind, Mask
 from megapipe.schedules.dependencies import Dependencies
-from megapipe.schedules.measured.run import Execution, MeasuredRun
-from megapipe.schedules.measured.trace_file import Event
-from megapipe.schedules.measured.window import MILLISECOND, Window
-from megapipe.schedules.simulation import Costs, Link
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.measured.traces import Event, Execution, MeasuredRun
+from megapipe.schedules.schedule import Header
+from megapipe.schedules.simulation import CostPlace, Costs, Link, stage_times
+from megapipe.schedules.simulation.costs import TIMED, Times
+from megapipe.schedules.table import Table
+
+LEAD_BODIES = 2
+"""Bodies simulated before a window that starts in the middle of a run, so that the pipeline is full and steady."""
+MILLISECOND = 1e6
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows of a table and what the run did with them, in milliseconds.
+
+    ``table`` unrolls as many steps as the window needs, ``first_step`` is the number of its first one (from 0).
+    ``start``, ``wait`` and ``end`` are NaN for rows without an event. ``rows`` are those inside the window, and
+    ``owner`` gives, for each row of the table, the row whose event covers it: an update's first, else itself.
+    """
+
+    table: Table
+    first_step: int
+    steps: tuple[int, ...]
+    start: Times
+    wait: Times
+    end: Times
+    rows: Ints
+    owner: Ints
+
+    @property
+    def seen(self) -> Mask:
+        """Which rows have an event."""
+        return ~np.isnan(self.start)
+
+
+def choose(run: MeasuredRun, step: int | None) -> Window:
+    """The window of a step (from 0), or of the longest episode, among equals that of the median duration.
+
+    Raises ScheduleError where that step was not recorded.
+    """
+    episodes = run.episodes
+    if step is not None:
+        episodes = [[each for each in episode if each.step == step] for episode in episodes]
+        episodes = [episode for episode in episodes if episode]
+        if not episodes:
+            known = sorted({each.step + 1 for each in run.recorded})
+            raise ScheduleError(
+                f"step {step + 1} was not recorded; the recorded steps are {', '.join(map(str, known))}"
+            )
+    longest = max(map(len, episodes))
+    candidates = sorted((e for e in episodes if len(e) == longest), key=lambda episode: _duration(run, episode))
+    return _window(run, candidates[(len(candidates) - 1) // 2])
+
+
+def _duration(run: MeasuredRun, episode: Sequence[Execution]) -> int:
+    events = [event for each in episode for mine in run.recorded[each] for event in mine.values()]
+    return max(event.end for event in events) - min(event.start for event in events)
+
+
+def _window(run: MeasuredRun, episode: Sequence[Execution]) -> Window:
+    schedule, first = run.schedule, episode[0]
+    bodies = sum(each.section == "body" for each in episode)
+    lead = LEAD_BODIES if not schedule.flushes and first.section != "prologue" else 0
+    table = Table.unroll(schedule, schedule.prologue_steps + lead + bodies)
+    start, wait, end = (np.full(len(table.rows), np.nan) for _ in range(3))
+    owner = np.arange(len(table.rows))
+    inside = np.zeros(len(table.rows), dtype=np.bool_)
+    for execution in episode:
+        section = _section_index(table, execution, first.step - lead)
+        for rank, events in enumerate(run.recorded[execution]):
+            rows = np.flatnonzero((table.rank == rank) & (table.section == section))
+            inside[rows] = True
+            positions = np.array(sorted(events), dtype=np.int64)
+            times = np.array([(events[p].start, events[p].wait, events[p].end) for p in positions], dtype=np.float64)
+            if len(rows) == 0:
+                continue
+            start[rows[positions]], wait[rows[positions]], end[rows[positions]] = times.T / MILLISECOND
+            covering = np.searchsorted(positions, np.arange(len(rows)), side="right") - 1
+            owner[rows] = rows[positions[covering]]
+    steps = tuple(dict.fromkeys(each.step for each in episode))
+    return Window(table, first.step - lead, steps, start, wait, end, np.flatnonzero(inside), owner)
+
+
+def _section_index(table: Table, execution: Execution, first_step: int) -> int:
+    """Which of the table's sections (0 prologue, 1.. bodies, last epilogue) an execution is."""
+    if execution.section == "prologue":
+        return 0
+    return table.num_sections - 1 if execution.section == "epilogue" else 1 + execution.step - first_step
+
 
 WAITED = 0.02
 """Milliseconds from which a rank counts as having waited for a message: it saw when it arrived."""
@@ -28,31 +114,17 @@ class MeasuredCosts:
 
 
 def measured_costs(run: MeasuredRun, window: Window) -> MeasuredCosts:
-    """Times of compute and updates over all recorded steps, without waiting; those of messages over the window.
+    """Return times of compute and updates over all recorded steps, without waiting, and of messages over the window.
 
-    A message's time is known where its receiver waited for it, from its send to its arrival; between ranks where
-    nobody waited it counts as nothing. The sum of scalars takes from its last rank's start to its end on the others,
-    which includes what is left of gradient reductions then.
+    A message's time is known where its receiver waited for it, from its send to its arrival; if its receivers never
+    waited, it counts as zero. The same holds for gathers of weights. The sum of scalars takes from its last rank's
+    start to its end on the others, which includes the rest of gradient reductions.
     """
-    stages = range(len(run.schedule.header.stages))
-    times = _work(run)
+    header = run.schedule.header
     links, excess = _links(window)
-
-    def of(kind: Kind) -> tuple[float, ...]:
-        return tuple(times.get((kind, stage), 0.0) for stage in stages)
-
-    costs = Costs(
-        forward=of(Kind.FORWARD),
-        recompute=of(Kind.RECOMPUTE),
-        backward=of(Kind.BACKWARD),
-        backward_input=of(Kind.BACKWARD_INPUT),
-        backward_weight=of(Kind.BACKWARD_WEIGHT),
-        update=of(Kind.UPDATE),
-        reduce_gradients=(0.0,) * len(stages),
-        gather_weights=(0.0,) * len(stages),
-        reduce_scalars=_scalars(run),
-        links=links,
-    )
+    unmeasured = stage_times(header, dict.fromkeys(TIMED, (0.0,) * len(header.stages)))
+    copies = {(place.stage, place.unit): 0.0 for place in unmeasured if place.kind == Kind.UPDATE}
+    costs = Costs(unmeasured | _work(run) | _gathers(window), copies, reduce_scalars=_scalars(run), links=links)
     return MeasuredCosts(costs, excess)
 
 
@@ -66,15 +138,59 @@ def _events(run: MeasuredRun) -> Iterator[tuple[Execution, list[Action], Event]]
                 yield execution, actions[position:following], events[position]
 
 
-def _work(run: MeasuredRun) -> dict[tuple[Kind, int], float]:
-    """Median time of each kind for a whole stage; the units of a chunk or of an update are added up."""
-    found: dict[tuple[Kind, int], dict[tuple[Execution, int], float]] = defaultdict(lambda: defaultdict(float))
+def _work(run: MeasuredRun) -> dict[CostPlace, float]:
+    """Median time of each kind on each unit, and on the whole stage, for which units are added up.
+
+    An event that covers several updates says nothing of each: units get parts by their sizes.
+    """
+    found: dict[CostPlace, dict[tuple[Execution, int], float]] = defaultdict(lambda: defaultdict(float))
     for execution, actions, event in _events(run):
         if actions[0].kind in (*COMPUTE_STREAM, Kind.UPDATE):
-            share = (event.end - event.start - event.wait) / MILLISECOND / len(actions)
-            for action in actions:
-                found[action.kind, action.stage][execution, action.microbatch] += share
-    return {key: median(values.values()) for key, values in found.items()}
+            sizes = [_size(run.schedule.header, action) for action in actions]
+            time = (event.end - event.start - event.wait) / MILLISECOND
+            for action, size in zip(actions, sizes, strict=True):
+                for unit in {action.unit, -1}:
+                    place = CostPlace(action.kind, action.stage, unit)
+                    found[place][execution, action.microbatch] += time * size / sum(sizes)
+    return {place: median(values.values()) for place, values in found.items()}
+
+
+def _size(header: Header, action: Action) -> int:
+    """Return the size of an update's state unit; 1 for a tied weight, whose size no header has, and for compute."""
+    units = header.stage_states[action.stage]
+    return max(1, units[action.unit].size) if action.kind == Kind.UPDATE and action.unit < len(units) else 1
+
+
+def _gathers(window: Window) -> dict[CostPlace, float]:
+    """Return the median time of a gather of each state unit's weights, where an action waited for it alone.
+
+    A rank's gathers and reductions take turns. A gather that an action waited for ended then, and took the time since
+    it started; with those before it that may still have run, it took a part of their time by its size.
+    """
+    table, needs = window.table, Dependencies(window.table)
+    uses, buffers = needs.gathers, needs.gradient_buffers
+    reached = window.start + window.wait
+    over, last = np.full(len(table.rows), np.nan), np.full(len(table.rows), -1)
+    np.fmin.at(over, np.append(uses.needed, buffers.needed), reached[np.append(uses.row, buffers.row)])
+    np.maximum.at(last, uses.row, uses.needed)
+    waited = (last >= 0) & (window.wait > WAITED)
+    waited[needs.messages.use] = False
+    ended = dict(zip(last[waited].tolist(), reached[waited].tolist(), strict=True))
+    sizes, seen = table.header.state_sizes, defaultdict[CostPlace, list[float]](list)
+    running: list[int] = []
+    free, rank = -np.inf, -1
+    for row in table.rows_with(Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS).tolist():
+        if table.rank[row] != rank:
+            running, free, rank = [], -np.inf, table.rank[row]
+        running = [other for other in running if not over[other] <= window.start[row]] + [row]
+        if row in ended:
+            own = table.rows[running]
+            parts = sizes[own[:, STAGE], own[:, UNIT]] / sizes[own[:, STAGE], own[:, UNIT]].sum()
+            whole = ended[row] - max(free, window.start[running[0]])
+            for (kind, stage, unit), part in zip(own[:, [KIND, STAGE, UNIT]].tolist(), parts.tolist(), strict=True):
+                seen[CostPlace(Kind(kind), stage, unit)].append(whole * part)
+            running, free = [], ended[row]
+    return {place: median(times) for place, times in seen.items() if place.kind == Kind.GATHER_WEIGHTS}
 
 
 def _links(window: Window) -> tuple[dict[tuple[int, int], Link], float]:

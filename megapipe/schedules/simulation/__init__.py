@@ -1,6 +1,6 @@
 """The simulator of lowered schedules."""
 
-from megapipe.schedules.simulation.costs import Costs, Link, rank_costs
+from megapipe.schedules.simulation.costs import CostPlace, Costs, Link, rank_costs, stage_times
 from megapipe.schedules.simulation.simulate import Simulation, simulate
 
-__all__ = ["Costs", "Link", "Simulation", "rank_costs", "simulate"]
+__all__ = ["CostPlace", "Costs", "Link", "Simulation", "rank_costs", "simulate", "stage_times"]

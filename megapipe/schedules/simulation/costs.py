@@ -1,10 +1,24 @@
 """Times that the simulator runs a schedule with, in any one unit of time."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.schedules.actions import COMPUTE_STREAM, KIND, SLICE, STAGE, UNIT, Ints, Kind
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.offload import states_moved
 from megapipe.schedules.schedule import Header
+from megapipe.schedules.table import Table
+
+Times = npt.NDArray[np.float64]
+
+OF_STATES: Final = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.UPDATE)
+"""Kinds whose rows name a state unit."""
+TIMED: Final = (*COMPUTE_STREAM, Kind.OFFLOAD, Kind.RELOAD, *OF_STATES)
+"""Kinds whose rows take the time of their stage and unit."""
 
 
 @dataclass(frozen=True)
@@ -15,35 +29,133 @@ class Link:
     transfer: float = 0.0
 
 
+class CostPlace(NamedTuple):
+    """The key of a time: a kind of action on one unit of a stage, or -1 for the whole stage.
+
+    unit: a layer, or a state unit for gathers, reductions and updates. slice: of a sequence, -1 for
+    all of it.
+    """
+
+    kind: Kind
+    stage: int
+    unit: int = -1
+    slice: int = -1
+
+
 @dataclass(frozen=True)
 class Costs:
     """How long each action takes.
 
-    ``forward``, ``recompute``, ``backward``, ``backward_input``, ``backward_weight``, ``update``, ``reduce_gradients``
-    and ``gather_weights`` have one entry a stage, for the whole chunk. Gathers and reductions of a rank share one
-    stream beside its compute. ``offload``: the activations of a micro-batch, one way between device and host memory;
-    ``offload_state``: the optimizer state; both, too, by stage for the whole chunk, and without entries they take no
-    time. Each rank has one copy stream a direction beside its compute; gathers of weights from host memory are copies
-    on it. ``links`` replaces ``link`` for pairs of ranks
-    (from, to). Sends run beside the compute, one after another on each link; with ``blocking_sends`` they hold the
+    ``times`` has an entry for every kind, stage, unit and slice that a timed row names (`TIMED`); a row without one is
+    an error. Gathers and reductions of a rank share one stream in the background of its compute. Offloads and reloads
+    of activations take one copy stream a direction, as do gathers of weights from host memory; ``moved_states`` gives
+    the copy of each stage's state units, one way. ``group``: the time of a group of rows, which is one action, as a
+    fraction of the sum of its rows' times; ``groups`` gives the time itself for groups of whole chunks, by the kind
+    and stage of each row; groups of units take the same fraction. ``links`` replaces ``link`` for pairs of ranks
+    (from, to). Sends run in the background, one after another on each link; with ``blocking_sends`` they hold the
     sender until the message arrived, and start only when the receive is posted.
     """
 
-    forward: tuple[float, ...]
-    recompute: tuple[float, ...]
-    backward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    update: tuple[float, ...]
-    reduce_gradients: tuple[float, ...]
-    gather_weights: tuple[float, ...]
+    times: Mapping[CostPlace, float]
+    moved_states: Mapping[tuple[int, int], float] = field(default_factory=dict)
     reduce_tied: float = 0.0
     reduce_scalars: float = 0.0
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     blocking_sends: bool = False
-    offload: tuple[float, ...] = ()
-    offload_state: tuple[float, ...] = ()
+    group: float = 1.0
+    groups: Mapping[tuple[tuple[Kind, int], ...], float] = field(default_factory=dict)
+
+    def with_times(self, times: Mapping[CostPlace, float]) -> "Costs":
+        """Return the costs with some times replaced or added."""
+        return replace(self, times={**self.times, **times})
+
+    def without(self, *kinds: Kind) -> "Costs":
+        """Return the costs with a time of 0 for rows of some kinds; copies of optimizer state keep theirs."""
+        found = {place: 0.0 if place.kind in kinds else time for place, time in self.times.items()}
+        return replace(self, times=found)
+
+    def of_stages(self, kind: Kind) -> tuple[float, ...]:
+        """Return the time of a kind for each whole stage."""
+        whole = {place.stage: time for place, time in self.times.items() if place == CostPlace(kind, place.stage)}
+        return tuple(time for _, time in sorted(whole.items()))
+
+    def durations(self, table: Table) -> Times:
+        """Return the time of every row, on its rank's compute stream or on the stream of its traffic; shape [rows].
+
+        Raises:
+            ScheduleError: a timed row has no time.
+        """
+        of_row, timed = np.zeros(len(table.rows)), table.is_kind(*TIMED)
+        moved = np.concatenate([states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)])
+        timed[moved] = False
+        of_row[timed] = _looked_up(table, np.flatnonzero(timed), (KIND, STAGE, UNIT, SLICE), self.times)
+        of_row[moved] = _looked_up(table, moved, (STAGE, UNIT), self.moved_states)
+        of_row[table.rows_with(Kind.REDUCE_TIED)] = self.reduce_tied
+        of_row[table.rows_with(Kind.REDUCE_SCALARS)] = self.reduce_scalars
+        return self._grouped(table, of_row)
+
+    def _grouped(self, table: Table, of_row: Times) -> Times:
+        """Return the rows' times, where those of a group are scaled so that they add up to the group's."""
+        if not (table.group >= 0).any():
+            return of_row
+        scaled = of_row.copy()
+        for first in np.unique(table.action_first[table.group >= 0]).tolist():
+            rows = slice(first, table.action_last[first] + 1)
+            places = tuple(zip(map(Kind, table.kind[rows].tolist()), table.stage[rows].tolist(), strict=True))
+            whole = sum(self.times[CostPlace(*place)] for place in places) if places in self.groups else 0.0
+            scaled[rows] *= self.groups[places] / whole if whole > 0 else self.group
+        return scaled
+
+
+def _looked_up(
+    table: Table,
+    rows: Ints,
+    columns: tuple[int, ...],
+    times: Mapping[CostPlace, float] | Mapping[tuple[int, int], float],
+) -> Times:
+    """Return the time of some rows by some of their columns."""
+    if len(rows) == 0:
+        return np.zeros(0)
+    keys = table.rows[rows][:, columns].astype(np.int64)
+    numbers = np.ravel_multi_index(tuple((keys + 1).T), tuple(keys.max(axis=0) + 2))
+    _, first, place = np.unique(numbers, return_index=True, return_inverse=True)
+    known: Mapping[tuple[int, ...], float] = times  # type: ignore[assignment]
+    found = np.array([known.get(tuple(key), np.nan) for key in keys[first].tolist()])
+    missing = np.flatnonzero(np.isnan(found))
+    if len(missing):
+        row = table.rows[rows[first[missing[0]]]]
+        raise ScheduleError(
+            f"the costs have no time of {Kind(row[KIND]).name} for unit {row[UNIT]} of stage {row[STAGE]} of "
+            f"{table.header.name} (-1 is the whole stage); give one for every action"
+        )
+    of_rows: Times = found[place]
+    return of_rows
+
+
+def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[CostPlace, float]:
+    """Divide times of whole stages among their units; for times that the user gives, when nothing is known of units.
+
+    totals: of each kind, one entry a stage. A layer takes an equal part of its stage's compute, a state unit a part of
+    the gathers and reductions by its size and an equal part of the update. All other costs are times of units.
+    """
+    times = {}
+    for kind, by_stage in totals.items():
+        for stage, total in enumerate(by_stage):
+            times[CostPlace(kind, stage)] = total
+            parts = dict(_parts(header, kind, stage))
+            times |= {CostPlace(kind, stage, unit): total * part / sum(parts.values()) for unit, part in parts.items()}
+    return times
+
+
+def _parts(header: Header, kind: Kind, stage: int) -> Iterator[tuple[int, int]]:
+    """Yield each unit of a stage that a kind of action names, and its part of the stage's time."""
+    if kind == Kind.UPDATE:
+        yield from ((unit, 1) for unit in header.state_units(stage))
+    elif kind in OF_STATES:
+        yield from enumerate(max(1, unit.size) for unit in header.stage_states[stage])
+    else:
+        yield from ((layer, 1) for layer in range(header.units_per_stage[stage]))
 
 
 def rank_costs(
@@ -63,11 +175,20 @@ def rank_costs(
     blocking_sends: bool = False,
     offload: float = 0.0,
     offload_state: float = 0.0,
+    group: float = 1.0,
 ) -> Costs:
     """Return costs from the times of one rank's layers of one copy of the model, which its stages share equally.
 
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
-    of the three a backward takes twice the forward. What runs again takes ``recompute``, or as long as the forward.
+    of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the
+    forward. ``group`` is a fraction, as in :class:`Costs`. Units of a stage divide its times as in
+    :func:`stage_times`.
+
+    Example:
+        >>> from megapipe import build, rank_costs, simulate
+        >>> schedule = build("1f1b", 2, 4)
+        >>> simulate(schedule, rank_costs(schedule.header, forward=2.0, backward=4.0)).finish
+        30.0
     """
     recompute = forward if recompute is None else recompute
     if backward_input is None and backward_weight is None:
@@ -76,26 +197,23 @@ def rank_costs(
     if backward_input is None or backward_weight is None:
         raise ScheduleError("set both halves of the backward (input and weight), or neither")
     backward = backward_input + backward_weight if backward is None else backward
-    times = (
-        forward, recompute, backward, backward_input, backward_weight, update, reduce_gradients, gather_weights,
-        offload, offload_state,
-    )  # fmt: skip
-    if min(*times, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
-        raise ScheduleError(f"times must be at least 0 and compute times above 0, got {times}")
-    per_stage = [tuple(time / count for count in header.stages_sharing) for time in times]
+    times = {
+        Kind.FORWARD: forward, Kind.RECOMPUTE: recompute, Kind.BACKWARD: backward,
+        Kind.BACKWARD_INPUT: backward_input, Kind.BACKWARD_WEIGHT: backward_weight, Kind.UPDATE: update,
+        Kind.REDUCE_GRADIENTS: reduce_gradients, Kind.GATHER_WEIGHTS: gather_weights, Kind.OFFLOAD: offload,
+        Kind.RELOAD: offload,
+    }  # fmt: skip
+    given = (*times.values(), offload_state)
+    if min(*given, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
+        raise ScheduleError(f"times must be at least 0 and compute times above 0, got {given}")
+    shares = header.stages_sharing
+    states = [(stage, header.state_units(stage)) for stage in range(len(shares))]
     return Costs(
-        forward=per_stage[0],
-        recompute=per_stage[1],
-        backward=per_stage[2],
-        backward_input=per_stage[3],
-        backward_weight=per_stage[4],
-        update=per_stage[5],
-        reduce_gradients=per_stage[6],
-        gather_weights=per_stage[7],
+        stage_times(header, {kind: [time / share for share in shares] for kind, time in times.items()}),
+        {(stage, unit): offload_state / shares[stage] / len(units) for stage, units in states for unit in units},
         reduce_tied=reduce_tied,
         reduce_scalars=reduce_scalars,
         link=link,
         blocking_sends=blocking_sends,
-        offload=per_stage[8],
-        offload_state=per_stage[9],
+        group=group,
     )

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Ints, Kind, kind_mask
+from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.table import Table
 
 Floats = npt.NDArray[np.float64]
 ROUNDING = 1e-12
@@ -43,12 +44,12 @@ class OrderCosts(NamedTuple):
 
 
 class OrderGraph:
-    """What waits for what among the compute actions and messages of a schedule.
+    """The waits among the compute actions and messages of a schedule.
 
     Nodes are numbered level by level; node 0 is the start. Node n ends at
     ``max(end[first[n]] + early[n], end[second[n]] + late[n]) + duration[n]``: for an action, `first` is the previous
     action of its rank and `second` the message that it takes; for a message, the action that sends it and the previous
-    message on the link.
+    message on the link. A group of rows, which is one action, is a chain of nodes (`_Nodes`).
 
     Args:
         schedule: compute actions alone.
@@ -59,10 +60,15 @@ class OrderGraph:
     """
 
     def __init__(self, schedule: Schedule, steps: int = 1) -> None:
-        ranks = [rows[kind_mask(rows[:, KIND], *COMPUTE)] for rows in schedule.expand(steps)]
-        rows, header = np.concatenate(ranks).astype(np.int64), schedule.header
+        table, header = Table.unroll(schedule, steps), schedule.header
+        compute = np.flatnonzero(table.is_kind(*COMPUTE))
+        rows = table.rows[compute].astype(np.int64)
         self._kind, self._stage, self._microbatch = rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH]
-        count = len(rows)
+        rank_starts = np.searchsorted(table.rank[compute], np.arange(header.num_ranks))
+        nodes = _Nodes.of(
+            *(np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
+        )
+        self._timed, count = nodes.timed_by_row, len(nodes.row)
         receiver = _receiving_stages(schedule, rows)
         home = header.stage_ranks
         self._sender = np.flatnonzero((receiver >= 0) & (home[self._stage] != home[receiver]))
@@ -71,8 +77,9 @@ class OrderGraph:
         message = np.arange(len(self._sender))
         taker = _find(rows, np.stack([self._kind, receiver, self._microbatch], axis=1)[self._sender])
         self._taken = np.zeros(count, dtype=np.int64)
-        self._taken[taker] = message + 1
-        starts = np.cumsum([0, *map(len, ranks)])[:-1]
+        self._taken[nodes.taker_by_row[taker]] = message + 1
+        leaves = nodes.sender_by_row[self._sender] + 1
+        self._starts = starts = np.searchsorted(nodes.row, rank_starts)
         previous = np.arange(count)
         previous[starts[starts < count]] = 0
         link = self._pair[0] * header.num_ranks + self._pair[1]
@@ -81,11 +88,12 @@ class OrderGraph:
         before = np.zeros(len(message), dtype=np.int64)
         before[by_link[following + 1]] = count + 1 + by_link[following]
         sent = self._microbatch[self._sender][by_link]
-        jumps = np.abs(self._microbatch - self._microbatch[previous - 1])[previous > 0]
+        at = self._microbatch[nodes.row]
+        jumps = np.abs(at - at[previous - 1])[previous > 0]
         self._longest_jump = int(max(jumps.max(initial=0), np.abs(np.diff(sent))[following].max(initial=0)))
         taken = np.where(self._taken > 0, count + self._taken, 0)
-        first, second = np.concatenate([[0], previous, self._sender + 1]), np.concatenate([[0], taken, before])
-        levels = _levels(np.concatenate([previous, before]), np.concatenate([taken, self._sender + 1]), header.name)
+        first, second = np.concatenate([[0], previous, leaves]), np.concatenate([[0], taken, before])
+        levels = _levels(np.concatenate([previous, before]), np.concatenate([taken, leaves]), header.name)
         order = np.concatenate([[0], *levels])
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
@@ -94,11 +102,12 @@ class OrderGraph:
         self._levels = [(part, first[part], second[part]) for part in parts]
         self._number = number[1:]
         # Places in the tables of `ends`, where row 0 is 0.
-        actions, none = 1 + self._kind * len(header.stages) + self._stage, np.zeros(len(message), dtype=np.int64)
+        places, none = len(Kind) * len(header.stages), np.zeros(len(message), dtype=np.int64)
+        placed = (1 + self._kind * len(header.stages) + self._stage)[nodes.row]
         links = 1 + link
-        durations = len(Kind) * len(header.stages) + links
-        self._duration_at = np.concatenate([[0], actions, durations])[order]
-        self._early_at = np.concatenate([[0], actions, none])[order]
+        durations = np.where(nodes.timed, placed, np.where(nodes.early, places + placed, 0))
+        self._duration_at = np.concatenate([[0], durations, 2 * places + links])[order]
+        self._early_at = np.concatenate([[0], np.where(nodes.opens, placed, 0), none])[order]
         self._late_at = np.concatenate([[0], np.append(0, links)[self._taken], none])[order]
 
     def ends(self, costs: OrderCosts) -> Floats:
@@ -111,7 +120,8 @@ class OrderGraph:
         before[[Kind.BACKWARD, Kind.BACKWARD_INPUT]] = costs.before_backward.T
         zero = np.zeros((1, layouts))
         transfer, latency = (each.reshape(layouts, -1).T for each in (costs.transfer, costs.latency))
-        duration = np.concatenate([zero, phases.reshape(-1, layouts), transfer]).take(self._duration_at, 0)
+        works = [zero, phases.reshape(-1, layouts), before.reshape(-1, layouts), transfer]
+        duration = np.concatenate(works).take(self._duration_at, 0)
         early = np.concatenate([zero, before.reshape(-1, layouts)]).take(self._early_at, 0)
         late = np.concatenate([zero, latency]).take(self._late_at, 0)
         end: Floats = np.zeros_like(duration)
@@ -121,15 +131,21 @@ class OrderGraph:
             other = end.take(second, 0)
             other += late[part]
             np.maximum(found, other, out=found)
-            found += duration[part]
-            end[part] = found
+            np.add(found, duration[part], out=end[part])
         return end
+
+    def finish(self, ends: Floats, after: Floats | None = None) -> Floats:
+        """Return the end of the last rank, shape [layouts]. ends: by `ends`. after: seconds of work that follows each
+        rank's last action, shape [layouts, ranks]."""
+        last = np.maximum.reduceat(ends[self._number[: len(self._taken)]], self._starts)
+        found: Floats = (last if after is None else last + after.T).max(axis=0)
+        return found
 
     def slope(self, ends: Floats, period: int) -> Floats | None:
         """Return the seconds by which a longer step of the same order takes longer for `period` micro-batches more.
 
         None where the step is not in a steady state: the state of all ranks and links must repeat after each period,
-        for at least as many micro-batches as lie between an action and the one before it on its rank. Then all that
+        for at least as many micro-batches as an action is away from the one before it on its rank. Then all that
         follows repeats as well. ends: by `ends`.
         """
         grid = self._grid
@@ -152,8 +168,49 @@ class OrderGraph:
         count = int(microbatch.max()) + 1
         if len(np.unique(places)) * count != len(places):
             return np.zeros((0, 0), dtype=np.int64)
-        found: Ints = self._number[np.lexsort([microbatch, places])].reshape(-1, count)
+        number = np.append(self._number[self._timed], self._number[len(self._taken) :])
+        found: Ints = number[np.lexsort([microbatch, places])].reshape(-1, count)
         return found
+
+
+class _Nodes(NamedTuple):
+    """Nodes of the compute rows of a schedule, in program order; a row that is an action by itself is one node.
+
+    A group starts when its rank is free and all messages for its rows are there, runs its rows in their order, and
+    sends when all have ended. Work right before a row, such as recomputation, is before the whole group and waits for
+    no message. So a group is a chain: such work of all rows, the messages of all but the first one, the rows, and the
+    moments at which the results of all but the last one leave.
+
+    row: of each node. timed, early: whether it takes the row's time, or that of the work right before the row. opens:
+    whether such work delays the row itself. timed_by_row, taker_by_row, sender_by_row: the nodes that take each row's
+    time, take the row's message, and send its result.
+    """
+
+    row: Ints
+    timed: Mask
+    early: Mask
+    opens: Mask
+    timed_by_row: Ints
+    taker_by_row: Ints
+    sender_by_row: Ints
+
+    @classmethod
+    def of(cls, first: Ints, last: Ints) -> "_Nodes":
+        """Return the nodes of rows. first, last: rows of the action that each row belongs to."""
+        rows = np.arange(len(first))
+        grouped, none = first < last, np.zeros_like(first)
+        waits, leaves = grouped & (rows > first), grouped & (rows < last)
+        row, part = rows, none + 2
+        if grouped.any():
+            chosen = np.concatenate([grouped, waits, np.ones_like(grouped), leaves])
+            row, part = np.tile(rows, 4)[chosen], np.repeat(np.arange(4), len(rows))[chosen]
+            order = np.lexsort([row, part, first[row]])
+            row, part = row[order], part[order]
+        number = np.zeros((4, len(rows)), dtype=np.int64)
+        number[part, row] = np.arange(len(row))
+        timed = part == 2
+        takers, senders = np.where(waits, number[1], number[2]), np.where(leaves, number[3], number[2])
+        return cls(row, timed, part == 0, timed & ~grouped[row], number[2], takers, senders)
 
 
 def _receiving_stages(schedule: Schedule, rows: Ints) -> Ints:
@@ -175,8 +232,9 @@ def _find(rows: Ints, wanted: Ints) -> Ints:
         return found
 
     known = keys(rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH])
-    in_order = np.argsort(known)
-    found: Ints = in_order[np.searchsorted(known[in_order], keys(*wanted.T))]
+    row = np.zeros(int(known.max(initial=0)) + 1, dtype=np.int64)
+    row[known] = np.arange(len(rows))
+    found: Ints = row[keys(*wanted.T)]
     return found
 
 
@@ -188,20 +246,21 @@ def _levels(same: Ints, other: Ints, name: str) -> list[Ints]:
     """
     count = len(same) + 1
     nodes = np.arange(1, count)
-    after = np.full((2, count), count)  # a node that is never ready stands for no successor
-    for row, before in zip(after, (same, other), strict=True):
-        row[before[before > 0]] = nodes[before > 0]
-    missing = np.concatenate([[0], (same > 0) * 1 + (other > 0), [3 * count]])
-    levels = []
-    ready = nodes[missing[1:count] == 0]
+    # A node is number n as successor by `same`, and count + n as successor by `other`; 2 * count is none.
+    after = np.full((2, count), 2 * count)
+    for row, before, shift in zip(after, (same, other), (0, count), strict=True):
+        row[before[before > 0]] = nodes[before > 0] + shift
+    partner = np.concatenate([[0], other, [0], np.where(same > 0, count + same, 0), [2 * count]])
+    # A level later in the second half: of two predecessors of one level, only that by `other` makes a node ready.
+    level = np.full(2 * count + 1, count)
+    level[0] = -1
+    levels: list[Ints] = []
+    ready = nodes[(same == 0) & (other == 0)]
     while len(ready):
+        level[ready], level[ready + count] = len(levels), len(levels) + 1
         levels.append(ready)
-        one, two = after[0].take(ready), after[1].take(ready)
-        missing[one] -= 1
-        missing[two] -= 1
-        one = one[missing.take(one) == 0]
-        missing[one] = -1  # not to be taken again from the other list
-        ready = np.concatenate([one, two[missing.take(two) == 0]])
+        following = after.take(ready, 1).ravel()
+        ready = following[level.take(partner.take(following)) < len(levels)] % count
     if sum(map(len, levels)) < count - 1:
         raise ScheduleError(f"the ranks of {name} wait for each other in a circle")
     return levels

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Action, Ints, Kind, Mask
-from megapipe.schedules.gathers import of_sharded_gradients
+from megapipe.schedules.gathers import of_states
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure, missing
 
@@ -48,7 +48,7 @@ def _check_compute(table: Table, on_route: Mask) -> None:
 
 
 def _check_recompute(table: Table) -> None:
-    """What runs again ran before, in the same pieces, and runs again once."""
+    """Raise unless each recomputed forward ran before, in the same pieces, and is recomputed once."""
     most = max(table.header.units_per_stage) + 1
     place = table.key * most + table.unit
     again = table.rows_with(Kind.RECOMPUTE)
@@ -129,7 +129,7 @@ def _check_reductions(table: Table) -> None:
     per_update = range(header.microbatches_per_update - 1, table.num_microbatches, header.microbatches_per_update)
     per_step = range(header.num_microbatches - 1, table.num_microbatches, header.num_microbatches)
     stages, ranks = range(table.num_stages), range(header.num_ranks)
-    plain = [(stage, unit) for stage in stages for unit in range(header.units_per_stage[stage])]
+    plain = [(stage, unit) for stage in stages for unit in range(len(header.stage_states[stage]))]
     state = [(stage, unit) for stage in stages for unit in header.state_units(stage)]
     tied = sorted(set(state) - set(plain))
     _require_each(table, Kind.REDUCE_COUNTS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
@@ -137,7 +137,7 @@ def _check_reductions(table: Table) -> None:
     reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
     whole = [place for place in plain if header.data_parallel and not header.sharded_gradients[place]]
     for kind, rows, places in (
-        (Kind.REDUCE_GRADIENTS, reductions[~of_sharded_gradients(table, reductions)], whole),
+        (Kind.REDUCE_GRADIENTS, of_states(table, reductions, ~header.sharded_gradients).row, whole),
         (Kind.REDUCE_TIED, table.rows_with(Kind.REDUCE_TIED), tied),
         (Kind.UPDATE, table.rows_with(Kind.UPDATE), state),
     ):

@@ -2,10 +2,11 @@
 
 from typing import Final
 
-from megapipe.schedules.actions import Action, Kind
+import numpy as np
+
+from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.table import Table
-from megapipe.schedules.tokens import describe, write_action
 
 NEIGHBOURS: Final = 3
 
@@ -20,6 +21,12 @@ def failure(table: Table, row: int, problem: str) -> ScheduleError:
     """An error at a row: its rank, its action, the problem, and the rank's rows around it."""
     where = f"{table.header.name}, {table.place_of(row)}, {describe(action_at(table, row))}"
     return ScheduleError(f"{where}: {problem}\n{neighbourhood(table, row)}")
+
+
+def refuse(table: Table, rows: Ints, wrong: Mask, problem: str) -> None:
+    """Raise at the first of some rows that is marked as wrong."""
+    if wrong.any():
+        raise failure(table, int(rows[np.argmax(wrong)]), problem)
 
 
 def missing(table: Table, rank: int, action: Action, problem: str) -> ScheduleError:

@@ -1,14 +1,73 @@
-"""Is every row a well-formed action of its rank? Columns in range or unused, stages at home, versions by rule."""
+"""Checks of single values: of a header, and of the columns of each row."""
 
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, MICROBATCH, SLICE, SLOT, STAGE, UNIT, VERSION, Ints, Kind, Mask
+from megapipe.schedules.actions import (
+    COMPUTE_KINDS,
+    COMPUTE_STREAM,
+    MICROBATCH,
+    SLICE,
+    SLOT,
+    STAGE,
+    UNIT,
+    VERSION,
+    Ints,
+    Kind,
+    Mask,
+)
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import of_sharded_gradients
+from megapipe.schedules.gathers import STATE_KINDS, of_states
+from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
+
+
+def check_header(header: Header) -> None:
+    """Raise ScheduleError where stages, routes, counts and groups contradict one another."""
+    stages = range(len(header.stages))
+    for rank in range(header.num_ranks):
+        if not header.stages_on(rank):
+            raise ScheduleError(f"{header.name}: rank {rank} of {header.num_ranks} has no stage")
+    for name, least in (
+        ("units_per_stage", 1),
+        ("versions_per_stage", 1),
+        ("activation_slots", 0),
+        ("gradient_slots", 0),
+    ):
+        values = getattr(header, name)
+        if len(values) != len(stages) or min(values) < least:
+            raise ScheduleError(
+                f"{header.name}: {name} {list(values)} must have a value of at least {least} for each of "
+                f"{len(stages)} stages"
+            )
+    visited = {stage for route in header.routes for stage in route}
+    for route in header.routes:
+        if not set(route) <= set(stages) or len(set(route)) < len(route):
+            raise ScheduleError(
+                f"{header.name}: route {list(route)} must visit stages 0 to {len(stages) - 1} once each"
+            )
+    for stage in stages:
+        if stage not in visited:
+            raise ScheduleError(f"{header.name}: stage {stage} is on no route")
+    for group in header.tied_groups:
+        if not group or not set(group) <= set(stages):
+            raise ScheduleError(f"{header.name}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
+        if header.updates_per_step > 1 and len({header.stages[stage].rank for stage in group}) > 1:
+            raise ScheduleError(
+                f"{header.name} updates {header.updates_per_step} times per step, but stages {list(group)} on "
+                "different ranks tie a weight, so every update would wait for all of them; untie it"
+            )
+        if len({header.versions_per_stage[stage] for stage in group}) > 1:
+            raise ScheduleError(
+                f"{header.name}: stages {list(group)} tie a weight and keep different numbers of versions"
+            )
+    if header.num_microbatches % header.updates_per_step:
+        counts = (
+            f"{header.num_microbatches} micro-batches cannot be divided evenly into {header.updates_per_step} updates"
+        )
+        raise ScheduleError(f"{header.name}: {counts}")
 
 
 class ColumnUse(NamedTuple):
@@ -51,7 +110,7 @@ FORWARD_MODE_KINDS: Final = (
 
 
 def check_fields(table: Table) -> None:
-    """Raise ScheduleError at the first row that is no well-formed action of its rank."""
+    """Raise ScheduleError at the first row that is not a well-formed action of its rank."""
     kinds = FORWARD_MODE_KINDS if table.header.mode == "forward" else tuple(SHAPES)
     unknown = np.flatnonzero((table.kind < 0) | (table.kind >= len(Kind)))
     if len(unknown):
@@ -69,6 +128,20 @@ def check_fields(table: Table) -> None:
     _check_units(table)
     _check_last_included(table)
     _check_versions(table)
+    _check_groups(table)
+
+
+def _check_groups(table: Table) -> None:
+    """Groups consist of neighbouring compute rows."""
+    grouped = table.group >= 0
+    _require(table, table.group >= -1, "group below 0 is not a group")
+    _require(table, ~grouped | table.is_kind(*COMPUTE_KINDS), "only compute actions can be part of a group")
+    opens = np.flatnonzero(grouped & (table.action_first == np.arange(len(table.rows))))
+    place = (table.rank * table.num_sections + table.section)[opens] * (np.int64(1) << 32) + table.group[opens]
+    _, first = np.unique(place, return_index=True)
+    apart = np.setdiff1d(opens, opens[first])
+    if len(apart):
+        raise failure(table, int(apart[0]), "the rows of a group must be neighbours, and its number used once")
 
 
 def _require(table: Table, good: Mask, problem: str) -> None:
@@ -98,17 +171,16 @@ def _check_stages(table: Table) -> None:
 
 
 def _check_units(table: Table) -> None:
-    """Compute, gathers and reductions name a unit of the stage; tied reductions and updates one that it owns."""
-    plain = table.is_kind(
-        *COMPUTE_STREAM, Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS
-    )  # fmt: skip
+    """Compute names a layer of the stage, gathers and reductions a state unit, tied reductions and updates one that it
+    owns."""
     moved = table.is_kind(Kind.OFFLOAD, Kind.RELOAD)
-    plain |= moved & (table.version < 0)
-    _require(table, ~plain | (table.unit < table.units), "the stage has fewer units")
+    computes = table.is_kind(*COMPUTE_STREAM) | (moved & (table.version < 0))
+    _require(table, ~computes | (table.unit < table.units), "the stage has fewer units")
+    _require(table, ~table.is_kind(*STATE_KINDS) | (table.unit < table.num_states), "the stage has fewer state units")
     owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE) | (moved & (table.version >= 0))
     for row in np.flatnonzero(owned).tolist():
         stage, unit = int(table.stage[row]), int(table.unit[row])
-        tied = unit >= table.header.units_per_stage[stage]
+        tied = table.header.tied_group(stage, unit) >= 0
         if unit not in table.header.state_units(stage) or (table.kind[row] == Kind.REDUCE_TIED and not tied):
             raise failure(table, row, f"stage {stage} keeps no such state; it keeps {table.header.state_units(stage)}")
 
@@ -116,9 +188,9 @@ def _check_units(table: Table) -> None:
 def _check_last_included(table: Table) -> None:
     """Reductions and updates name the last micro-batch of their update; counts that of their step."""
     reducing = table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE)
-    # Of sharded gradients several reductions may be in an update, each after what it includes.
+    # An update may have several reductions of sharded gradients, each after the gradients that it includes.
     reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
-    reducing[reductions[~of_sharded_gradients(table, reductions)]] = True
+    reducing[of_states(table, reductions, ~table.header.sharded_gradients).row] = True
     reducing |= table.is_kind(Kind.OFFLOAD, Kind.RELOAD) & (table.version >= 0)
     for rows, count in (
         (np.flatnonzero(reducing), table.header.microbatches_per_update),

@@ -11,10 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Ints, Kind
+from megapipe.schedules.actions import Action, Ints, Kind, describe
 from megapipe.schedules.schedule import Connection, Header
 from megapipe.schedules.table import Table, first_row_per
-from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at
 
 _SENDERS: Final = {Kind.SEND_ACTIVATION: "following", Kind.SEND_GRADIENT: "preceding"}
@@ -70,7 +69,7 @@ def _candidates(table: Table) -> list[int]:
         rows = table.rows_with(kind)
         found.append(first_row_per(table.rank[rows], rows, header.num_ranks))
     rows = table.rows_with(Kind.REDUCE_TIED)
-    units = max(header.units_per_stage) + len(header.tied_groups)
+    units = header.most_states + len(header.tied_groups)
     found.append(first_row_per(table.stage[rows] * np.int64(units) + table.unit[rows], rows, table.num_stages * units))
     every = np.concatenate(found)
     return sorted(every[every >= 0].tolist())
@@ -82,7 +81,7 @@ def _meeting(table: Table, row: int) -> _Meeting:
     if kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
         return frozenset(range(header.num_ranks))
     if kind == Kind.REDUCE_TIED:
-        group = int(table.unit[row]) - header.units_per_stage[stage]
+        group = header.tied_group(stage, int(table.unit[row]))
         return frozenset(header.stages[other].rank for other in header.tied_groups[group])
     neighbours = {"following": header.following_stages, "preceding": header.preceding_stages}
     route = int(table.microbatch[row]) % len(header.routes)

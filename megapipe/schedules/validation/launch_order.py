@@ -9,8 +9,7 @@ blocks. This module says which schedules rely on it.
 import numpy as np
 
 from megapipe.schedules.actions import Kind, Mask
-from megapipe.schedules.dependencies import Dependencies, Needs
-from megapipe.schedules.progress import Progress
+from megapipe.schedules.dependencies import Dependencies, Needs, Progress
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.transfers import collectives_by_group, host_waits
@@ -50,7 +49,7 @@ def needs_resident_kernels(schedule: Schedule) -> bool:
         waits.append(host_waits(table))
     row, needed = (np.concatenate([getattr(part, name) for part in waits]) for name in ("row", "needed"))
     lanes = np.searchsorted(lane[order], np.arange(2 * table.header.num_ranks + 1))
-    return len(Progress(place[row], place[needed], lanes).stuck()) > 0
+    return len(Progress(place[table.action_first[row]], place[needed], lanes).stuck()) > 0
 
 
 def _launched_after_compute(table: Table, communicates: Mask) -> Needs:

@@ -1,23 +1,18 @@
-"""Do messages meet? Same order at both ends of a link, collectives in one order, and nobody waits in a circle.
+"""Checks that messages meet: one order at both ends of a link, collectives in one order, no circle of waits.
 
 A link carries the messages of an ordered pair of ranks, activations and gradients together, and matches them by their
-order alone: it has no tags (docs/nccl.md).
+order: it has no tags (docs/nccl.md).
 """
 
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.dependencies import Dependencies, Needs
+from megapipe.schedules.actions import Ints, Kind, describe
+from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.progress import Progress
 from megapipe.schedules.table import Table
-from megapipe.schedules.tokens import describe
 from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
-
-NO_NEEDS: Final = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
 def check_links(dependencies: Dependencies) -> None:
@@ -41,8 +36,7 @@ def check_collectives(table: Table, *, flushes: bool) -> None:
 
     Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica.
     """
-    units = np.array(table.header.units_per_stage, dtype=np.int64)
-    group = np.where(table.is_kind(Kind.REDUCE_TIED), table.unit - units[table.stage], 0)
+    group = np.where(table.is_kind(Kind.REDUCE_TIED), table.unit - table.num_states, 0)
     identity = (group * len(Kind) + table.kind) * table.num_microbatches + table.microbatch
     for members in collectives_by_group(table, flushes=flushes):
         for rows in members[1:]:
@@ -66,7 +60,7 @@ def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]
     tied = table.rows_with(Kind.REDUCE_TIED)
     if len(tied) == 0:
         return
-    group = table.unit[tied] - np.array(header.units_per_stage)[table.stage[tied]]
+    group = table.unit[tied] - table.num_states[tied]
     members = [frozenset(header.stages[stage].rank for stage in stages) for stages in header.tied_groups]
     for ranks in dict.fromkeys(members):
         rows = tied[np.isin(group, [index for index, other in enumerate(members) if other == ranks])]
@@ -89,7 +83,7 @@ def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
     receives = Needs(messages.receive[second], messages.send[first])
     reductions = _one_after_another(table, flushes)
     always = (arrivals, collectives, scalars)
-    # What lowering makes meets both kinds of waits at once, which takes one pass. Each alone is what must be met.
+    # Lowered schedules pass with both kinds of waits at once, in one pass. Required is that they pass with each kind.
     if not len(_stuck(table, blocking, receives, reductions, *always)[1]):
         return
     waits, stuck = _stuck(table, blocking, *always)
@@ -133,7 +127,8 @@ def host_waits(table: Table) -> Needs:
 
 def _stuck(table: Table, *parts: Needs) -> tuple[Needs, Ints]:
     waits = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
-    return waits, Progress(waits.row, waits.needed, table.offsets).stuck()
+    # A group is one action: it starts when all of its rows can.
+    return waits, Progress(table.action_first[waits.row], waits.needed, table.offsets).stuck()
 
 
 def _deadlock(table: Table, waits: Needs, stuck: Ints, problem: str) -> ScheduleError:

@@ -4,21 +4,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megapipe.schedules.actions import describe
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import ADDING, check_weight_buffers
+from megapipe.schedules.gathers import ADDING, check_states
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.buffers import check_buffers
 from megapipe.schedules.validation.coverage import check_coverage
-from megapipe.schedules.validation.fields import check_fields
+from megapipe.schedules.validation.failure import action_at, failure
+from megapipe.schedules.validation.fields import check_fields, check_header
 from megapipe.schedules.validation.first_use import FirstUses
-from megapipe.schedules.validation.gathers import check_gathers
-from megapipe.schedules.validation.gradients import check_gradients
-from megapipe.schedules.validation.header import check_header
-from megapipe.schedules.validation.offload import check_offload
-from megapipe.schedules.validation.order import check_order
+from megapipe.schedules.validation.holdings import check_buffers, check_gathers, check_gradients, check_offload
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
 
 BODIES_PROVED = (0, 1, 2, 3)
@@ -30,7 +27,7 @@ communicator, so the 33rd link of a rank would share the stream of the first."""
 
 @dataclass(frozen=True)
 class Report:
-    """What holds of a valid schedule.
+    """Properties of a valid schedule.
 
     ``canonical_order``: on every stage gradients are added in micro-batch order, as one process would.
     ``peak_activations`` and ``pending_weight_halves``: per rank, in micro-batches of the whole rank's layers.
@@ -52,12 +49,17 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
 
     ``activation_budget`` is the most micro-batches' activations that a rank may keep. Raises ScheduleError that names
     the rank, the action and what it waits for, and shows the rows around it.
+
+    Example:
+        >>> from megapipe import build, validate
+        >>> validate(build("1f1b", 2, 4)).peak_activations
+        (2.0, 1.0)
     """
     header = schedule.header
     if not header.lowered:
         raise ScheduleError(f"{header.name} has only compute actions; lower it before validating it")
     check_header(header)
-    check_weight_buffers(schedule)
+    check_states(schedule)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
         _check(table, flushes=schedule.flushes)
@@ -91,11 +93,27 @@ def _check(table: Table, *, flushes: bool) -> None:
     check_gradients(table)
     check_offload(table)
     dependencies = Dependencies(table)
-    check_order(dependencies)
+    _check_order(dependencies)
     check_links(dependencies)
     check_collectives(table, flushes=flushes)
     check_buffers(table)
     check_progress(dependencies, flushes=flushes)
+
+
+def _check_order(dependencies: Dependencies) -> None:
+    """Raise ScheduleError at the first action that comes before something that it needs."""
+    table = dependencies.table
+    for needs in dependencies.local_needs():
+        wrong = needs.needed > needs.row
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            needed = describe(action_at(table, int(needs.needed[index])))
+            raise failure(table, int(needs.row[index]), f"it needs {needed}, which comes after it")
+        joined = table.action_first[needs.needed] == table.action_first[needs.row]
+        if joined.any():
+            index = int(np.argmax(joined))
+            needed = describe(action_at(table, int(needs.needed[index])))
+            raise failure(table, int(needs.row[index]), f"it needs {needed}, which is part of the same group")
 
 
 def _adds_in_order(table: Table) -> bool:

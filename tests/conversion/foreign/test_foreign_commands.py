@@ -1,15 +1,19 @@
-"""tools/convert_checkpoint.py to and from other frameworks, as a user runs it."""
+"""megapipe convert to and from other frameworks, as a user runs it."""
 
+import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
+from megapipe.checkpoint.hugging_face import PICKLED, SINGLE
 from megapipe.conversion.command import main
 from tests.conversion.test_command import checkpoint, tensors  # noqa: F401
+from tests.models.hugging_face import gpt2
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> str:
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
     found = capsys.readouterr()
     return found.out + found.err
 
@@ -18,7 +22,6 @@ def told(capsys: pytest.CaptureFixture[str]) -> str:
     ("name", "options"),
     [
         ("megatron", ["--tensor", "2", "--layer_names", "transformer_engine"]),
-        ("megatron-dist", []),
         ("dcp", []),
     ],
 )
@@ -32,16 +35,16 @@ def test_there_and_back_without_a_difference(
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert main(["convert", str(checkpoint), "--to", name, there, *options]) == 0
     assert main(["convert", there, "--to", "megapipe", back]) == 2
-    assert "--allow-pickle" in told(capsys)
+    assert "--allow-pickle" in printed(capsys)
     assert not Path(back).exists()
     assert main(["convert", there, "--to", "megapipe", back, "--allow-pickle"]) == 0
-    weights_alone = [] if name == "dcp" else ["--weights-only"]
-    assert main(["diff", str(checkpoint), back, *weights_alone]) == 0
+    only_weights = [] if name == "dcp" else ["--weights-only"]
+    assert main(["diff", str(checkpoint), back, *only_weights]) == 0
     assert main(["verify", there, "--allow-pickle"]) == 0
     assert main(["inspect", there, "--allow-pickle"]) == 0
 
 
-def test_megatron_takes_the_step_as_its_iteration(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_step_is_megatrons_iteration(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     assert main(["convert", str(checkpoint), "--to", "megatron", str(tmp_path / "made"), "--precision", "bf16"]) == 0
     assert (tmp_path / "made/latest_checkpointed_iteration.txt").read_text() == "5"
     found = torch.load(tmp_path / "made/iter_0000005/mp_rank_00/model_optim_rng.pt", weights_only=False)
@@ -50,11 +53,34 @@ def test_megatron_takes_the_step_as_its_iteration(checkpoint: Path, tmp_path: Pa
     assert torch.equal(word[:61], tensors(0)["embedding.word.weight"].bfloat16())
 
 
-def test_a_hostile_megatron_folder_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "run" / "mp_rank_00"
-    place.mkdir(parents=True)
-    torch.save({"model": {}, "args": Path.unlink}, place / "model_optim_rng.pt")
-    command = ["convert", str(tmp_path / "run"), "--to", "megapipe", str(tmp_path / "back"), "--allow-pickle"]
-    assert main(command) == 2
-    assert "builtins.getattr" in told(capsys)
-    assert not (tmp_path / "back").exists()
+SINGLE_BIN, INDEX_BIN = PICKLED
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One GPT-2 as safetensors, in one `.bin` file, and in two with an index."""
+    root = tmp_path_factory.mktemp("folders")
+    found = {name: root / name for name in ("safetensors", "single", "sharded")}
+    gpt2().theirs.save_pretrained(found["safetensors"])
+    tensors = safetensors.torch.load_file(found["safetensors"] / SINGLE)
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+    for name in ("single", "sharded"):
+        found[name].mkdir()
+        (found[name] / "config.json").write_text((found["safetensors"] / "config.json").read_text())
+    torch.save(tensors, found["single"] / SINGLE_BIN)
+    names = sorted(tensors)
+    shards = {"a.bin": names[::2], "b.bin": names[1::2]}
+    for file, held in shards.items():
+        torch.save({name: tensors[name] for name in held}, found["sharded"] / file)
+    places = {name: file for file, held in shards.items() for name in held}
+    (found["sharded"] / INDEX_BIN).write_text(json.dumps({"weight_map": places}))
+    return found
+
+
+def test_bin_folders_convert_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:
+    assert main(["convert", str(folders["safetensors"]), "--to", "megapipe", str(tmp_path / "expected")]) == 0
+    for name in ("single", "sharded"):
+        target = str(tmp_path / name)
+        assert main(["convert", str(folders[name]), "--to", "megapipe", target, "--allow-pickle"]) == 0
+        assert main(["diff", target, str(tmp_path / "expected")]) == 0
+        assert main(["verify", str(folders[name]), "--allow-pickle"]) == 0

@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig, RopeScaling
-from megapipe.conversion.contents import WEIGHTS, Contents, StoredTensor
-from megapipe.conversion.formats import FORMATS
-from megapipe.conversion.model_fields import parameters_of
-from megapipe.conversion.source import Source, SourceOptions
-from megapipe.conversion.target import TargetOptions
+from megapipe.conversion.formats import FORMATS, WEIGHTS, Contents, Source, StoredTensor, TargetOptions
+from megapipe.conversion.megapipe_format import parameters_of
 
 SIZES = {"vocabulary_size": 97, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "max_positions": 48}
 DECODER = {"normalization": "rms_norm", "activation": "swiglu", "positions": "rotary", "ffn_hidden_size": 48}
@@ -52,7 +49,7 @@ def write(
 
 def opened(kind: str, path: Path) -> Source:
     """The folder as a source, pickles allowed."""
-    return FORMATS[kind].open_source(path, SourceOptions(allow_pickle=True))
+    return FORMATS[kind].open_source(path, True)
 
 
 def assert_holds(source: Source, contents: Contents, values: dict[StoredTensor, Tensor]) -> None:

@@ -1,5 +1,7 @@
 """Measurements in hardware files: written and read back, and what a wrong section is told."""
 
+from typing import get_args
+
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -7,17 +9,16 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.files import PRESETS, load_hardware, read_hardware, written
 from megapipe.layout.hardware.measured import (
     LAYER_KINDS,
-    OPERATIONS,
-    TRANSPORTS,
     Contention,
     MeasuredCollective,
     MeasuredLayer,
     MeasuredWait,
+    Transport,
 )
-from megapipe.layout.hardware.reader import PRESETS, load_hardware, read_hardware
-from megapipe.layout.hardware.writer import written
+from megapipe.spec.ops import Operation
 from tests.planner.measured.machines import machine
 
 SECONDS = st.floats(0.0, 1e3).map(lambda value: float(f"{value:.6g}"))
@@ -44,7 +45,13 @@ def test_a_machine_is_read_back_as_it_was_written(layers, contention, seconds, w
 
 @given(
     row=st.builds(
-        MeasuredCollective, st.sampled_from(OPERATIONS), COUNTS, st.sampled_from(TRANSPORTS), SECONDS, RATES, SECONDS
+        MeasuredCollective,
+        st.sampled_from(get_args(Operation)),
+        COUNTS,
+        st.sampled_from(get_args(Transport)),
+        SECONDS,
+        RATES,
+        SECONDS,
     )
 )
 @settings(deadline=None, max_examples=40)
@@ -83,9 +90,9 @@ def broken(hardware: Hardware, *path: str | int, value: object) -> str:
         (
             ("measured", "layers", 0, "kind"),
             "blok",
-            "is 'blok', but must be one of embedding, block, head; did you mean 'block'?",
+            "is blok, but must be one of embedding, block, head; did you mean 'block'?",
         ),
-        (("measured", "layers", 0, "forward"), -1, "measured.layers[0].forward is -1, but must be 0 or more"),
+        (("measured", "layers", 0, "forward"), -1, "measured.layers[0].forward is -1, but must be at least 0"),
         (("measured", "layers", 0, "speed"), 1, "measured.layers[0].speed is an unknown key"),
         (
             ("measured", "contention", 0, "ranks"),
@@ -93,11 +100,15 @@ def broken(hardware: Hardware, *path: str | int, value: object) -> str:
             "is for 3, 2, 4 ranks: write each number once, in ascending order",
         ),
         (("measured", "contention", 1, "factor"), 0, "measured.contention[1].factor is 0, but must be above 0"),
-        (("measured", "action_seconds"), "quick", "measured.action_seconds is 'quick', which is not a number"),
+        (
+            ("measured", "action_seconds"),
+            "quick",
+            "action_seconds is quick, but must be a number of at least 0",
+        ),
         (
             ("groups", 0, "inside", "collectives", 0, "over"),
             "tcp",
-            "is 'tcp', but must be one of gloo, shared_memory, nccl",
+            "is tcp, but must be one of gloo, shared_memory, nccl",
         ),
         (("groups", 0, "inside", "collectives", 0, "bandwidth"), 0, "bandwidth is 0, but must be above 0"),
     ],

@@ -12,8 +12,8 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import Device, Efficiency, Hardware, IntraNodeLink, Network, NodeGroup
+from megapipe.layout.hardware.files import load_hardware
 from megapipe.layout.hardware.placement import Placement
-from megapipe.layout.hardware.reader import load_hardware
 
 FITTED = load_hardware("a100-80")
 _DEVICE = replace(FITTED.groups[0].device, efficiency=Efficiency())

@@ -60,9 +60,9 @@ def test_a_search_tells_them_of_its_best_and_ranks_by_the_price_of_the_flag(caps
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--tokens=0", "--tokens is 0; it must be a finite number above 0"),
-        ("--tokens=-5e9", "--tokens is -5e+09"),
-        ("--price-per-hour=-1", "--price_per_hour is -1; it is the price of one node"),
+        ("--tokens=0", "--tokens is 0; it must be above 0"),
+        ("--tokens=-5e9", "--tokens is -5,000,000,000; it must be above 0"),
+        ("--price-per-hour=-1", "--price_per_hour is -1; it must be at least 0"),
     ],
 )
 def test_a_wrong_budget_is_told(capsys, command, flag, words):

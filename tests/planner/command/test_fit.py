@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.planner.cost.stages import MEASURED_WAITS
-from megapipe.planner.fitting.published import TABLES
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.planner.cost.layer_costs import MEASURED_WAITS
+from megapipe.planner.fitting.fit import TABLES
 from tests.planner.command.plan import ROOT, json_of, output, refusal
 
 

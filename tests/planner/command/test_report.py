@@ -6,21 +6,26 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 
+from megapipe.config.command_line import bytes_text, duration_text, seconds_text
 from megapipe.config.load import parse
-from megapipe.config.words import bytes_told, duration_told, seconds_told
-from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.planner.command.planning import layout_text, plain_table
+from megapipe.planner.command.reports import (
+    DARK,
+    LIMIT,
+    MOST_BARS,
+    PageSection,
+    Row,
+    as_svg,
+    breakdown_figure,
+    draw_page,
+    memory_figure,
+    pareto_figure,
+)
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.model import predict
-from megapipe.planner.report.breakdown import Row, draw_breakdown
-from megapipe.planner.report.memory import draw_memory
-from megapipe.planner.report.page import MOST_BARS, PageSection, draw_page
-from megapipe.planner.report.pareto import draw_pareto
-from megapipe.planner.report.svg import ticks
-from megapipe.planner.report.table import plain_table
-from megapipe.planner.report.words import layout_told
 from tests.planner.command.plan import LAYOUT, output
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,45 +38,57 @@ def prediction():
     return predict(config, load_hardware("a100-80"), world_size=16)
 
 
-def boxes_of(picture):
-    """(width, what it tells) of every box that tells something."""
+def bars_of(figure):
+    """(left, width, what it tells) of every bar that tells something."""
     return [
-        (float(each.get("width")), each.find(f"{SVG}title").text)
-        for each in ElementTree.fromstring(picture).iter(f"{SVG}rect")
-        if each.find(f"{SVG}title") is not None
+        (bar.get_x(), bar.get_width(), bar.get_gid().removeprefix("note: "))
+        for bar in figure.axes[0].patches
+        if bar.get_gid() is not None
     ]
+
+
+def notes_of(picture):
+    return [each.text for each in ElementTree.fromstring(picture).iter(f"{SVG}title")]
 
 
 def test_memory_bars_are_in_proportion_to_bytes(prediction):
     answer = prediction.estimate
-    boxes = boxes_of(draw_memory(answer))
+    bars = bars_of(memory_figure(answer))
     for place, memory in enumerate(answer.memory):
-        widths = [width for width, told in boxes if told.startswith(f"stage {place}: ")]
-        assert sum(widths) == pytest.approx(memory.total / answer.memory_limit * (900 - 84 - 84), abs=0.5)
-    assert any(told.endswith(f"weights {bytes_told(answer.memory[0].weights)}") for _, told in boxes)
+        parts = [(left, width) for left, width, told in bars if told.startswith(f"stage {place}: ")]
+        assert sum(width for _, width in parts) == pytest.approx(memory.total / 1e9)
+        assert parts == [
+            (pytest.approx(sum(width for _, width in parts[:i])), each[1]) for i, each in enumerate(parts)
+        ]
+    assert any(told.endswith(f"weights {bytes_text(answer.memory[0].weights)}") for *_, told in bars)
+    assert set(notes_of(as_svg(memory_figure(answer)))) == {told for _, width, told in bars if width}
 
 
 def test_a_rank_that_is_too_full_reaches_over_the_line_of_its_device(prediction):
     half = prediction.estimate.peak_bytes / 2
-    small = replace(prediction.estimate, memory_limits=(half,) * len(prediction.estimate.memory))
-    document = ElementTree.fromstring(draw_memory(small))
-    limit = next(float(each.get("x1")) for each in document.iter(f"{SVG}line") if each.get("class") == "plan-limit")
-    bars = [each for each in document.iter(f"{SVG}rect") if each.find(f"{SVG}title") is not None]
-    right = max(float(each.get("x")) + float(each.get("width")) for each in bars)
-    assert right - 84 == pytest.approx(2 * (limit - 84), abs=0.5)
+    figure = memory_figure(replace(prediction.estimate, memory_limits=(half,) * len(prediction.estimate.memory)))
+    (line,) = [each for each in figure.axes[0].lines if each.get_color() == LIMIT]
+    right = max(left + width for left, width, _ in bars_of(figure))
+    assert right == pytest.approx(2 * line.get_xdata()[0])
+    assert figure.axes[0].get_xlim() == (0, pytest.approx(right))
 
 
 def test_terms_of_a_step_fill_its_bar(prediction):
     answer = prediction.estimate
     slower = replace(answer, step_seconds=2 * answer.step_seconds)
-    boxes = boxes_of(draw_breakdown([Row("best", answer), Row("other <&>", slower)]))
-    best = sum(width for width, told in boxes if told.startswith("best: "))
-    other = sum(width for width, told in boxes if told.startswith("other <&>: "))
-    assert best == pytest.approx(other, abs=1.0)  # the same terms; the other's step is said to be twice as long
-    assert {told.split(": ")[1].split()[0] for _, told in boxes} == {term.name for term in answer.terms}
+    rows = [Row("best", answer), Row("other <&>", slower)]
+    bars = bars_of(breakdown_figure(rows, "title"))
+    best = sum(width for _, width, told in bars if told.startswith("best: "))
+    other = sum(width for _, width, told in bars if told.startswith("other <&>: "))
+    assert best == pytest.approx(other)  # the same terms; the other's step is said to be twice as long
+    assert best == pytest.approx(sum(term.seconds for term in answer.terms))
+    assert {told.split(": ")[1].split()[0] for *_, told in bars} == {
+        term.name for term in answer.terms if term.seconds
+    }
+    assert any(told.startswith("other <&>: ") for told in notes_of(as_svg(breakdown_figure(rows))))
     tight = replace(answer, memory_limits=(1e9,) * len(answer.memory))
-    assert "too large by " in draw_breakdown([Row("tight", tight)])
-    assert "too large by " not in draw_breakdown([Row("best", answer)])
+    assert "too large by " in as_svg(breakdown_figure([Row("tight", tight)]))
+    assert "too large by " not in as_svg(breakdown_figure([Row("best", answer)]))
 
 
 def test_the_front_has_a_disc_for_each_layout(prediction):
@@ -80,19 +97,33 @@ def test_the_front_has_a_disc_for_each_layout(prediction):
         replace(answer, step_seconds=answer.step_seconds * (1 + index / 5), memory=(RankMemory(part, 0, 0, 0, 0, 0),))
         for index, part in enumerate((60_000_000_000, 59_900_000_000, 20_000_000_000))
     ]
-    document = ElementTree.fromstring(draw_pareto(front, 80e9))
-    assert len(document.findall(f".//{SVG}circle")) == 3
-    best = [each for each in document.iter(f"{SVG}circle") if each.get("class") == "plan-best"]
-    assert len(best) == 1
+    figure = pareto_figure(front, 80e9)
+    discs = figure.axes[0].collections
+    assert [tuple(disc.get_offsets()[0]) for disc in discs] == [
+        (each.peak_bytes / 1e9, each.tokens_per_second) for each in front
+    ]
+    assert [told.partition(":")[0] for told in notes_of(as_svg(figure))] == ["1", "2", "3"]
+    assert [to_hex(disc.get_facecolor()[0]) == LIMIT for disc in discs] == [True, False, False]
+
+
+def test_pictures_follow_the_colors_of_the_page(prediction):
+    picture = as_svg(memory_figure(prediction.estimate))
+    style, _, rest = picture.partition("</style>")
+    assert "prefers-color-scheme: dark" in style
+    for color in DARK:
+        assert f"{color};" in style
+        assert color not in rest
+    assert picture == as_svg(memory_figure(prediction.estimate))
+    assert "Date" not in picture
 
 
 def test_long_fronts_are_cut_with_a_word(prediction):
     front = [replace(prediction.estimate, step_seconds=1.0 + index) for index in range(20)]
-    assert "and 8 slower ones" in draw_pareto(front, 80e9)
+    assert "and 8 slower ones" in as_svg(pareto_figure(front, 80e9))
 
 
 def test_a_long_schedule_is_drawn_for_some_ranks(prediction, monkeypatch):
-    monkeypatch.setattr("megapipe.planner.report.page.MOST_BARS", 10)
+    monkeypatch.setattr("megapipe.planner.command.reports.MOST_BARS", 10)
     page = draw_page("title", [], prediction.simulation, [])
     assert '"label":"stage 0"' in page
     assert '"label":"stage 1"' not in page
@@ -106,23 +137,12 @@ def test_words_are_escaped(prediction):
     assert "<title>&lt;b&gt;</title>" in page
 
 
-@given(st.floats(1e-9, 1e12))
-def test_ticks_are_round_and_reach_the_end(largest):
-    values = ticks(largest)
-    assert values[0] == 0
-    assert values[-1] <= largest * (1 + 1e-9)
-    step = values[1]
-    assert largest / step <= 6 + 1e-9
-    assert largest - values[-1] < step * (1 + 1e-6)
-    assert f"{step:.3e}"[0] in "125"
-
-
 def test_numbers_are_told_in_their_units():
-    assert [bytes_told(value) for value in (512, 2e6, 79.96e9, 1.5e12)] == ["512 B", "2.0 MB", "80.0 GB", "1.5 TB"]
-    assert [seconds_told(value) for value in (0, 2e-7, 1.8e-4, 0.0412, 3.0, 240.0, 2e4)] == [
+    assert [bytes_text(value) for value in (512, 2e6, 79.96e9, 1.5e12)] == ["512 B", "2.0 MB", "80.0 GB", "1.5 TB"]
+    assert [seconds_text(value) for value in (0, 2e-7, 1.8e-4, 0.0412, 3.0, 240.0, 2e4)] == [
         "0", "0.2 us", "180 us", "41.2 ms", "3.00 s", "240 s", "20,000 s",
     ]  # fmt: skip
-    assert [duration_told(value) for value in (86400 * 34, 3600 * 2.5, 930, 40)] == [
+    assert [duration_text(value) for value in (86400 * 34, 3600 * 2.5, 930, 40)] == [
         "34.0 days", "2.5 hours", "15.5 minutes", "40.0 s",
     ]  # fmt: skip
 
@@ -134,8 +154,8 @@ def test_plain_tables_align_numbers_to_the_right():
 
 
 def test_a_layout_in_a_line(prediction):
-    assert layout_told(prediction.estimate.config) == "data 4, pipeline 2, tensor 2, 1f1b, micro-batch 1"
-    assert layout_told(parse([])) == "one rank, micro-batch 1"
+    assert layout_text(prediction.estimate.config) == "data 4, pipeline 2, tensor 2, 1f1b, micro-batch 1"
+    assert layout_text(parse([])) == "one rank, micro-batch 1"
 
 
 def browser_path():
@@ -143,6 +163,7 @@ def browser_path():
     return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.mark.slow
 def test_the_page_of_a_search_fits_a_narrow_window(capsys, tmp_path):
     """Its tables and pictures scroll by themselves, and the command is there as a whole."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
@@ -186,7 +207,7 @@ def test_the_page_tells_what_is_pointed_at_and_fits_its_window(capsys, tmp_path,
         )
         page.mouse.move(x, y)
         told = page.inner_text("#tooltip")
-        paper = page.evaluate("getComputedStyle(document.querySelector('.plan-paper')).fill")
+        paper = page.evaluate("getComputedStyle(document.querySelector('.plan-chart path')).fill")
         width = page.evaluate("document.documentElement.scrollWidth")
         overlaps = page.evaluate(
             """() => [...document.querySelectorAll('.plan svg')].flatMap(svg => {

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megapipe.planner.training_time.intensity import Transformer
-from megapipe.planner.training_time.layouts import Cluster, shortest
+from megapipe.planner.command.train_time import Cluster, Transformer, shortest
 from tests.planner.command.plan import ROOT, json_of, output, refusal
 
 TRILLION = ["--model", str(ROOT / "examples" / "models" / "megatron_1t.yaml"), "--data.sequence_length=2048"]
@@ -59,7 +58,7 @@ def test_the_one_time_is_the_search_s(capsys):
     ("flags", "words"),
     [
         ([], "--tokens is missing"),
-        (["--tokens=-1"], "--tokens is -1; it must be a finite number above 0"),
+        (["--tokens=-1"], "--tokens is -1; it must be above 0"),
         (["--tokens=1e9"], "no speed is given: pass --devices with --hardware"),
         (["--tokens=1e9", "--achieved_tflops=100"], "--devices is missing"),
         (["--tokens=1e9", "--achieved_tflops=100", "--devices=0"], "--devices is 0"),

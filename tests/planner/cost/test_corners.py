@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.hardware.files import load_hardware
 from megapipe.layout.units import Unit
-from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.planner.cost.estimate import Assumptions
+from megapipe.planner.cost.layer_costs import tensor_by_tensor_seconds
 from megapipe.planner.cost.model import estimate, explain_stages, predict
-from megapipe.planner.cost.replicas import tensor_by_tensor_seconds
 from megapipe.planner.cost.run_layout import lay_run
 from tests.planner.cost.runs import SMALL, config_of, even_stages, machine
 

@@ -8,9 +8,9 @@ import pytest
 
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.device_type import hardware_device_type
-from megapipe.layout.hardware.reader import PRESETS, load_hardware
-from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.layout.hardware.description import hardware_device_type
+from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.schedules import dumps, order
 from tests.planner.cost.runs import SELENE, SMALL, config_of
@@ -80,7 +80,7 @@ def test_a_schedule_from_a_file_is_simulated_by_both(tmp_path: Path) -> None:
     path = tmp_path / "order.txt"
     path.write_text(dumps(order("interleaved_1f1b", 2, 8)))
     named = config_of(parallel={"pipeline": 2}, batch={"global_size": 8}, schedule={"name": "interleaved_1f1b"})
-    read = config_of(parallel={"pipeline": 2}, batch={"global_size": 8}, schedule={"file": str(path)})
+    read = config_of(parallel={"pipeline": 2}, batch={"global_size": 8}, schedule={"name": str(path)})
     expected = predict(named, SELENE).estimate
     for found in (estimate(read, SELENE), predict(read, SELENE).estimate):
         assert found.step_seconds == pytest.approx(expected.step_seconds)

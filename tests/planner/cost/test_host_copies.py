@@ -1,7 +1,5 @@
 """Copies to host memory in the cost model: what they hold, what they cost, in closed form beside the simulation."""
 
-import re
-import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +10,11 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, HostLink
-from megapipe.layout.hardware.reader import PRESETS, load_hardware, read_hardware
-from megapipe.layout.hardware.writer import written
+from megapipe.layout.hardware.files import PRESETS, load_hardware, read_hardware, written
 from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.plan import search_speed
 from megapipe.spec.layers import model_layers
-from tests.planner.command.plan import ROOT, json_of, output
 from tests.planner.cost.runs import SMALL, config_of, machine
 from tests.planner.measured.machines import machine as measured_machine
 from tests.planner.measured.machines import run as measured_run
@@ -166,15 +162,3 @@ def test_hardware_files_name_the_link() -> None:
     text = written(hardware).replace("latency: 1.0e-05", "lag: 1.0e-05")
     with pytest.raises(ConfigError, match=r"host.lag is an unknown key"):
         read_hardware(text)
-
-
-def test_the_command_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
-    guide = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
-    line = re.search(r"^python tools/plan\.py (predict .*)$", guide, re.M)
-    assert line is not None
-    arguments = [word.replace("examples/", f"{ROOT}/examples/") for word in shlex.split(line[1])]
-    printed = output(capsys, *arguments)
-    assert re.search(r"^offload +\S+ (ms|s) .*copies to and from host memory", printed, re.M)
-    (memory,) = json_of(capsys, *arguments)["memory_bytes"]
-    plain = [*arguments, "--offload.optimizer=false", "--offload.weights=false"]
-    assert memory < json_of(capsys, *plain)["memory_bytes"][0]

@@ -7,9 +7,8 @@ import pytest
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Efficiency
-from megapipe.planner.cost.kernels import UNFUSED_LOSS_BYTES, LayerKernels
-from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.roofline_times import RooflineTimes
+from megapipe.layout.units import Unit
+from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES, LayerKernels, LayerTimes, RooflineTimes
 from megapipe.spec.layers import layer_flops, model_layers
 from tests.planner.cost.runs import SMALL, config_of, machine
 
@@ -116,14 +115,15 @@ def test_fp8_products_run_at_their_own_peak_where_the_device_has_one() -> None:
 
 def test_updates_move_the_optimizers_bytes() -> None:
     """AdamW in bf16: gradient three times, master and two moments there and back, new weights: 38 bytes each."""
-    block = model_layers(SMALL)[1]
-    seconds = RooflineTimes(DEVICE).of(config_of(), block).update
-    elements = sum(spec.num_elements for spec in block.parameters.values())
+    block, times = model_layers(SMALL)[1], RooflineTimes(DEVICE)
+    unit = Unit(tuple(block.parameters.values()))
+    seconds = times.update(config_of(), block, unit)
+    elements = sum(spec.num_elements for spec in unit.specs)
     assert seconds == pytest.approx(elements * (3 * 4 + 2 * 2 * 4 + 2 * 4 + 2) / 2e12, rel=1e-3)
-    shared = RooflineTimes(DEVICE).of(config_of(parallel={"data": 4}, zero={"stage": 1}), block).update
+    shared = times.update(config_of(parallel={"data": 4}, zero={"stage": 1}), block, unit)
     assert shared == pytest.approx(seconds / 4, rel=1e-3)
-    muon = RooflineTimes(DEVICE).of(config_of(optimizer={"name": "muon"}), block).update
-    matrices = [spec for spec in block.parameters.values() if spec.matrix]
+    muon = times.update(config_of(optimizer={"name": "muon"}), block, unit)
+    matrices = [spec for spec in unit.specs if spec.matrix]
     least = sum(4 * min(2048, s.num_elements // 2048) ** 2 * max(2048, s.num_elements // 2048) * 5 for s in matrices)
     assert muon > seconds + least / PEAK
 

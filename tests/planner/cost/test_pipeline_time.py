@@ -1,17 +1,22 @@
 """The walk of an order beside the simulator of the lowered schedule, and long steps beside the walk of all of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import megapipe.planner.cost.pipeline_time as pipeline_time
-from megapipe.planner.cost.pipeline_time import step_seconds, waiting_of
-from megapipe.schedules import Costs, Link, build, simulate
-from megapipe.schedules.generators.registry import GENERATORS
-from megapipe.schedules.simulation.order_times import OrderCosts
+import megapipe.planner.cost.step_time as pipeline_time
+from megapipe.planner.cost.step_time import step_seconds, waiting_of
+from megapipe.schedules import Costs, Link, Rows, Schedule, ScheduleError, Sections, build, lower, order, simulate
+from megapipe.schedules.actions import COMPUTE_STREAM, GROUP
+from megapipe.schedules.registry import GENERATORS
+from megapipe.schedules.schedule import SECTIONS
+from megapipe.schedules.simulation import stage_times
+from megapipe.schedules.simulation.costs import TIMED
+from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 
 NAMES = sorted(GENERATORS)
 
@@ -53,18 +58,62 @@ def test_the_walk_of_an_order_is_the_simulation_of_its_schedule(name: str, data:
     schedule = build(name, ranks, count, recompute=((range(1),),) * stages, **options)
     found = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
     for layout in range(2):
-        phases = (costs.forward, costs.before_backward, costs.backward, costs.backward_input, costs.backward_weight)
-        none = (0.0,) * stages
-        links = {
-            (sender, receiver): Link(costs.latency[layout, sender, receiver], costs.transfer[layout, sender, receiver])
-            for sender in range(ranks)
-            for receiver in range(ranks)
-        }
-        of_actions = Costs(*(tuple(each[layout]) for each in phases), none, none, none, links=links)
-        exact = simulate(schedule, of_actions, 1 if schedule.flushes else 4).finish
+        exact = simulated(schedule, costs, layout, 1 if schedule.flushes else 4)
         if not schedule.flushes:
-            exact = (exact - simulate(schedule, of_actions, 2).finish) / 2
+            exact = (exact - simulated(schedule, costs, layout, 2)) / 2
         assert found[layout] == pytest.approx(exact, rel=1e-12)
+
+
+def simulated(schedule: Schedule, costs: OrderCosts, layout: int, steps: int) -> float:
+    """When the last rank of a lowered schedule ends."""
+    ranks, none = schedule.header.num_ranks, (0.0,) * len(schedule.header.stages)
+    phases = costs.forward, costs.backward, costs.backward_input, costs.backward_weight, costs.before_backward
+    times = dict.fromkeys(TIMED, none) | dict(
+        zip(COMPUTE_STREAM, (tuple(each[layout]) for each in phases), strict=True)
+    )
+    links = {
+        (sender, receiver): Link(costs.latency[layout, sender, receiver], costs.transfer[layout, sender, receiver])
+        for sender in range(ranks)
+        for receiver in range(ranks)
+    }
+    return simulate(schedule, Costs(stage_times(schedule.header, times), links=links), steps).finish
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.sampled_from(NAMES), data=st.data(), seed=st.integers(0, 2**31))
+def test_the_walk_takes_a_group_of_rows_as_one_action(name: str, data: st.DataObject, seed: int) -> None:
+    """Neighbouring rows of an order become groups of two or three, as far as ranks do not wait for each other."""
+    ranks, chunks, count, options = data.draw(orders(name, 12))
+    plain, size = order(name, ranks, count, **options), data.draw(st.integers(2, 3))
+    random = np.random.default_rng(seed)
+
+    def grouped(rows: Rows) -> Rows:
+        number = np.arange(len(rows)) // size
+        chosen = random.random(len(rows)) < data.draw(st.sampled_from([0.0, 0.2, 1.0]))
+        found = rows.copy()
+        found[:, GROUP] = np.where(chosen[number], number, -1)
+        return found
+
+    sections = (tuple(map(grouped, plain.sections[part])) for part in SECTIONS)
+    schedule = replace(plain, sections=Sections(*sections))
+    steps = 1 if schedule.flushes else 3
+    try:
+        lowered = lower(schedule, recompute=((range(1),),) * (ranks * chunks))
+    except ScheduleError:
+        assume(False)
+    costs, graph = random_costs(seed, ranks, ranks * chunks, layouts=2), OrderGraph(schedule, steps)
+    found = graph.finish(graph.ends(costs))
+    assert found == pytest.approx([simulated(lowered, costs, layout, steps) for layout in range(2)], rel=1e-12)
+
+
+def test_groups_that_wait_for_each_other_are_refused() -> None:
+    """Rank 0 sends micro-batch 1 when its pair has ended, which waits for the backward of it."""
+    plain = order("gpipe", 2, 2)
+    rows = [each.copy() for each in plain.sections.body]
+    rows[0] = rows[0][[0, 1, 3, 2]]
+    rows[0][1:3, GROUP] = 0
+    with pytest.raises(ScheduleError, match="wait for each other in a circle"):
+        OrderGraph(replace(plain, sections=Sections.flushing(rows)))
 
 
 def check_long_steps(name: str, data: st.DataObject, seed: int, longest: int) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.reader import load_hardware
-from megapipe.planner.cost.assumptions import Assumptions
+from megapipe.layout.hardware.files import load_hardware
+from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.model import estimate, predict
 from tests.planner.cost.runs import SMALL, config_of, even_stages, machine
 

@@ -8,11 +8,9 @@ import yaml
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
-from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.hardware.files import load_hardware
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import with_shares
-from megapipe.planner.fitting.measured_rows import fit_rows, read_rows
-from megapipe.planner.fitting.report import report_lines
+from megapipe.planner.fitting.fit import fit_rows, read_rows, report_lines, with_shares
 
 RUN = """
 model: {num_layers: 8, hidden_size: 2048, num_heads: 16, vocabulary_size: 50304, max_positions: 1024}
@@ -79,11 +77,11 @@ def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[floa
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"devices": 0}, r"rows\[1\] has devices 0; it must be a whole number"),
-        ({"step_seconds": "fast"}, r"rows\[1\] has step_seconds 'fast'; it must be a number above 0"),
-        ({"overrides": 3}, r"rows\[1\] has overrides 3; it must be a mapping"),
-        ({"model": "t5"}, r"rows\[1\] has model 't5'; it must be gpt or bert"),
-        ({"speed": 3}, r"rows\[1\] has an unknown key 'speed'"),
+        ({"devices": 0}, r"rows\.yaml:8: rows\[1\]\.devices is 0, but must be at least 1"),
+        ({"step_seconds": "fast"}, r"rows\[1\]\.step_seconds is fast, but must be a number above 0"),
+        ({"overrides": 3}, r"rows\[1\]\.overrides is 3, but must be a mapping"),
+        ({"model": "t5"}, r"rows\[1\]\.model is t5, but must be one of gpt, bert"),
+        ({"speed": 3}, r"rows\[1\]\.speed is an unknown key \(known here: name, config"),
         ({"overrides": {"parallel.tensr": 2}}, r"rows\[1\] unknown configuration key 'parallel.tensr'"),
         ({"config": "gone.yaml"}, r"rows\[1\] .*gone.yaml"),
     ],
@@ -93,11 +91,25 @@ def test_a_wrong_row_is_told_by_its_number(tmp_path: Path, change: dict[str, obj
         read_rows(write(tmp_path, [1.0, 1.0], {1: change}))
 
 
-@pytest.mark.parametrize("text", ["", "rows: 3", "rows: []", "- 1", "rows: ["])
-def test_a_file_of_another_shape_is_told(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", r"rows\.yaml: the file is not a mapping"),
+        ("rows: 3", r"rows\.yaml:1: rows is not a list"),
+        ("rows: []", r"rows\.yaml:1: rows is not a list"),
+        ("- 1", r"rows\.yaml:1: the file is not a mapping"),
+        ("rows: [", r"rows\.yaml is not readable YAML"),
+    ],
+)
+def test_a_file_of_another_shape_is_told(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "rows.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="rows file"):
+    with pytest.raises(ConfigError, match=told):
         read_rows(str(tmp_path / "rows.yaml"))
+
+
+def test_a_file_that_is_missing_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows file '.*gone\.yaml' cannot be read"):
+        read_rows(str(tmp_path / "gone.yaml"))
 
 
 def test_a_row_that_lacks_something_is_told(tmp_path: Path) -> None:
@@ -105,5 +117,5 @@ def test_a_row_that_lacks_something_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as found:
         read_rows(str(tmp_path / "rows.yaml"))
     told = "\n".join(found.value.problems)
-    assert all(f"rows[0] lacks {key}; add it" in told for key in ("config", "devices", "step_seconds"))
-    assert "rows[1] is 3, but must be a mapping" in told
+    assert all(f"rows[0].{key} is missing; add it" in told for key in ("config", "devices", "step_seconds"))
+    assert "rows[1] is not a mapping" in told

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.planner.fitting.fit import PARAMETERS
-from megapipe.planner.fitting.least_squares import Floats, Parameter, fit_parameters, spreads
+from megapipe.planner.fitting.fit import PARAMETERS, TABLES, Floats, Parameter, fit_parameters
 from megapipe.planner.fitting.priors import LINKS, MEMORY, ROW_ERROR, WIDTH, Belief, Prior, prior_of
-from megapipe.planner.fitting.published import TABLES
 
 NAMES = ("a", "b", "c")
 FREE = [Parameter(name, 1e-3, 1e3, 0.5, 1e-3) for name in NAMES]
@@ -44,16 +42,16 @@ def test_rows_move_shares_as_far_as_the_closed_form_says(seed: int, rows: int, s
     errors = errors_of(slopes, start, prior)
     mean, deviation = ridge(slopes, start, prior)
     found = fit_parameters(errors, FREE)
-    assert np.log(found) == pytest.approx(mean, abs=0.02)
-    told = np.array(spreads(errors, FREE, np.exp(mean), ROW_ERROR)) / np.exp(mean)
+    assert np.log(found.point) == pytest.approx(mean, abs=0.02)
+    told = np.array(found.spreads(ROW_ERROR)) / found.point
     assert told == pytest.approx(deviation, rel=0.02)
 
 
 def test_without_rows_the_prior_stays() -> None:
     prior = prior_of("a100-80")
     found = fit_parameters(prior.errors, PARAMETERS)
-    assert found == pytest.approx([belief.mean for belief in prior.beliefs.values()], rel=1e-3)
-    assert np.array(spreads(prior.errors, PARAMETERS, found, ROW_ERROR)) / found == pytest.approx(WIDTH, rel=0.05)
+    assert found.point == pytest.approx([belief.mean for belief in prior.beliefs.values()], rel=1e-3)
+    assert np.array(found.spreads(ROW_ERROR)) / found.point == pytest.approx(WIDTH, rel=0.05)
 
 
 @pytest.mark.parametrize("name", [table.hardware for table in TABLES.values()])
@@ -73,15 +71,16 @@ def test_the_width_is_how_far_published_kernels_scatter() -> None:
 
 
 def test_a_parameter_that_no_error_depends_on_is_not_told() -> None:
-    found = spreads(lambda point: 2.0 * point[:2], FREE, np.array([0.5, 0.5, 0.5]), 0.1)
+    found = fit_parameters(lambda point: 2.0 * point[:2] - 1.0, FREE).spreads(0.1)
     assert found[:2] == pytest.approx((0.05, 0.05))
     assert found[2] == np.inf
 
 
 def test_fewer_errors_than_parameters_tell_none_of_them() -> None:
-    assert spreads(lambda point: point[:1] * point[1:2], FREE[:2], np.array([0.5, 0.5]), 0.1) == (np.inf, np.inf)
+    found = fit_parameters(lambda point: point[:1] * point[1:2] - 0.25, FREE[:2])
+    assert found.spreads(0.1) == (np.inf, np.inf)
 
 
 def test_parameters_that_matter_only_together_are_not_told() -> None:
     slopes = np.array([[1.0, 1.0], [2.0, 2.0], [0.3, 0.3]])
-    assert spreads(lambda point: slopes @ point, FREE[:2], np.array([0.5, 0.5]), 0.1) == (np.inf, np.inf)
+    assert fit_parameters(lambda point: slopes @ point - 1.0, FREE[:2]).spreads(0.1) == (np.inf, np.inf)

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.measured import Contention, MeasuredLayer, MeasuredWait, Measurements
 from megapipe.layout.hardware.placement import Placement
-from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.cost.stages import MEASURED_WAITS
-from megapipe.planner.measured.times import MeasuredTimes, at_ease, between, is_measured, shares_a_machine
-from megapipe.planner.search.plan import Effort
-from megapipe.planner.search.search import QUICK, search
+from megapipe.layout.units import Unit
+from megapipe.planner.cost.layer_costs import MEASURED_WAITS
+from megapipe.planner.cost.layer_times import RooflineTimes
+from megapipe.planner.cost.model import estimate, explain_stages, predict
+from megapipe.planner.measured import MeasuredTimes, at_ease, between, is_measured, shares_a_machine
+from megapipe.planner.search.plan import QUICK, Effort, search
 from megapipe.planner.search.space import SearchSpace
+from megapipe.schedules import Kind
 from megapipe.spec.layers import model_layers
 from tests.planner.measured.machines import DEVICE, MODEL, machine, run
 
@@ -70,14 +71,25 @@ def test_times_between_sizes_stay_positive_and_meet_every_point(points: dict[int
 
 
 def test_updates_go_by_the_elements_that_a_rank_owns() -> None:
-    """A tied weight counts at the embedding where one rank has both, at both where two have."""
     whole = MeasuredTimes(machine(), contended=False)
-    elements = sum(spec.num_elements for spec in EMBEDDING.parameters.values())
-    assert whole.of(run(), EMBEDDING).update == pytest.approx(2e-9 * elements, rel=1e-3)
-    assert whole.of(run(), HEAD).update < 1e-3 * whole.of(run(), EMBEDDING).update * 10
-    assert whole.of(run(parallel={"pipeline": 2}), HEAD).update > 0.5 * whole.of(run(), EMBEDDING).update
-    sharded = run(parallel={"data": 2}, zero={"stage": 1})
-    assert whole.of(sharded, BLOCK).update == pytest.approx(whole.of(run(), BLOCK).update / 2, rel=0.01)
+    unit, sharded = Unit(tuple(BLOCK.parameters.values())), run(parallel={"data": 2}, zero={"stage": 1})
+    elements, seconds = sum(spec.num_elements for spec in unit.specs), whole.update(run(), BLOCK, unit)
+    assert seconds == pytest.approx(2e-9 * elements, rel=1e-3)
+    assert whole.update(sharded, BLOCK, unit) == pytest.approx(seconds / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("schedule", "pipeline", "ranks"), [("1f1b", 1, 1), ("1f1b", 2, 2), ("zb_v", 2, 1)])
+def test_each_rank_that_uses_a_tied_weight_updates_it_once(schedule: str, pipeline: int, ranks: int) -> None:
+    """zb_v has the embedding and the head on one rank, in two stages."""
+    config = run(parallel={"pipeline": pipeline}, schedule={"name": schedule})
+    (tied,) = {spec.name for spec in EMBEDDING.parameters.values()} & {spec.name for spec in HEAD.parameters.values()}
+    sizes = {spec.name: spec.num_elements for layer in model_layers(MODEL) for spec in layer.parameters.values()}
+    seconds = 2e-9 * (sum(sizes.values()) + (ranks - 1) * sizes[tied])
+    stages = explain_stages(config, machine(contention=AT_EASE))
+    assert sum(stage.update for stage in stages) == pytest.approx(seconds, rel=1e-3)
+    simulation = predict(config, machine(contention=AT_EASE)).simulation
+    updates = simulation.table.rows_with(Kind.UPDATE)
+    assert simulation.durations[updates].sum() == pytest.approx(seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +182,7 @@ def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
     config, times = run(), MeasuredTimes(machine())
     layers = [times.of(config, layer) for layer in model_layers(MODEL)]
     work = 8 * sum(each.forward + each.backward_input + each.backward_weight for each in layers)
-    work += sum(each.update for each in layers)
+    work += sum(stage.update for stage in explain_stages(config, machine()))
     assert estimate(config, machine()).step_seconds == pytest.approx(work)
     assert predict(config, machine()).estimate.step_seconds == pytest.approx(work + 16 * 5e-5)
 
@@ -277,5 +289,3 @@ def test_a_machine_without_measurements_has_no_measured_times() -> None:
     bare = replace(machine(), measured=None)
     assert not shares_a_machine(Placement(bare, {}))
     assert at_ease(bare) is bare
-    with pytest.raises(ValueError, match="no measured times"):
-        MeasuredTimes(bare).of(run(), BLOCK)

@@ -5,9 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
+from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
 from megapipe.layout.hardware.description import Device, Efficiency, Hardware, IntraNodeLink, Network, NodeGroup
 
 

@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
-from megapipe.planner.cost.assumptions import ENGINE, Assumptions
+from megapipe.planner.cost.estimate import ENGINE, Assumptions
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.measured.times import MeasuredTimes
+from megapipe.planner.measured import MeasuredTimes
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.evaluation import Evaluation
-from megapipe.planner.search.layouts import Layouts
+from megapipe.planner.search.explorer import Evaluation
 from megapipe.planner.search.plan import Effort, search_speed, slowest_times
-from megapipe.planner.search.space import SearchSpace
+from megapipe.planner.search.space import Layouts, SearchSpace
 from tests.planner.measured import machines
 from tests.planner.search.runs import machine, run, runs
 
@@ -26,7 +25,7 @@ OTHERS = (
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     base=runs(),
     devices=st.sampled_from([2, 4, 6, 8, 12]),
@@ -46,7 +45,7 @@ def test_layouts_of_one_search_cost_what_each_costs_alone(
         alone = estimate(layout.applied(base), hardware, assumptions=assumptions)
         assert together.num_bytes(layout) == alone.peak_bytes
         assert together.estimate(layout) == alone
-        assert bounds.of(layout.shape, [layout])[0][0] <= alone.step_seconds * (1 + 1e-9)
+        assert bounds.of(layout.shape, (layout[1:],))[0][0] <= alone.step_seconds * (1 + 1e-9)
 
 
 def test_measured_layers_are_shared_as_well() -> None:

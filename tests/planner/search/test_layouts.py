@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.validation import run_problems
-from megapipe.planner.search.layouts import Layout, Layouts, Shape, divisors
-from megapipe.planner.search.space import SearchSpace
+from megapipe.planner.search.space import Layout, Layouts, SearchSpace, Shape, divisors
 from megapipe.schedules import Kind, Schedule, lower, order, rank_costs, simulate
 from megapipe.schedules.actions import KIND
 from tests.planner.search.runs import run, runs
@@ -54,7 +53,7 @@ def brute_force(base: PretrainConfig, devices: int, pinned: frozenset[str], spac
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     base=runs(),
     devices=st.sampled_from([1, 2, 3, 4, 6, 8]),
@@ -110,7 +109,7 @@ def test_what_breaks_a_rule_whatever_the_layout_is_told_before_any_work() -> Non
     with pytest.raises(ConfigError, match="the number of devices is 0"):
         Layouts(base, 0, frozenset(), SearchSpace())
     with pytest.raises(
-        ConfigError, match=r"max_chunks is 0; it must be at least 1\nschedules: unknown schedule '1f2b'"
+        ConfigError, match=r"max_chunks is 0; it must be at least 1, or null\nschedules: unknown schedule '1f2b'"
     ):
         Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f2b",), max_chunks=0))
     too_long = replace(base, data=replace(base.data, sequence_length=256))

@@ -16,14 +16,14 @@ import pytest
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.reader import load_hardware
+from megapipe.layout.hardware.files import load_hardware
 from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import predict
 from megapipe.planner.search.findings import Findings
 from megapipe.planner.search.plan import Effort, search_speed
 from megapipe.planner.search.space import SearchSpace
-from megapipe.training.validate import validate
+from megapipe.training.validation import validate
 from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 from tests.support.layout_runs import LayoutRun, run_layout

@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import layers_of
-from megapipe.planner.cost.roofline_times import RooflineTimes
-from megapipe.planner.measured.times import MeasuredTimes
-from megapipe.planner.search.layouts import Layouts
-from megapipe.planner.search.shared_times import SharedRoofline, shared
-from megapipe.planner.search.space import SearchSpace
+from megapipe.planner.cost.layer_times import RooflineTimes, SharedRoofline, shared
+from megapipe.planner.measured import MeasuredTimes
+from megapipe.planner.search.space import Layouts, SearchSpace
 from tests.planner.measured.machines import machine as measured_machine
 from tests.planner.search.runs import machine, runs
 

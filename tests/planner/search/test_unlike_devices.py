@@ -11,12 +11,10 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.evaluation import Evaluation
-from megapipe.planner.search.explorer import Explorer, order
+from megapipe.planner.search.explorer import Evaluation, Explorer, order
 from megapipe.planner.search.findings import NothingFits
-from megapipe.planner.search.layouts import Layouts
 from megapipe.planner.search.plan import Effort, search_speed, slowest_times
-from megapipe.planner.search.space import SearchSpace
+from megapipe.planner.search.space import Layouts, SearchSpace
 from tests.planner.search.runs import machine, run, runs
 
 SPACE = SearchSpace(max_micro_size=2, max_chunks=2, zero_stages=(0, 1, 3), recompute=("none", "full"))
@@ -54,7 +52,7 @@ def test_a_coordinate_has_what_its_smallest_device_has(
     assert placement.memory_limits == tuple(least)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     base=runs(),
     devices=st.sampled_from([4, 6, 8]),
@@ -76,7 +74,7 @@ def test_the_best_is_that_of_estimating_everything(
     assert [order(each) for each in found] == [order(each) for each in fitting[:3]]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     base=runs(),
     devices=st.sampled_from([4, 8]),

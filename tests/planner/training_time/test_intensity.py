@@ -2,12 +2,11 @@
 
 import pytest
 
-from megapipe.planner.training_time.intensity import (
+from megapipe.planner.command.train_time import (
+    MethodLayout,
     Transformer,
     critical_batch_tokens,
-    data_intensity,
     link_threshold,
-    partitioned_intensity,
     pipeline_intensity,
     tensor_intensity,
 )
@@ -32,9 +31,9 @@ def test_thresholds_of_an_a100(bytes_per_second: float, threshold: float) -> Non
 
 
 def test_intensities_of_one_sequence_and_five_micro_batches() -> None:
-    assert round(partitioned_intensity(X_160, 1)) == 3413
-    assert round(partitioned_intensity(X_160, 1, 5)) == 17067
-    assert data_intensity(X_160, 1, 5) == 5 * 3840
+    assert round(MethodLayout("sharded", 2, 1, 1, 1, 5).data_intensity(X_160)) == 3413
+    assert round(MethodLayout("layered", 2, 1, 1, 1, 5).data_intensity(X_160)) == 17067
+    assert MethodLayout("3d", 2, 1, 1, 5, 1).data_intensity(X_160) == 5 * 3840
     assert pipeline_intensity(X_160, 1) == 614_400
     assert round(tensor_intensity(X_160, 16)) == 6827
     assert tensor_intensity(X_160, 1) == float("inf")
@@ -51,12 +50,3 @@ def test_the_critical_batch_goes_through_gpt_3_with_the_cube_root() -> None:
     assert critical_batch_tokens(8 * 175e9) == pytest.approx(2 * 3.2e6)
     assert critical_batch_tokens(X_160.parameters) == pytest.approx(6.2e6, rel=5e-3)
     assert critical_batch_tokens(1e9) / 1e3 == pytest.approx(572, rel=1e-3)
-
-
-def test_values_out_of_range_are_named() -> None:
-    with pytest.raises(ValueError, match=r"num_layers must be an integer of at least 1, got 0"):
-        Transformer(0, 8, 1, 8)
-    with pytest.raises(ValueError, match=r"bytes per second must be a finite number above 0, got 0"):
-        link_threshold(A100, 0)
-    with pytest.raises(ValueError, match=r"parameters must be a finite number above 0, got nan"):
-        critical_batch_tokens(float("nan"))

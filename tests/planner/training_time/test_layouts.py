@@ -1,15 +1,14 @@
 """Training time of layouts beside figures worked out apart, simulated bubbles and a search by brute force."""
 
 from itertools import product
-from typing import get_args
 
 import pytest
 
-from megapipe.planner.training_time.intensity import Transformer
-from megapipe.planner.training_time.layouts import (
+from megapipe.planner.command.train_time import (
+    METHODS,
     Cluster,
-    Method,
     MethodLayout,
+    Transformer,
     bubble,
     layout_seconds,
     memory_bytes,
@@ -38,9 +37,7 @@ DAY = 86400.0
         ("3d", 8, 32, 1, 0.21875),
     ],
 )
-def test_bubbles_are_the_simulated_ones(
-    method: Method, stages: int, microbatches: int, chunks: int, idle: float
-) -> None:
+def test_bubbles_are_the_simulated_ones(method: str, stages: int, microbatches: int, chunks: int, idle: float) -> None:
     model = Transformer(stages * chunks, 64, 4, 64)
     assert bubble(model, MethodLayout(method, 1, stages, 1, 1, microbatches)) == pytest.approx(idle)
     name, options = ("modular", {"chunks": chunks}) if method == "modular" else ("1f1b", {})
@@ -104,10 +101,10 @@ def test_both_methods_halve_the_shortest_time_and_need_no_fast_network() -> None
 SMALL = Transformer(4, 64, 4, 32)
 
 
-@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("max_devices", [None, 6])
 @pytest.mark.parametrize("memory", [1e6, 4e6])
-def test_the_shortest_is_that_of_brute_force(method: Method, max_devices: int | None, memory: float) -> None:
+def test_the_shortest_is_that_of_brute_force(method: str, max_devices: int | None, memory: float) -> None:
     cluster = Cluster(1e12, memory, tensor_link=2e10, link=5e9, node_size=2)
     batch, times = 7, []
     stages = (1,) if method == "layered" else (1, 2, 4)
@@ -124,12 +121,3 @@ def test_the_shortest_is_that_of_brute_force(method: Method, max_devices: int | 
     else:
         with pytest.raises(ValueError, match="the smallest one needs"):
             shortest(*arguments, max_micro_size=3, max_devices=max_devices)
-
-
-def test_layouts_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="layered accumulation has no pipeline, got 2 stages; use modular"):
-        MethodLayout("layered", 1, 2, 1, 1, 1)
-    with pytest.raises(ValueError, match="method must be one of 3d, sharded, layered, modular, got 'zero'"):
-        MethodLayout("zero", 1, 1, 1, 1, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="4 layers cannot be divided evenly over 3 stages"):
-        bubble(SMALL, MethodLayout("3d", 1, 3, 1, 1, 1))

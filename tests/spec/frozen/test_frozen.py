@@ -1,10 +1,13 @@
 """Sums over ops beside values of 5,000 configurations that were computed by separate formulas, before ops existed.
 
-They are equal but in three places, where the formulas were wrong and the ops agree with counted bytes
-(tests/spec/test_counted_bytes.py): what a post-norm BERT keeps when it recomputes its norms, the gradient of learned
-positions between the halves of a split backward, and the scale of a GPT's loss there, one number.
+They are equal but in six places, where the ops agree with counted bytes (tests/spec/test_counted.py). In five of them
+the formulas were wrong: what a post-norm BERT keeps when it recomputes its norms; and, between the halves of a split
+backward, the gradient of learned positions, the scale of a GPT's loss (one number), copies of weights of norms that
+are recomputed, and what norms of heads need. And an embedding no longer keeps which tokens have their row on another
+rank.
 """
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -20,32 +23,46 @@ BLOCKS = slice(1, 3)
 
 
 def was_wrong(case: Case) -> bool:
-    model, recompute = case.config.model, case.config.recompute
+    model = case.config.model
     post_norm = isinstance(model, BertModelConfig) and model.norm_position == "post"
-    return post_norm and recompute.method == "selective" and "norms" in recompute.parts
+    return post_norm and "norms" in recomputed(case)
+
+
+def recomputed(case: Case) -> Sequence[str]:
+    recompute = case.config.recompute
+    return recompute.parts if recompute.method == "selective" else ()
 
 
 @pytest.mark.parametrize(
-    "chosen", [slice(0, COUNT, 25), pytest.param(slice(0, COUNT), marks=pytest.mark.slow)], ids=["some", "all"]
+    "count", [COUNT // 25, pytest.param(COUNT, marks=pytest.mark.exhaustive)], ids=["some", "all"]
 )
-def test_ops_add_up_to_the_frozen_values(chosen: slice) -> None:
-    numbers = range(COUNT)[chosen]
-    new, old = arrays(chosen), {name: OLD[name] for name in OLD.files}
-    expected = old["numbers"][chosen].copy()
-    wrong = np.array([was_wrong(case) for case in islice(cases(), COUNT)])[chosen]
+def test_ops_add_up_to_the_frozen_values(count: int) -> None:
+    new, old = arrays(count), {name: OLD[name] for name in OLD.files}
+    expected = old["numbers"][:count].copy()
+    chosen = list(islice(cases(), count))
+    wrong = np.array([was_wrong(case) for case in chosen])
     assert wrong.any()
     assert not wrong.all()
     for column in (KEPT, PENDING):
         expected[wrong, BLOCKS, column] = new["numbers"][wrong, BLOCKS, column]
-    for row, case in enumerate(list(islice(cases(), COUNT))[chosen]):
+    for row, case in enumerate(chosen):
         config, model = case.config, case.config.model
         width = 4 if config.training.precision == "fp32" else 2
-        own = SEQUENCE // config.parallel.context * model.hidden_size * width // config.parallel.sequence_shards
-        learned, bert = model.positions == "learned", isinstance(model, BertModelConfig)
-        summed = config.parallel.sequence and learned and not bert
-        expected[row, 0, PENDING] += learned * own - summed * config.batch.micro_size * own
+        tokens, micro_size = SEQUENCE // config.parallel.context, config.batch.micro_size
+        own = tokens * model.hidden_size * width // config.parallel.sequence_shards
+        bert = isinstance(model, BertModelConfig)
+        alone = model.positions == "learned" and not config.data.isolate_documents
+        summed = config.parallel.sequence and alone and not bert
+        expected[row, 0, KEPT] -= micro_size * tokens if config.parallel.tensor > 1 else 0
+        expected[row, 0, PENDING] += alone * own - summed * micro_size * own
+        if "norms" in recomputed(case) and not was_wrong(case):
+            expected[row, BLOCKS, PENDING] += 2 * width * model.hidden_size * (1 + model.norm_kind.centred)
+        heads, keys = (count // config.parallel.tensor for count in (model.num_heads, model.kv_heads))
+        normalised = (2 * heads + 3 * keys) * model.head_dim * width + (heads + keys) * 4
+        expected[row, BLOCKS, PENDING] += (
+            micro_size * tokens * normalised if model.qk_norm and not was_wrong(case) else 0
+        )
         expected[row, -1, PENDING] += 0 if bert else 4
     assert np.array_equal(new["numbers"], expected)
-    assert np.array_equal(new["checksums"], old["checksums"][chosen])
-    timed = [number // 10 for number in numbers if number % 10 == 0]
-    np.testing.assert_allclose(new["seconds"], old["seconds"][timed], rtol=1e-6)
+    assert np.array_equal(new["checksums"], old["checksums"][:count])
+    np.testing.assert_allclose(new["seconds"], old["seconds"][: len(new["seconds"])], rtol=1e-6)

@@ -1,0 +1,148 @@
+"""Norms of the last axis, in torch: layer normalisation, and root-mean-square normalisation (Zhang and Sennrich 2019,
+1910.07467).
+
+Statistics and products are fp32 (fp64 for fp64); the result is rounded to x's dtype once.
+"""
+
+import torch
+from torch import Tensor
+
+from megapipe.kernels.opaque import opaque
+from megapipe.kernels.registry import Implementation
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or fp64 for fp64."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+
+
+def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(normalised [..., h] in x's dtype, mean [..., 1], reciprocal standard deviation [..., 1])."""
+    weight, bias = _statistics_dtype(x, weight), _statistics_dtype(x, bias)
+    return torch.native_layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+
+def layer_norm_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(normalised sum and sum of x and residual, in the dtype of x; mean and reciprocal deviation of the sum)."""
+    total = x + residual
+    y, mean, rstd = layer_norm_forward(total, weight, bias, epsilon)
+    return y, total, mean, rstd
+
+
+def layer_norm_input_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
+) -> Tensor:
+    """Gradient of x [..., h], of which dx, if given, is the part that does not come through the norm.
+
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result that of x and of the residual.
+    """
+    weight = _statistics_dtype(x, weight)
+    through = _layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, False, False])[0]
+    return through if dx is None else through + dx
+
+
+def _layer_norm_fake_weight_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(weight), torch.empty_like(weight)
+
+
+@opaque(
+    "layer_norm_weight_gradient(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight) -> (Tensor, Tensor)",
+    _layer_norm_fake_weight_gradient,
+)
+def layer_norm_weight_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias [h], summed over all other axes, in their dtype."""
+    wide = _statistics_dtype(x, weight)
+    # torch.compile narrows the statistics to the dtype of x.
+    mean, rstd = mean.to(wide.dtype), rstd.to(wide.dtype)
+    _, dweight, dbias = _layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, wide, wide, [False, True, True])
+    return dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias: the bits of `input_gradient` and `weight_gradient`."""
+    return layer_norm_input_gradient(dy, x, mean, rstd, weight, dx), *layer_norm_weight_gradient(
+        dy, x, mean, rstd, weight
+    )
+
+
+def _statistics_dtype(x: Tensor, weight: Tensor) -> Tensor:
+    """On the CPU torch keeps mean and deviation in the weight's dtype: bf16 would cost half of their digits."""
+    return weight.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else weight
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(normalised [..., h] in x's dtype, reciprocal root of the mean square [..., 1])."""
+    x_wide = wide(x)
+    rstd = torch.rsqrt(torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square() / x.shape[-1] + epsilon)
+    return to_dtype(x_wide * rstd * weight, x.dtype), rstd
+
+
+def rms_norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(normalised sum and sum of x and residual, in the dtype of x; reciprocal root of the sum's mean square)."""
+    total = x + residual
+    y, rstd = rms_norm_forward(total, weight, epsilon)
+    return y, total, rstd
+
+
+def rms_norm_input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> Tensor:
+    """Gradient of x [..., h], of which dx, if given, is the part that does not come through the norm.
+
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result that of x and of the residual.
+    """
+    normalised = wide(x) * rstd
+    scaled = wide(dy) * weight
+    mean = (scaled * normalised).mean(-1, keepdim=True)
+    through = to_dtype((scaled - normalised * mean) * rstd, x.dtype)
+    return through if dx is None else through + dx
+
+
+def rms_norm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
+    """Gradient of weight [h], summed over all other axes in fp32 (fp64), in the weight's dtype."""
+    return (to_dtype(_rms_norm_weight_gradient(dy, x, rstd), weight.dtype),)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight: the bits of `input_gradient` and `weight_gradient`."""
+    return rms_norm_input_gradient(dy, x, rstd, weight, dx), *rms_norm_weight_gradient(dy, x, rstd, weight)
+
+
+@opaque(
+    "rms_norm_weight_gradient(Tensor dy, Tensor x, Tensor rstd) -> Tensor",
+    lambda dy, x, rstd: rstd.new_empty(x.shape[-1]),
+)
+def _rms_norm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    return (wide(x) * rstd).mul_(dy).flatten(0, -2).sum(0)
+
+
+layer_norm = Implementation(
+    forward=layer_norm_forward,
+    add_forward=layer_norm_add_forward,
+    input_gradient=layer_norm_input_gradient,
+    weight_gradient=layer_norm_weight_gradient,
+    backward=layer_norm_backward,
+)
+rms_norm = Implementation(
+    forward=rms_norm_forward,
+    add_forward=rms_norm_add_forward,
+    input_gradient=rms_norm_input_gradient,
+    weight_gradient=rms_norm_weight_gradient,
+    backward=rms_norm_backward,
+)

@@ -1,0 +1,402 @@
+"""Backward of both norms in Triton: the gradient of x, those of weight and bias, or all.
+
+Rows are cut into groups, a number that depends on the shape alone. A program walks one group; over rows of up to
+`RESIDENT` elements (`RESIDENT_UNALIGNED`, where not read 16 bytes at a time) it reads dy and x once, writes the
+gradient of x and adds up its group's part of the gradients of weight and bias in registers. A second kernel adds the
+parts in a fixed order: no atomics, so the same bits each time, and on every GPU the same order. The halves of a split
+backward are the same kernel with one of the results left out. Longer rows take one kernel for each half.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megapipe.kernels.triton_backend.launch import (
+    Launch,
+    Specimen,
+    ceiling_division,
+    meta,
+    power_of_two,
+    stays_on_chip,
+)
+from megapipe.kernels.triton_backend.tiles import product
+
+
+@triton.jit
+def resident_kernel(
+    dy,
+    x,
+    dx_beside,
+    weight,
+    mean,
+    rstd,
+    dx,
+    weight_parts,
+    bias_parts,
+    num_rows,
+    width,
+    group,
+    CENTER: tl.constexpr,
+    BESIDE: tl.constexpr,
+    INPUT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Input gradients of a group of rows, and the group's sums for the weight and the bias, from one read of each row.
+
+    Each program works on `group` rows in tiles of ROWS x BLOCK. CENTER: a layer norm, whose rows have a mean and
+    whose bias has a gradient; otherwise an RMS norm. BESIDE: `dx_beside` [num_rows, width] is added to the input
+    gradient. INPUT, WEIGHT: which of the two gradients are computed. weight_parts, bias_parts: fp32
+    [programs, width], one row per program, which `add_parts_kernel` sums.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    within = column < width
+    if INPUT:
+        factor = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    weight_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    last = tl.minimum((program + 1) * group, num_rows)
+    # Two stages: the next tile is on its way to shared memory while this one is worked on.
+    for start in tl.range(0, group, ROWS, num_stages=2):
+        row = program * group + start + tl.arange(0, ROWS)
+        inside = row < last
+        mask = inside[:, None] & within[None, :]
+        offset = row[:, None] * width + column[None, :]
+        gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row, mask=inside, other=0.0)[:, None]
+        if CENTER:
+            value -= tl.load(mean + row, mask=inside, other=0.0)[:, None]
+        value *= scale
+        if WEIGHT:
+            weight_sum = tl.fma(gradient, value, weight_sum)
+            bias_sum += gradient
+        if INPUT:
+            gradient = product(gradient, factor + tl.zeros_like(gradient))
+            along = (tl.sum(product(gradient, value), axis=1) / width)[:, None]
+            if CENTER:
+                gradient -= (tl.sum(gradient, axis=1) / width)[:, None]
+            result = gradient - value * along
+            result *= scale
+            if BESIDE:
+                result += tl.load(dx_beside + offset, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
+    if WEIGHT:
+        part = program * width + column
+        tl.store(weight_parts + part, tl.sum(weight_sum, axis=0), mask=within)
+        if CENTER:
+            tl.store(bias_parts + part, tl.sum(bias_sum, axis=0), mask=within)
+
+
+@triton.jit
+def chunked_input_kernel(
+    dy,
+    x,
+    dx_beside,
+    weight,
+    mean,
+    rstd,
+    dx,
+    width,
+    CENTER: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Input gradient of one row that is too wide for registers: one pass for its sums, another for the result.
+
+    CENTER and BESIDE: as in `resident_kernel`. BLOCK: columns at once.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first = row * width
+    scale = tl.load(rstd + row)
+    center = 0.0
+    if CENTER:
+        center = tl.load(mean + row)
+    products = tl.zeros([BLOCK], dtype=tl.float32)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < width
+        gradient = tl.load(dy + first + column, mask=mask, other=0.0).to(tl.float32)
+        gradient *= tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+        value = (tl.load(x + first + column, mask=mask, other=0.0).to(tl.float32) - center) * scale
+        products = tl.fma(gradient, value, products)
+        sums += gradient
+    along = tl.sum(products, axis=0) / width
+    shift = 0.0
+    if CENTER:
+        shift = tl.sum(sums, axis=0) / width
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < width
+        gradient = tl.load(dy + first + column, mask=mask, other=0.0).to(tl.float32)
+        gradient *= tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+        value = (tl.load(x + first + column, mask=mask, other=0.0).to(tl.float32) - center) * scale
+        result = (gradient - value * along - shift) * scale
+        if BESIDE:
+            result += tl.load(dx_beside + first + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + first + column, result.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def chunked_weight_kernel(
+    dy,
+    x,
+    mean,
+    rstd,
+    weight_parts,
+    bias_parts,
+    num_rows,
+    width,
+    group,
+    CENTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums for the weight and the bias over a group of rows, for BLOCK columns.
+
+    Programs of axis 0 take groups of rows, those of axis 1 take blocks of columns. weight_parts, bias_parts, CENTER:
+    as in `resident_kernel`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    weight_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    bias_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(program * group, tl.minimum((program + 1) * group, num_rows)):
+        gradient = tl.load(dy + row * width + column, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)
+        if CENTER:
+            value -= tl.load(mean + row)
+        weight_sum = tl.fma(gradient, value * tl.load(rstd + row), weight_sum)
+        bias_sum += gradient
+    tl.store(weight_parts + program * width + column, weight_sum, mask=mask)
+    if CENTER:
+        tl.store(bias_parts + program * width + column, bias_sum, mask=mask)
+
+
+@triton.jit
+def add_parts_kernel(
+    parts,
+    weight_gradient,
+    bias_gradient,
+    num_parts,
+    width,
+    CENTER: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The programs at 0 of axis 1 add up the weight's parts, those at 1 the bias's, which follow."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    parts += tl.program_id(1).to(tl.int64) * num_parts * width
+    sums = tl.zeros([PARTS, COLUMNS], dtype=tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        mask = (part < num_parts)[:, None] & (column < width)[None, :]
+        sums += tl.load(parts + part.to(tl.int64)[:, None] * width + column[None, :], mask=mask, other=0.0)
+    total = tl.sum(sums, axis=0).to(weight_gradient.dtype.element_ty)
+    if tl.program_id(1) == 0:
+        tl.store(weight_gradient + column, total, mask=column < width)
+    else:
+        if CENTER:
+            tl.store(bias_gradient + column, total, mask=column < width)
+
+
+RESIDENT, RESIDENT_UNALIGNED = 8192, 2048
+_TILE, _CHUNK, _ELEMENTS_PER_WARP, _UNALIGNED_PER_WARP = 4096, 4096, 512, 256
+_MOST_GROUPS, _LEAST_TILES = 256, 4
+_COLUMNS, _PARTS, _WEIGHT_CHUNK = 64, 64, 2048
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Inputs of the backward: dy and x [..., h], the statistics, the weight, and the other part of dx.
+
+    mean is None for the rms norm. Everything is contiguous.
+    """
+
+    dy: Tensor
+    x: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    weight: Tensor
+    dx_beside: Tensor | None = None
+
+    @staticmethod
+    def contiguous(
+        op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx_beside: Tensor | None = None
+    ) -> "Operands":
+        """Return the operands for tensors with any strides."""
+        mean = statistics[0] if op == "layer_norm" else None
+        tensors = (dy, x, mean, statistics[-1], weight, dx_beside)
+        return Operands(*(None if tensor is None else tensor.contiguous() for tensor in tensors))  # type: ignore[arg-type]
+
+    def input_gradient(self) -> Tensor:
+        """The gradient of x."""
+        dx = torch.empty_like(self.x)
+        input_launch(self, dx).run()
+        return dx
+
+    def weight_gradients(self) -> tuple[Tensor, ...]:
+        """The gradients of the weight and, for the layer norm, of the bias."""
+        parts = self._empty_parts()
+        weight_launch(self, parts).run()
+        return self._sums(parts)
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """The gradients of x, weight and bias, in one pass where rows stay in registers."""
+        if not _is_resident(self):
+            return self.input_gradient(), *self.weight_gradients()
+        dx, parts = torch.empty_like(self.x), self._empty_parts()
+        whole_launch(self, dx, parts).run()
+        return dx, *self._sums(parts)
+
+    def _empty_parts(self) -> Tensor:
+        partition = RowTiling.of(self.x)
+        num_gradients = 1 if self.mean is None else 2
+        return self.x.new_empty(num_gradients, partition.num_groups, partition.width, dtype=torch.float32)
+
+    def _sums(self, parts: Tensor) -> tuple[Tensor, ...]:
+        gradients = tuple(torch.empty_like(self.weight) for _ in parts)
+        add_parts_launch(parts, gradients).run()
+        return gradients
+
+
+@dataclass(frozen=True)
+class RowTiling:
+    """How rows are cut into groups, and groups into tiles of `rows` x `block`."""
+
+    num_rows: int
+    width: int
+    block: int
+    rows: int
+    group: int
+    num_groups: int
+
+    @staticmethod
+    def of(x: Tensor) -> "RowTiling":
+        """That of [..., h], a function of its shape alone."""
+        width = x.shape[-1]
+        num_rows = x.numel() // width
+        block = power_of_two(width)
+        rows = max(1, _TILE // block)
+        tiles = max(_LEAST_TILES, ceiling_division(num_rows, _MOST_GROUPS * rows))
+        return RowTiling(num_rows, width, block, rows, tiles * rows, ceiling_division(num_rows, tiles * rows))
+
+
+def input_launch(operands: Operands, dx: Tensor) -> Launch:
+    """Writes the gradient of x."""
+    if _is_resident(operands):
+        return whole_launch(operands, dx, None)
+    partition = RowTiling.of(operands.x)
+    arguments = vars(operands) | {"dx": dx, "width": partition.width}
+    constants = {"CENTER": operands.mean is not None, "BESIDE": operands.dx_beside is not None, "BLOCK": _CHUNK}
+    warps = _CHUNK // _ELEMENTS_PER_WARP
+    return Launch(chunked_input_kernel, (partition.num_rows,), arguments, constants, warps)
+
+
+def weight_launch(operands: Operands, parts: Tensor) -> Launch:
+    """Writes each group's part of the gradients of the weight and, for the layer norm, of the bias.
+
+    parts: fp32 [1 or 2, groups, h].
+    """
+    if _is_resident(operands):
+        return whole_launch(operands, None, parts)
+    partition = RowTiling.of(operands.x)
+    arguments = {
+        "dy": operands.dy,
+        "x": operands.x,
+        "mean": operands.mean,
+        "rstd": operands.rstd,
+        "num_rows": partition.num_rows,
+        "width": partition.width,
+        "group": partition.group,
+        **_named(parts),
+    }
+    constants = {"CENTER": operands.mean is not None, "BLOCK": _WEIGHT_CHUNK}
+    grid = (partition.num_groups, ceiling_division(partition.width, _WEIGHT_CHUNK))
+    return Launch(chunked_weight_kernel, grid, arguments, constants, _WEIGHT_CHUNK // 256)
+
+
+def whole_launch(operands: Operands, dx: Tensor | None, parts: Tensor | None) -> Launch:
+    """Writes what is given, for rows that stay on chip."""
+    partition = RowTiling.of(operands.x)
+    arguments = {
+        **vars(operands),
+        "dx": dx,
+        "num_rows": partition.num_rows,
+        "width": partition.width,
+        "group": partition.group,
+        **_named(parts),
+    }
+    constants = {
+        "CENTER": operands.mean is not None,
+        "BESIDE": operands.dx_beside is not None,
+        "INPUT": dx is not None,
+        "WEIGHT": parts is not None,
+        "ROWS": partition.rows,
+        "BLOCK": partition.block,
+    }
+    aligned = partition.width % 16 == 0
+    warps = partition.rows * partition.block // (_ELEMENTS_PER_WARP if aligned else _UNALIGNED_PER_WARP)
+    return Launch(resident_kernel, (partition.num_groups,), arguments, constants, warps)
+
+
+def _is_resident(operands: Operands) -> bool:
+    return stays_on_chip(operands.x.shape[-1], RESIDENT, RESIDENT_UNALIGNED)
+
+
+def _named(parts: Tensor | None) -> dict[str, Tensor | None]:
+    weight_parts, bias_parts = (None, None) if parts is None else (parts[0], parts[1] if len(parts) > 1 else None)
+    return {"weight_parts": weight_parts, "bias_parts": bias_parts}
+
+
+def add_parts_launch(parts: Tensor, gradients: Sequence[Tensor]) -> Launch:
+    """Writes the sums of the parts."""
+    num_gradients, num_parts, width = parts.shape
+    arguments = {
+        "parts": parts,
+        "weight_gradient": gradients[0],
+        "bias_gradient": gradients[1] if num_gradients > 1 else None,
+        "num_parts": num_parts,
+        "width": width,
+    }
+    constants = {"CENTER": num_gradients > 1, "PARTS": _PARTS, "COLUMNS": _COLUMNS}
+    return Launch(add_parts_kernel, (ceiling_division(width, _COLUMNS), num_gradients), arguments, constants, 8)
+
+
+def specimens() -> list[Specimen]:
+    """Both norms at sizes of a small and a typical model, the longest rows that stay in registers, and chunks."""
+    typical, long = _operands(4096, center=True, beside=True), _operands(2 * RESIDENT, center=True, beside=True)
+    parts, weight = meta(2, 256, 4096), meta(4096, dtype=torch.bfloat16)
+    return [
+        _whole(768, center=True, beside=True),
+        _whole(4096, center=True, beside=False),
+        _whole(4096, center=False, beside=True),
+        _whole(RESIDENT, center=True, beside=True),
+        _whole(RESIDENT_UNALIGNED - 1, center=True, beside=True),
+        Specimen("layer norm, dx alone, bf16 4096", input_launch(typical, typical.x), loads=4, stores=1),
+        Specimen("layer norm, weights alone, bf16 4096", weight_launch(typical, parts), loads=2, stores=2),
+        Specimen("layer norm, dx alone, bf16 16384", input_launch(long, long.x), loads=4, stores=1),
+        Specimen("layer norm, weights alone, bf16 16384", weight_launch(long, meta(2, 256, 16384)), 2, 2),
+        Specimen("layer norm, sum of parts, 4096", add_parts_launch(parts, [weight, weight]), loads=1, stores=0),
+    ]
+
+
+def _operands(width: int, center: bool, beside: bool) -> Operands:
+    x, statistic = meta(8192, width, dtype=torch.bfloat16), meta(8192, 1)
+    return Operands(x, x, statistic if center else None, statistic, meta(width), x if beside else None)
+
+
+def _whole(width: int, center: bool, beside: bool) -> Specimen:
+    operands = _operands(width, center, beside)
+    launch = whole_launch(operands, operands.x, meta(1 + center, 256, width))
+    name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
+    if width % 16:
+        return Specimen(name, launch, loads=0, stores=0)
+    return Specimen(name, launch, loads=3 + beside, stores=2 + center)

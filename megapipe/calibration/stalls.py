@@ -1,0 +1,532 @@
+"""Measure whether a run waits for its data, and compute what would change that.
+
+Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, arXiv 2007.06775, section 3
+and its what-if analysis. There, a loader fetches and prepares at the same time, so a run has the minimum of three
+rates. Here, one thread does both in turn, because it reads mapped files. Their times add up, and a run has the minimum
+of the model's rate and the loader's.
+"""
+
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.parallel import ScheduleConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.data.files import drop_from_page_cache, memory_for_files, resident_share
+from megapipe.data.shards import bin_path, idx_path
+from megapipe.engine.step import StepInput
+from megapipe.models.families import ModelFamily, family_of
+from megapipe.parallel.launch import initialize
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.device import with_precision
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.loader import Consumer, Loader, StepBatch
+from megapipe.training.loop.replica import Replica
+from megapipe.training.pretrain import ChooseRecompute, named_recompute
+from megapipe.training.validation import validate
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens per second of each part, as if the two others took no time.
+
+    ingestion: the model, on a batch in memory. preparation: the loader, with all files in memory. fetch: the time that
+    storage adds to the loader, as a rate; infinite if it adds nothing, None if storage could not be measured.
+    """
+
+    ingestion: float
+    preparation: float
+    fetch: float | None
+
+    def loading(self, cached: float = 0.0) -> float:
+        """Return the rate of the loader if this share of its data is in memory; NaN if storage was not measured."""
+        return 1.0 / (1.0 / self.preparation + self._fetching(cached))
+
+    def throughput(self, cached: float = 0.0) -> float:
+        """Return the rate of the run if this share of its data is in memory; NaN if storage was not measured."""
+        loading = self.loading(cached)
+        return math.nan if math.isnan(loading) else min(self.ingestion, loading)
+
+    def _fetching(self, cached: float) -> float:
+        """Return the seconds of storage per token."""
+        if not 0 <= cached <= 1:
+            raise ValueError(f"cached is {cached}; it is a share, from 0 to 1")
+        if cached == 1:
+            return 0.0
+        return math.nan if self.fetch is None else (1.0 - cached) / self.fetch
+
+
+class StepTime(NamedTuple):
+    """Mean seconds over the steps of a run."""
+
+    whole: float
+    """From the request for the batch to the end of training on it."""
+    waited: float
+    """From the request for the batch to its arrival."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Step times of one run each. resident, cached, cold: training on one batch in memory, on files in memory, on
+    files on storage. loading_cached, loading_cold: only the loader. The cold ones are None if files could not be
+    removed from memory.
+    """
+
+    resident: StepTime
+    cached: StepTime
+    cold: StepTime | None
+    loading_cached: StepTime
+    loading_cold: StepTime | None
+
+    def rates(self, tokens: int) -> Rates:
+        """Return the rates. tokens: of a step."""
+        fetch = None
+        if self.loading_cold is not None:
+            fetching = self.loading_cold.whole - self.loading_cached.whole
+            fetch = tokens / fetching if fetching > 0 else math.inf
+        return Rates(tokens / self.resident.whole, tokens / self.loading_cached.whole, fetch)
+
+    def stalls(self) -> "Stalls":
+        """Return the stalls: the measured differences between the runs, not those that the rates predict.
+
+        A step cannot become longer by more than the time of its loading, even if nothing overlaps. A larger difference
+        is noise, and so is a negative one.
+        """
+        preparation = _within(self.cached.whole - self.resident.whole, self.loading_cached.whole)
+        step, fetch = self.resident.whole + preparation, None
+        if self.cold is not None and self.loading_cold is not None:
+            fetch = _within(self.cold.whole - self.cached.whole, self.loading_cold.whole)
+            step += fetch
+        return Stalls(preparation / step, None if fetch is None else fetch / step)
+
+
+class Stalls(NamedTuple):
+    """Shares of the time of a step, from 0 to 1: of a step from storage, or from memory if storage was not
+    measured."""
+
+    preparation: float
+    fetch: float | None
+
+
+def _within(seconds: float, most: float) -> float:
+    return min(max(seconds, 0.0), most)
+
+
+def needed_fetch(rates: Rates) -> float | None:
+    """Return the minimum rate of storage, in tokens per second, for which a run does not wait; None if preparation is
+    too slow."""
+    slack = 1.0 / rates.ingestion - 1.0 / rates.preparation
+    return 1.0 / slack if slack > 0 else None
+
+
+def needed_cached_share(rates: Rates) -> float | None:
+    """Return the minimum share of the data that must be in memory so that the run does not wait for storage.
+
+    None if preparation is too slow in any case, or if storage was not measured.
+    """
+    needed = needed_fetch(rates)
+    if needed is None or rates.fetch is None:
+        return None
+    return max(0.0, 1.0 - rates.fetch / needed)
+
+
+def accelerator_headroom(rates: Rates, cached: float = 0.0) -> float:
+    """Return the factor by which the model can become faster before it waits for data; below 1, it already waits."""
+    return rates.loading(cached) / rates.ingestion
+
+
+FAST = 1000.0
+"""Largest headroom that is printed exactly."""
+
+MUCH = 0.5
+"""If a larger share of the shards is in memory after a run from storage, the later steps were not cold."""
+
+
+@dataclass(frozen=True)
+class StallReport:
+    """A measurement, and the conditions under which it was made.
+
+    prefixes: shards. corpus_bytes: of all their files. memory_bytes: that can cache files, None if unknown. samples,
+    tokens: of a step of a replica. num_replicas: data-parallel. given_ingestion: tokens per second of one replica if
+    the model did not run. not_cold: why storage was not measured, else None. resident_share: share of the shards'
+    pages in memory after they were removed from the page cache. read_share: the same after a cold run. epochs: share
+    of the training split that the steps read.
+    """
+
+    prefixes: tuple[str, ...]
+    corpus_bytes: int
+    memory_bytes: int | None
+    samples: int
+    tokens: int
+    num_steps: int
+    num_replicas: int
+    device: str
+    given_ingestion: float | None
+    not_cold: str | None
+    resident_share: float | None
+    read_share: float | None
+    epochs: float
+    measurement: Measurement
+
+    @property
+    def rates(self) -> Rates:
+        """Rates of one replica."""
+        found = self.measurement.rates(self.tokens)
+        given = self.given_ingestion
+        return found if given is None else Rates(given, found.preparation, found.fetch)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures; null if there is none."""
+        rates, stalls = self.rates, self.measurement.stalls()
+        by_name = {"ingestion": rates.ingestion, "preparation": rates.preparation, "fetch": rates.fetch}
+        headroom = {"memory": accelerator_headroom(rates, 1.0), "storage": accelerator_headroom(rates)}
+        return {
+            "shards": list(self.prefixes),
+            "corpus_bytes": self.corpus_bytes,
+            "memory_bytes": self.memory_bytes,
+            "samples_per_step": self.samples,
+            "tokens_per_step": self.tokens,
+            "steps": self.num_steps,
+            "epochs_read": self.epochs,
+            "replicas": self.num_replicas,
+            "device": self.device,
+            "ingestion_was_given": self.given_ingestion is not None,
+            "storage_not_measured": self.not_cold,
+            "resident_share_after_dropping": self.resident_share,
+            "resident_share_after_a_cold_run": self.read_share,
+            "tokens_per_second": {name: _finite(rate) for name, rate in by_name.items()},
+            "samples_per_second": {
+                name: _finite(None if rate is None else rate * self.samples / self.tokens)
+                for name, rate in by_name.items()
+            },
+            "seconds_per_step": {
+                each.name: None if (step := getattr(self.measurement, each.name)) is None else step._asdict()
+                for each in fields(self.measurement)
+            },
+            "stall_shares": {"preparation": stalls.preparation, "fetch": stalls.fetch},
+            "what_if": {
+                "tokens_per_second_from_storage": _finite(rates.throughput(0.0)),
+                "tokens_per_second_from_memory": rates.throughput(1.0),
+                "storage_needed_tokens_per_second": needed_fetch(rates),
+                "cached_share_needed": needed_cached_share(rates),
+                "accelerator_headroom": {name: _finite(factor) for name, factor in headroom.items()},
+            },
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that are printed."""
+        yield (
+            f"{', '.join(self.prefixes)}: {_bytes(self.corpus_bytes)}; {self.samples} samples of "
+            f"{self.tokens // self.samples} tokens a step, {self.num_steps} steps, {self.epochs:.3g} epochs, on "
+            f"{self.device}"
+        )
+        if self.num_replicas > 1:
+            yield f"one of {self.num_replicas} data-parallel replicas; those of one host share its storage and cores"
+        if self.epochs > 1:
+            yield "note: the steps read some samples twice, and the second time from memory; give fewer with --steps"
+        if self.read_share is not None and self.read_share > MUCH:
+            yield (
+                f"note: {self.read_share:.0%} of the shards were in memory after a run from storage, so that its "
+                "later steps were warm; a larger corpus waits longer"
+            )
+        yield ""
+        yield from self._table()
+        yield ""
+        yield from self._stall_lines()
+        yield ""
+        yield "what if"
+        yield from (f"  {line}" for line in self._advice())
+
+    def _table(self) -> Iterator[str]:
+        rates = self.rates
+        yield f"{'rate of':<34}{'tokens/s':>18}{'samples/s':>14}"
+        source = "model (as given)" if self.given_ingestion is not None else "model, batches at hand"
+        for name, rate in (
+            (f"ingestion: {source}", rates.ingestion),
+            ("preparation: loader, from memory", rates.preparation),
+            ("fetch: what storage adds", rates.fetch),
+        ):
+            if rate is None:
+                yield f"{name:<34}{'not measured':>18}"
+            elif math.isinf(rate):
+                yield f"{name:<34}{'too fast to see':>18}"
+            else:
+                yield f"{name:<34}{rate:>18,.0f}{rate * self.samples / self.tokens:>14,.1f}"
+        if self.not_cold is not None:
+            yield f"storage was not measured: {self.not_cold}"
+
+    def _stall_lines(self) -> Iterator[str]:
+        found, stalls = self.measurement, self.measurement.stalls()
+        yield f"{'a step, in ms':<34}{'whole':>18}{'waited':>14}"
+        for name, step in (
+            ("on a batch at hand", found.resident),
+            ("files in memory", found.cached),
+            ("files on storage", found.cold),
+        ):
+            shown = "not measured" if step is None else f"{1e3 * step.whole:.2f}"
+            yield f"{name:<34}{shown:>18}" + ("" if step is None else f"{1e3 * step.waited:>14.2f}")
+        fetch = "not measured" if stalls.fetch is None else f"{stalls.fetch:.1%}"
+        yield f"stalls, as shares of a step: preparation {stalls.preparation:.1%}, fetch {fetch}"
+
+    def _advice(self) -> Iterator[str]:
+        rates = self.rates
+        from_memory = rates.throughput(1.0)
+        yield f"all in memory: {from_memory:,.0f} tokens/s, {from_memory / rates.ingestion:.1%} of the model's rate"
+        if rates.fetch is not None:
+            yield f"nothing in memory: {rates.throughput():,.0f} tokens/s, {rates.throughput() / rates.ingestion:.1%}"
+            yield from self._memory_advice()
+        headroom, cold = accelerator_headroom(rates, 1.0), accelerator_headroom(rates)
+        shown = "" if math.isnan(cold) else f", or {_factor(cold)} with nothing in memory"
+        yield f"a faster accelerator: data would keep up with {_factor(headroom)} the model's rate{shown}"
+        if headroom < 1:
+            yield (
+                "preparation is slower than the model, whatever the storage: one thread prepares for a whole replica, "
+                "so that replicas of fewer devices wait less"
+            )
+
+    def _memory_advice(self) -> Iterator[str]:
+        """Yield lines about storage and memory, if storage was measured."""
+        rates, needed, share = self.rates, needed_fetch(self.rates), needed_cached_share(self.rates)
+        if self.memory_bytes is not None:
+            fits = min(1.0, self.memory_bytes / max(self.corpus_bytes, 1))
+            yield (
+                f"memory: {_bytes(self.memory_bytes)} are free for files, {fits:.0%} of the shards; after one epoch "
+                f"{rates.throughput(fits):,.0f} tokens/s"
+            )
+        if needed is None or share is None or rates.fetch is None:
+            return
+        if share == 0:
+            yield "storage is fast enough: neither faster storage nor more memory would help"
+            return
+        yield (
+            f"storage is too slow: {needed / rates.fetch:.2g} times its rate would do ({needed:,.0f} tokens/s), or "
+            f"{share:.0%} of the shards in memory ({_bytes(math.ceil(share * self.corpus_bytes))})"
+        )
+
+
+def _finite(rate: float | None) -> float | None:
+    """Return the rate, or None if JSON has no such number."""
+    return rate if rate is not None and math.isfinite(rate) else None
+
+
+def _factor(times: float) -> str:
+    return f"{times:,.2f} times" if times < FAST else f"over {FAST:,.0f} times"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e3:,.1f} kB"
+
+
+Item = TypeVar("Item")
+Clock = Callable[[], float]
+
+READ_AHEAD = 4
+"""Maximum number of steps that a prefetching loader starts in advance."""
+
+
+def measure(
+    open_loader: Callable[[], Loader],
+    train: Callable[[StepBatch], object],
+    make_cold: Callable[[], bool],
+    *,
+    num_steps: int,
+    warm_up: int,
+    clock: Clock = time.perf_counter,
+) -> Measurement:
+    """Measure the first steps of a run three times: on a batch in memory, on files in memory, on files on storage.
+
+    The differences are stalls. Each run opens its files again, because mapped files cannot be removed from memory.
+    train: trains on a batch and returns at its end. make_cold: removes the files from memory, and returns False if
+    that failed. warm_up: first steps of each run, which are not measured.
+    """
+
+    def training() -> StepTime:
+        with open_loader().steps(0) as batches:
+            return seconds_a_step(batches, train, num_steps, warm_up, clock)
+
+    def loading(more: int = 0) -> StepTime:
+        return seconds_a_step(open_loader().each(0), _ignore, num_steps + more, warm_up, clock)
+
+    def cold(run: Callable[[], StepTime]) -> StepTime | None:
+        return run() if make_cold() else None
+
+    loading_cold, training_cold = cold(loading), cold(training)
+    loading(READ_AHEAD)  # brings what the steps read into memory
+    loading_cached, training_cached = loading(), training()
+    batch = open_loader().load(0)
+    resident = seconds_a_step(itertools.repeat(batch), train, num_steps, warm_up, clock)
+    return Measurement(resident, training_cached, training_cold, loading_cached, loading_cold)
+
+
+def seconds_a_step(
+    batches: Iterable[Item], train: Callable[[Item], object], num_steps: int, warm_up: int, clock: Clock
+) -> StepTime:
+    """Return the time of the steps after the first `warm_up` ones."""
+    steps = iter(batches)
+    for batch in itertools.islice(steps, warm_up):
+        train(batch)
+    start, waited = clock(), 0.0
+    for _ in range(num_steps):
+        begin = clock()
+        batch = next(steps)
+        waited += clock() - begin
+        train(batch)
+    return StepTime((clock() - start) / num_steps, waited / num_steps)
+
+
+def _ignore(batch: object) -> None:
+    """Ignore the batch."""
+
+
+COLD = 0.05
+"""Maximum share of the shards' pages in memory that counts as cold; the index of an open shard is in memory."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A stand-in for a model that does not run here: it needs the data of the first and last stage, and waits."""
+
+    family: ModelFamily
+    seconds: float
+    is_first: bool = True
+    is_last: bool = True
+
+    def train(self, batch: StepBatch) -> None:
+        """Wait for the time of a step."""
+        time.sleep(self.seconds)
+
+
+class ModelHere:
+    """The whole model on the device of this process."""
+
+    def __init__(self, config: PretrainConfig, mesh: Mesh) -> None:
+        self.replica = Replica(config, mesh)
+        self._step = 0
+
+    def train(self, batch: StepBatch) -> None:
+        """Run one optimizer step with learning rate 0 to its end."""
+        self.replica.engine.run(StepInput(self._step, batch.contexts, batch.token_counts, learning_rate=0.0))
+        self._step += 1
+
+
+class ColdShards:
+    """Removes shards from the page cache, and records whether that worked.
+
+    resident: share of the shards that remained in memory. read: share in memory before they were removed again, which
+    the cold run has read, or the kernel in advance. why_not: why the shards could not be removed.
+    """
+
+    def __init__(self, prefixes: tuple[str, ...]) -> None:
+        self._paths = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
+        self.resident: float | None = None
+        self.read: float | None = None
+        self.why_not: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(Path(path).stat().st_size for path in self._paths)
+
+    def make(self) -> bool:
+        """Remove the files from the page cache, and return whether they are cold."""
+        gc.collect()  # a loader in a reference cycle keeps them mapped
+        try:
+            if self.resident is not None:
+                self.read = resident_share(self._paths)
+            drop_from_page_cache(self._paths)
+            self.resident = resident_share(self._paths)
+        except OSError as error:
+            self.why_not = f"the page cache could not be emptied of the shards ({error})"
+            return False
+        if self.resident <= COLD:
+            return True
+        self.why_not = (
+            f"{self.resident:.0%} of the shards remain in memory after they were removed from the page cache: they "
+            "are on a file system in memory (tmpfs), another process has mapped them, or another user owns them; "
+            "copy them to files of your own on a disk"
+        )
+        return False
+
+
+def measure_stalls(
+    config: PretrainConfig,
+    *,
+    ingestion: float | None,
+    num_steps: int,
+    warm_up: int,
+    say: Callable[[str], None],
+    choose_recompute: ChooseRecompute = named_recompute,
+) -> StallReport:
+    """Measure the first steps of a run, as one of its data-parallel replicas runs them.
+
+    ingestion: tokens per second of all replicas, if the model must not run here. choose_recompute: as in `pretrain`.
+
+    Raises ConfigError, DataError or LaunchError before the measurement starts.
+    """
+    num_replicas = config.parallel.data or 1
+    parallel = config.parallel
+    ranks_each = parallel.pipeline * parallel.context * parallel.tensor
+    validate(config, num_replicas * ranks_each)
+    if ingestion is None and ranks_each > 1:
+        shared = f" x parallel.context {parallel.context}" if parallel.context > 1 else ""
+        raise ConfigError(
+            f"parallel.pipeline {parallel.pipeline}{shared} x parallel.tensor {parallel.tensor}: one process "
+            "cannot be as fast as several; give the tokens/s that a run's log prints with "
+            f"--ingestion-tokens-per-second, or set {'all' if shared else 'both'} to 1 to measure the whole model on "
+            "this device"
+        )
+    config = _one_replica(config, num_replicas)
+    mesh = initialize({}, device=config.parallel.device)
+    samples = config.batch.global_size
+    tokens = samples * config.data.sequence_length
+    given = None if ingestion is None else ingestion / num_replicas
+    num_samples = len(open_samples(config, "train"))
+    consumer: Consumer
+    if given is None:
+        config = choose_recompute(with_precision(config, mesh, None, say), mesh, say)
+        model = ModelHere(config, mesh)
+        consumer, train = model.replica, model.train
+    else:
+        pause = StandIn(family_of(config), tokens / given)
+        consumer, train = pause, pause.train
+    shards = ColdShards(config.data.prefixes)
+    found = measure(
+        lambda: open_loader(config, mesh, consumer, open_samples(config, "train")),
+        train,
+        shards.make,
+        num_steps=num_steps,
+        warm_up=warm_up,
+    )
+    return StallReport(
+        prefixes=config.data.prefixes,
+        corpus_bytes=shards.num_bytes,
+        memory_bytes=memory_for_files(),
+        samples=samples,
+        tokens=tokens,
+        num_steps=num_steps,
+        num_replicas=num_replicas,
+        device=str(mesh.device),
+        given_ingestion=given,
+        not_cold=shards.why_not,
+        resident_share=shards.resident,
+        read_share=shards.read,
+        epochs=(num_steps + warm_up) * samples / num_samples,
+        measurement=found,
+    )
+
+
+def _one_replica(config: PretrainConfig, num_replicas: int) -> PretrainConfig:
+    """Return the run of one replica in one process: its share of a full batch, without a ramp."""
+    batch = replace(
+        config.batch, global_size=config.batch.global_size // num_replicas, ramp_start=None, ramp_samples=0
+    )
+    parallel = replace(config.parallel, data=1, pipeline=1, context=1, tensor=1, layers_per_stage=None)
+    return replace(config, batch=batch, parallel=parallel, schedule=ScheduleConfig())

@@ -1,0 +1,339 @@
+"""Saving, and loading on any layout.
+
+In a save, every rank writes its part into a hidden folder, which rank 0 completes and renames. The steps, each agreed
+by all ranks, are: create the folder, write and flush the tensor files, write and flush the manifest, rename the
+folder, flush the directory. After a crash at any point, the new checkpoint is complete or absent.
+
+To load, each rank selects the parts of the file tensors that its shards need, checks and copies them. No state changes
+before every rank has checked every byte that it will read, so that a damaged checkpoint changes no state.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+import megapipe
+from megapipe.checkpoint.directory import partial_folder, remove_leftovers, step_folder
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError, agreed, gathered, on_first_rank
+from megapipe.checkpoint.manifest import MANIFEST, Chunk, Manifest, RunState, check_files, encoded, read_manifest
+from megapipe.checkpoint.shards import (
+    WEIGHTS,
+    Extent,
+    Overlap,
+    Shard,
+    earlier_weights,
+    overlaps,
+    parts_of,
+    shards_of,
+    shards_to_write,
+    tiling_problem,
+)
+from megapipe.checkpoint.storage import DISK, StorageWriter, remove_tree, write_file, writing
+from megapipe.checkpoint.tensor_file import FileTensor, TensorFile, write_tensors
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.parameters import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Content:
+    """A part of a parameter's tensors that one rank writes, and its description in the manifest.
+
+    name, kind, shape, extent: as in `Chunk`. tensor: its elements.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    extent: Extent
+    tensor: FileTensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """Output of one rank: its file (none if it had nothing to write), the file's contents, and update counts."""
+
+    files: Mapping[str, int]
+    chunks: tuple[Chunk, ...]
+    applied: Mapping[str, int]
+
+
+def save(
+    directory: Path,
+    states: Sequence[UnitState],
+    applied: Mapping[str, int],
+    run: RunState,
+    mesh: Mesh,
+    storage: StorageWriter = DISK,
+) -> Path:
+    """Save a checkpoint of all ranks' states, durable on return, and return its folder.
+
+    A collective call. The caller owns the directory (`DirectoryLock` on rank 0), which all ranks see.
+
+    Args:
+        states: all units of this rank, each tied weight once.
+        applied: unit name -> updates that its optimizer applied.
+
+    Raises:
+        CheckpointError: the same on every rank; what was written is removed and older checkpoints are untouched.
+    """
+    partial = partial_folder(directory, run.step)
+    shards = shards_to_write(states, mesh.world)
+    contents, counts = contents_of(shards), counts_of(shards, applied)
+    try:
+        on_first_rank(mesh.world, lambda: begin(storage, directory, run.step))
+        written = gathered(mesh.world, lambda: write_share(storage, partial, mesh.rank, contents, counts))
+        on_first_rank(mesh.world, lambda: finish(storage, directory, run, written))
+    except CheckpointError:
+        if mesh.rank == 0:
+            discard(storage, partial)
+        raise
+    return step_folder(directory, run.step)
+
+
+def begin(storage: StorageWriter, directory: Path, step: int) -> None:
+    """Create the folder of a step's checkpoint under its hidden name. Only for rank 0.
+
+    Raises CheckpointError if the checkpoint already exists or the directory cannot be written.
+    """
+    partial, whole = partial_folder(directory, step), step_folder(directory, step)
+    if whole.exists():
+        raise CheckpointError(f"{whole} already exists; a checkpoint is never overwritten: move it away")
+    with writing(partial, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(storage, directory)
+        storage.make_folder(partial)
+
+
+def contents_of(shards: Sequence[Shard]) -> list[Content]:
+    """Return the contents of a checkpoint for these shards, as views of the states' buffers."""
+    return [
+        Content(
+            shard.name,
+            kind,
+            shard.segment.spec.shape,
+            shard.extent,
+            FileTensor(f"{kind}/{shard.name}", shard.shape, part),
+        )
+        for shard in shards
+        for kind, part in parts_of(shard).items()
+    ]
+
+
+def counts_of(shards: Sequence[Shard], applied: Mapping[str, int]) -> dict[str, int]:
+    """Return parameter -> updates applied. applied: unit -> updates applied."""
+    return {shard.name: applied.get(shard.state.name, 0) for shard in shards}
+
+
+def write_share(
+    storage: StorageWriter, partial: Path, rank: int, contents: Sequence[Content], counts: Mapping[str, int]
+) -> Written:
+    """Write a rank's file, durably. counts: parameter -> updates applied."""
+    file = f"rank-{rank:05d}.safetensors"
+    if not contents:
+        return Written({}, (), {})
+    size, checksums = write_tensors(storage, partial / file, [content.tensor for content in contents])
+    chunks = tuple(
+        Chunk(
+            name=content.name,
+            kind=content.kind,
+            shape=content.shape,
+            extent=content.extent,
+            file=file,
+            key=content.tensor.key,
+            dtype=content.tensor.dtype,
+            checksums=checksums[content.tensor.key],
+        )
+        for content in contents
+    )
+    return Written({file: size}, chunks, counts)
+
+
+def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
+    """Return the manifest of everything that ranks have written."""
+    return Manifest(
+        code_version=megapipe.__version__,
+        run=run,
+        applied_updates={name: count for share in written for name, count in share.applied.items()},
+        files={name: size for share in written for name, size in share.files.items()},
+        chunks=tuple(chunk for share in written for chunk in share.chunks),
+    )
+
+
+def finish(storage: StorageWriter, directory: Path, run: RunState, written: Sequence[Written]) -> None:
+    """Write the manifest, and rename the folder, which makes the checkpoint exist. Only for rank 0."""
+    partial, whole = partial_folder(directory, run.step), step_folder(directory, run.step)
+    manifest = manifest_of(run, written)
+    # This fails if ranks wrote to folders of the same name on different disks.
+    check_files(partial, manifest)
+    write_file(storage, partial / MANIFEST, [memoryview(encoded(manifest))])
+    with writing(whole, verb="complete"):
+        storage.rename(partial, whole)
+        storage.flush_folder(whole.parent)
+
+
+def discard(storage: StorageWriter, partial: Path) -> None:
+    """Remove the files of a failed save; if this fails too, the next save tries again."""
+    with suppress(OSError):
+        if partial.exists():
+            remove_tree(storage, partial)
+
+
+class Moments(Protocol):
+    """State that an optimizer keeps between updates."""
+
+    def kinds(self, spec: ParameterSpec) -> Collection[str]:
+        """Return the names of the moments that a parameter has."""
+
+    def allocate(self, state: UnitState) -> None:
+        """Allocate the moments of a unit."""
+
+
+def load(
+    path: Path,
+    states: Sequence[UnitState],
+    applied: dict[str, int],
+    mesh: Mesh,
+    *,
+    moments: Moments,
+    updates_per_step: int = 1,
+) -> RunState:
+    """Load a checkpoint: weights of all versions, moments and update counts of every unit of this rank.
+
+    A collective call; the layout may differ from that of the save. Weights are cast if precisions differ. If the
+    checkpoint has fewer weight versions than the states, the missing ones are equal to the newest.
+
+    Args:
+        states: all units of this rank; on return they are in the state of the checkpoint.
+        applied: unit name -> updates applied; overwritten.
+        moments: those of the optimizer.
+        updates_per_step: weight versions that one step of the schedule creates.
+
+    Raises:
+        DamagedCheckpointError: bytes are not those that were saved.
+        CheckpointError: it does not fit the model or the optimizer, or a file is missing. Either error is the same on
+            every rank, and states are unchanged.
+    """
+    manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, moments))
+    run = manifest.run
+    for state in states:
+        count = _applied_updates(manifest, state)
+        applied[state.name] = count
+        state.moments = {}
+        if count:
+            moments.allocate(state)
+    _copy(transfers, states, run.step * updates_per_step, mesh)
+    return run
+
+
+def load_weights(path: Path, states: Sequence[UnitState], mesh: Mesh) -> Manifest:
+    """Load only the newest weights of a checkpoint, as initial weights. Otherwise as `load`."""
+    manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, None))
+    _copy(transfers, states, 0, mesh)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """The elements that a file tensor and a shard share. source: the file tensor's elements, mapped, not copied."""
+
+    shard: Shard
+    kind: str
+    source: Tensor
+    shared: tuple[Overlap, ...]
+
+    def copy(self) -> None:
+        """Copy them to the shard's place in its state."""
+        target = parts_of(self.shard)[self.kind]
+        for overlap in self.shared:
+            overlap.copy(self.source, target)
+
+
+def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -> tuple[Manifest, list[_Transfer]]:
+    """Return everything that `states` need, with every byte checked. moments: None for weights only."""
+    manifest = read_manifest(path)
+    files: dict[str, TensorFile] = {}
+    transfers = []
+    for shard in shards_of(states):
+        kinds = [WEIGHTS]
+        if moments is not None:
+            kinds += _further_kinds(manifest, shard, moments)
+        for kind in kinds:
+            for chunk in _chunks(manifest, shard, kind):
+                shared = tuple(overlaps(chunk.extent, shard.extent))
+                if shared:
+                    source = _checked_source(path, files, chunk, [overlap.source.span for overlap in shared])
+                    transfers.append(_Transfer(shard, kind, source, shared))
+    return manifest, transfers
+
+
+def _further_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterator[str]:
+    """Yield the kinds that a shard resumes from in addition to the newest weights."""
+    stored = manifest.kinds_of(shard.name)
+    for age in range(1, len(shard.state.weights)):
+        if earlier_weights(age) in stored:
+            yield earlier_weights(age)
+    if _applied_updates(manifest, shard.state) == 0:
+        return
+    for kind in moments.kinds(shard.segment.spec):
+        if kind not in stored:
+            raise CheckpointError(
+                f"the checkpoint has {', '.join(sorted(stored))} of {shard.name} but not its {kind}: "
+                "resume with the optimizer that saved it, or load only its weights with init_from"
+            )
+        yield kind
+
+
+def _applied_updates(manifest: Manifest, state: UnitState) -> int:
+    """Return the number of updates that a unit's optimizer applied: the same for all its parameters."""
+    counts = {segment.spec.name: manifest.applied_updates.get(segment.spec.name, 0) for segment in state.table}
+    if len(set(counts.values())) > 1:
+        raise CheckpointError(f"the parameters of unit {state.name} have different numbers of updates: {counts}")
+    return next(iter(counts.values()), 0)
+
+
+def _chunks(manifest: Manifest, shard: Shard, kind: str) -> list[Chunk]:
+    chunks = manifest.chunks_of(shard.name, kind)
+    if not chunks:
+        raise CheckpointError(
+            f"the checkpoint has no {kind} of {shard.name}, which this model has; "
+            "use the model section of the checkpoint's configuration"
+        )
+    shape = shard.segment.spec.shape
+    different = next((chunk.shape for chunk in chunks if chunk.shape != shape), None)
+    if different is not None:
+        raise CheckpointError(
+            f"{shard.name} has shape {different} in the checkpoint and {shape} in this model; "
+            "use the model section of the checkpoint's configuration"
+        )
+    problem = tiling_problem(shape, [chunk.extent for chunk in chunks])
+    if problem is not None:
+        raise DamagedCheckpointError(f"{kind} of {shard.name}: {problem}", "manifest")
+    return chunks
+
+
+def _checked_source(path: Path, files: dict[str, TensorFile], chunk: Chunk, spans: Iterable[range]) -> Tensor:
+    """Return the file tensor of a chunk, after a check of the bytes that contain `spans` of its elements."""
+    if chunk.file not in files:
+        files[chunk.file] = TensorFile(path / chunk.file)
+    source = files[chunk.file].flat(chunk.key, chunk.dtype, chunk.extent.num_elements)
+    files[chunk.file].check(chunk.key, source, chunk.checksums, spans)
+    return source
+
+
+def _copy(transfers: Sequence[_Transfer], states: Sequence[UnitState], versions_made: int, mesh: Mesh) -> None:
+    """Copy the newest weights to every version, then everything else that is stored to its own buffer."""
+    for transfer in transfers:
+        if transfer.kind == WEIGHTS:
+            transfer.copy()
+    for state in states:
+        state.restore(versions_made + len(state.weights) - 1)
+    for transfer in transfers:
+        if transfer.kind != WEIGHTS:
+            transfer.copy()
+    for state in states:
+        state.gather_versions(mesh.shard_group(state.sharding.count))

@@ -1,0 +1,347 @@
+"""Read run folders that may be damaged, incomplete, still growing, or not a run at all."""
+
+import calendar
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from megapipe.config.untrusted import MAX_YAML_CHARACTERS, decode_yaml, flat, read_bytes
+from megapipe.training.observe.metrics import (
+    CONFIG,
+    LARGEST,
+    METRICS,
+    RUN,
+    RUNNING,
+    LossHistory,
+    is_number,
+    read_records,
+    read_starts,
+)
+from megapipe.training.observe.records import RANKS, SAVE_WAIT, TIME_PARTS
+
+RATE_STEPS = 100
+"""Number of last steps over which rates and times are averaged, so that a slow first step does not count."""
+
+SEARCH_DEPTH = 3
+"""Number of levels below a folder in which runs are searched for."""
+
+KILLED = "killed (no end was recorded)"
+
+
+class Step(NamedTuple):
+    """One step; fields that its line does not have are None. seconds: of the whole step; data_seconds: of them, the
+    wait for samples."""
+
+    tokens: float | None
+    seconds: float | None
+    data_seconds: float | None
+    mfu: float | None
+
+
+@dataclass
+class RunStart:
+    """One start of a run. started, ended: Unix time. first_step, last_step: numbers of its first and last step."""
+
+    id: str
+    status: str = RUNNING
+    started: float | None = None
+    ended: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    command: str = ""
+
+
+@dataclass
+class Run:
+    """Content of a run folder. Every problem becomes one line in `problems`; what can be read is read.
+
+    config: configuration of the last start, with dotted names. steps: steps that led to the newest weights, by number.
+    ranks: last event `ranks`. events: notable events, as (step, text). step_seconds, evaluation_seconds, save_seconds:
+    totals of all starts, with the steps that the run went back over. last_record: Unix time of the last change.
+    """
+
+    folder: Path
+    starts: list[RunStart] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, int] = field(default_factory=dict)
+    schedule: str = ""
+    parameters: int | None = None
+    history: LossHistory = field(default_factory=LossHistory)
+    steps: dict[int, Step] = field(default_factory=dict)
+    ranks: dict[str, list[float]] = field(default_factory=dict)
+    ranks_step: int | None = None
+    events: list[tuple[int | None, str]] = field(default_factory=list)
+    num_saves: int = 0
+    last_save: int | None = None
+    num_skipped: int = 0
+    step_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    save_seconds: float = 0.0
+    last_record: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """How the last start ended."""
+        return self.starts[-1].status if self.starts else "unknown"
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of the newest step that led to the newest weights; None before the first one."""
+        return max(self.steps, default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all starts together, without the time between them."""
+        return sum(
+            max(0.0, each.ended - each.started)
+            for each in self.starts
+            if each.started is not None and each.ended is not None
+        )
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the steps that led to the newest weights."""
+        return sum(each.tokens or 0.0 for each in self.steps.values())
+
+    def recent(self) -> list[Step]:
+        """Return the last RATE_STEPS steps that have a time."""
+        last = [self.steps[step] for step in sorted(self.steps)[-RATE_STEPS:]]
+        return [each for each in last if each.seconds]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Rate over the last steps; None if none of them has a time."""
+        recent = self.recent()
+        seconds = sum(each.seconds or 0.0 for each in recent)
+        return sum(each.tokens or 0.0 for each in recent) / seconds if recent else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Mean MFU over the time of the last steps; None if no step has one."""
+        timed = [each for each in self.recent() if each.mfu is not None]
+        seconds = sum(each.seconds or 0.0 for each in timed)
+        return sum((each.mfu or 0.0) * (each.seconds or 0.0) for each in timed) / seconds if timed else None
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss of the last step that has one."""
+        return self.history.training[max(self.history.training)] if self.history.training else None
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """Validation loss of the last evaluation."""
+        return self.history.evaluation[max(self.history.evaluation)] if self.history.evaluation else None
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder has one of the files of a run."""
+    return any((folder / name).exists() for name in (RUN, METRICS))
+
+
+def find_runs(folder: Path, depth: int = SEARCH_DEPTH) -> Iterator[Path]:
+    """Yield the run folders in `folder`, sorted by path, or `folder` itself. Raises OSError for `folder` alone."""
+    if is_run(folder):
+        yield folder
+        return
+    with os.scandir(folder) as entries:
+        inner = sorted(each.name for each in entries if each.is_dir(follow_symlinks=False))
+    for name in inner if depth else ():
+        try:
+            yield from find_runs(folder / name, depth - 1)
+        except OSError:  # a folder of someone else, or one that was just removed
+            continue
+
+
+def read_run(folder: Path) -> Run:
+    """Return the content of a run folder. Raises nothing for any content."""
+    run = Run(folder)
+    recorded = _read_metrics(run)
+    _merge_starts(run, recorded)
+    if not run.config:
+        _read_config(run)
+    return run
+
+
+def _read_metrics(run: Run) -> dict[str, RunStart]:
+    """Read metrics.jsonl in one pass, and return its starts by id."""
+    path, starts, damaged = run.folder / METRICS, dict[str, RunStart](), 0
+    current: RunStart | None = None
+    try:
+        if not path.exists():
+            run.problems.append(f"{path} does not exist: the run ended before its first step, or the file was moved")
+            return starts
+        if not path.is_file():
+            run.problems.append(f"{path} is not a regular file and was not read")
+            return starts
+        run.last_record = path.stat().st_mtime
+        for record in read_records(path):
+            if record is None:
+                damaged += 1
+                continue
+            returned = run.history.take(record)
+            if returned is not None:
+                run.steps = {step: each for step, each in run.steps.items() if step <= returned}
+            if "event" not in record:
+                _take_step(run, record, current)
+                continue
+            if record["event"] == "start" and isinstance(record.get("run"), str):
+                current = starts.setdefault(record["run"], RunStart(record["run"]))
+                current.started = _time(record.get("time"))
+                current.first_step = None if (step := _step(record)) is None else step + 1
+                _take_start(run, record)
+            _take_event(run, record, current)
+    except OSError as error:
+        run.problems.append(f"cannot read {path}: {error.strerror}")
+    if damaged:
+        lines = "1 line that is" if damaged == 1 else f"{damaged:,} lines that are"
+        run.problems.append(f"{path} has {lines} not a JSON object; the other lines were read")
+    return starts
+
+
+def _take_step(run: Run, record: Mapping[str, Any], start: RunStart | None) -> None:
+    step = _step(record)
+    if step is None:
+        return
+    get = record.get
+    tokens, seconds, waited, mfu = get("tokens"), get("seconds"), get("data_seconds"), get("mfu")
+    if not is_number(seconds) or seconds < 0:
+        seconds = None
+    run.steps[step] = Step(
+        tokens if is_number(tokens) else None,
+        seconds,
+        waited if is_number(waited) else None,
+        mfu if is_number(mfu) else None,
+    )
+    if seconds is not None:
+        run.step_seconds += seconds
+    if start is not None:
+        start.last_step = step
+        if seconds is not None and start.ended is not None:  # until the next event gives the time
+            start.ended += seconds
+    if get("skipped") is True:
+        run.num_skipped += 1
+        run.events.append((step, "the loss or the gradients were not finite; the update was skipped"))
+
+
+def _take_start(run: Run, record: Mapping[str, Any]) -> None:
+    if isinstance(record.get("config"), dict):
+        run.config = flat(record["config"])
+    if isinstance(record.get("layout"), dict):
+        run.layout = {str(name): size for name, size in record["layout"].items() if type(size) is int}
+    if isinstance(record.get("schedule"), str):
+        run.schedule = record["schedule"]
+    parameters = record.get("parameters")
+    if type(parameters) is int and 0 <= parameters < LARGEST:
+        run.parameters = parameters
+
+
+def _take_event(run: Run, record: Mapping[str, Any], start: RunStart | None) -> None:
+    get, step = record.get, _step(record)
+    name = get("event")
+    if start is not None and (moment := _time(get("time"))) is not None:
+        start.ended = moment
+    seconds = get("seconds")
+    if not is_number(seconds):
+        seconds = 0.0
+    if name == "start" and start is not None:
+        run.events.append((step, f"start {start.id}"))
+    elif name == "evaluation":
+        run.evaluation_seconds += seconds
+    elif name == SAVE_WAIT:
+        run.save_seconds += seconds
+    elif name == "checkpoint":
+        run.num_saves, run.last_save = run.num_saves + 1, step
+    elif name == "rewind":
+        loss = f" to {get('loss'):.4f}" if is_number(get("loss")) else ""
+        run.events.append((step, f"the loss jumped up{loss} at step {get('spiked')}: back to the checkpoint"))
+    elif name == "skipped_samples":
+        run.events.append((step, f"samples {get('first')} up to {get('stop')} were skipped"))
+    elif name == "other_data":
+        differences = get("differences")
+        words = "; ".join(map(str, differences)) if isinstance(differences, list) else "unknown differences"
+        run.events.append((step, f"continued on other data: {words}"))
+    elif name == "end":
+        status = get("status")
+        text = "finished" if status == 0 else f"stopped with status {status}"
+        run.events.append((step, text))
+        if start is not None:
+            start.status = text
+    elif name == "failed":
+        run.events.append((start.last_step if start is not None else None, f"failed: {get('error')}"))
+        if start is not None:
+            start.status = f"failed: {get('error')}"
+    elif name == RANKS:
+        columns = {part: get(part) for part in (*TIME_PARTS, "peak_bytes")}
+        if all(isinstance(each, list) and each and all(map(is_number, each)) for each in columns.values()):
+            run.ranks, run.ranks_step = {part: list(each or []) for part, each in columns.items()}, step
+
+
+def _merge_starts(run: Run, recorded: dict[str, RunStart]) -> None:
+    """Set the starts of a run from run.json, and from its metrics where run.json lacks them."""
+    path, entries = run.folder / RUN, list[dict[str, Any]]()
+    try:
+        entries = read_starts(path)
+    except FileNotFoundError:
+        run.problems.append(f"{path} does not exist; the starts were taken from {METRICS}")
+    except OSError as error:
+        run.problems.append(f"cannot read {path}: {error.strerror}")
+    except ValueError as error:
+        run.problems.append(f"{error}; the starts were taken from {METRICS}")
+    listed = []
+    for entry in entries:
+        own = recorded.pop(entry["id"], RunStart(entry["id"]))
+        if isinstance(entry.get("status"), str) and entry["status"] != RUNNING:
+            own.status = entry["status"]
+        own.started = _written_time(entry.get("start")) or own.started
+        own.ended = _written_time(entry.get("end")) or own.ended
+        own.first_step = own.first_step if own.first_step is not None else _step({"step": entry.get("first_step")})
+        own.last_step = own.last_step if own.last_step is not None else _step({"step": entry.get("last_step")})
+        own.command = entry["command"] if isinstance(entry.get("command"), str) else ""
+        if not run.layout and isinstance(entry.get("layout"), dict):
+            run.layout = {name: size for name, size in entry["layout"].items() if type(size) is int}
+        listed.append(own)
+    run.starts = sorted([*listed, *recorded.values()], key=lambda each: each.started or 0.0)
+    for each in run.starts[:-1]:
+        if each.status == RUNNING:
+            each.status = KILLED
+    if run.starts and run.starts[-1].status == RUNNING and run.last_record is not None:
+        run.starts[-1].ended = max(run.last_record, run.starts[-1].started or 0.0)
+
+
+def _read_config(run: Run) -> None:
+    """Read config.yaml, which the metrics of a run that took no step lack."""
+    path = run.folder / CONFIG
+    try:
+        value = decode_yaml(read_bytes(path, ValueError, MAX_YAML_CHARACTERS).decode("utf-8"))
+    except OSError:
+        run.problems.append(f"{path} does not exist, and {METRICS} has no configuration either")
+    except (ValueError, yaml.YAMLError) as error:
+        run.problems.append(f"{path} cannot be read: {error}")
+    else:
+        if isinstance(value, dict):
+            run.config = flat(value)
+        else:
+            run.problems.append(f"{path} is not a configuration: it has no groups of fields")
+
+
+def _step(record: Mapping[str, Any]) -> int | None:
+    step = record.get("step")
+    return step if type(step) is int and 0 <= step < LARGEST else None
+
+
+def _time(value: Any) -> float | None:
+    """Return a Unix time before the year 9999."""
+    return float(value) if is_number(value) and 0 <= value < 2.5e11 else None
+
+
+def _written_time(value: Any) -> float | None:
+    try:
+        return float(calendar.timegm(time.strptime(value, "%Y-%m-%dT%H:%M:%SZ")))
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,377 @@
+"""The commands that use a trained model: generate, fill-mask and evaluate."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
+from megapipe.config.errors import ConfigError
+from megapipe.data.errors import DataError
+
+if TYPE_CHECKING:
+    from megapipe.config.run import PretrainConfig
+    from megapipe.data.samples import SplitName
+    from megapipe.data.tokenizers import Tokenizer
+    from megapipe.inference.generation import Filled, Text
+    from megapipe.training.loop.batches import Samples
+
+GENERATE_DESCRIPTION = """\
+Generate text with a trained GPT. Texts go to standard output, all other messages to standard error.
+
+The command runs as one process, or with torchrun on any number of pipeline and tensor ranks, no matter which layout
+trained the model:
+  torchrun --nproc_per_node 4 -m megapipe generate --tensor 2 --checkpoint runs/gpt --prompt "..."
+A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts change no more than rounding.
+It ends at an end-of-document token, after --max-new-tokens tokens, or at the model's last position. Keys and values
+are cached, so that a new token needs only its own forward pass.
+"""
+GENERATE_EXAMPLES = """\
+examples:
+  megapipe generate --checkpoint runs/quickstart --prompt "def main(" --prompt "import " --temperature 0.8 --top-p 0.95
+  megapipe generate --checkpoint runs/quickstart/checkpoints/step-00000400 --prompt-file prompt.txt --temperature 0
+"""
+FILL_MASK_DESCRIPTION = """\
+Fill in the gaps of a text, written [MASK], with a trained BERT: one token per gap, each independently.
+
+The command prints each text with the most likely tokens filled in, followed by the candidates for every gap. A token
+that starts with ## continues the word before it. It runs as one process, no matter which layout trained the model.
+"""
+FILL_MASK_EXAMPLES = """\
+examples:
+  megapipe fill-mask --checkpoint runs/bert --text "def __init__([MASK], name):"
+  megapipe fill-mask --checkpoint runs/bert/checkpoints/step-00000400 --text "for i [MASK] range([MASK]):" --top-k 3
+"""
+EVALUATE_DESCRIPTION = """\
+Print the loss, the perplexity and, for a BERT, the accuracies of a trained model on a data shard.
+
+By default the shard is the one that the model was trained on, and its validation split is used, as evaluations during
+training do. The numbers do not depend on the layout that trained the model, nor on the one that evaluates it. Weights
+and gradients are in memory.
+"""
+EVALUATE_EXAMPLES = """\
+examples:
+  megapipe evaluate --checkpoint runs/quickstart
+  megapipe evaluate --checkpoint runs/quickstart --split test --json
+  megapipe evaluate --checkpoint runs/quickstart/checkpoints/step-00000400 --data-prefix data/other_text_document
+  torchrun --nproc_per_node 4 -m megapipe evaluate --checkpoint runs/gpt --tensor 2
+"""
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    arguments = generate_parser().parse_args(with_hyphens(argv))
+    return exit_status(lambda: _generate(arguments), _is_for_user)
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
+    parser = _parser("generate", GENERATE_DESCRIPTION, GENERATE_EXAMPLES)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; may be repeated; '' starts a new document",
+    )
+    parser.add_argument(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="UTF-8 file with one prompt, without its final newline; may be repeated",
+    )
+    parser.add_argument("--num-samples", type=positive, default=1, metavar="N", help="texts per prompt (default 1)")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="new tokens per text (default 128)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="divisor of the logits; lower is less random, 0 always takes the most likely token (default 1)",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens (default: all)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the most likely tokens with a total probability of P (default 1: all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random numbers (default 0)")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="bytes, or the path of a tokenizer (default: the one of the training data)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="texts generated at once; fewer take less memory (default 32)",
+    )
+    _add_layout(parser)
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    import os
+
+    from megapipe.checkpoint.save_and_load import load_weights
+    from megapipe.inference import trained_model as request
+    from megapipe.inference.generation import Limits, SamplingSettings, generate
+    from megapipe.inference.trained_model import LoadedModel
+    from megapipe.parallel.launch import LaunchEnvironment
+
+    settings = SamplingSettings(
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+    )
+    if settings.problems():
+        raise ConfigError(settings.problems())
+    world_size = LaunchEnvironment.read(os.environ).world_size
+    prompts = request.all_prompts(arguments.prompt, arguments.prompt_file)
+    checkpoint, run = request.read_checkpoint(arguments.checkpoint)
+    trained = request.trained_config(run)
+    config = request.on_layout(
+        trained, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
+    )
+    tokenizer = request.find_tokenizer(arguments.tokenizer, config.data.prefixes[0])
+    tokens = request.encoded(prompts, tokenizer, config.model)
+    limits = Limits(
+        max_new_tokens=arguments.max_new_tokens,
+        vocabulary_size=min(tokenizer.vocabulary_size, config.model.vocabulary_size),
+        end_of_document=tokenizer.end_of_document,
+        batch_size=arguments.batch_size,
+    )
+    with request.connected(config) as mesh:
+        if mesh.rank == 0:
+            print(f"{checkpoint} (step {run.step}), tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
+            if trained.parallel.context > 1:
+                shared = f"parallel.context {trained.parallel.context}"
+                print(f"trained with {shared}; generating with parallel.context 1", file=sys.stderr, flush=True)
+        model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
+        total = len(tokens) * arguments.num_samples * limits.max_new_tokens
+        with closing(ProgressBar("generating", total, "tokens", log=True)) as progress:
+            report = progress.advance if mesh.rank == 0 else lambda _: None
+            texts = generate(model, tokens, arguments.num_samples, settings, limits, report)
+        if mesh.rank == 0:
+            _print_texts(texts, tokenizer)
+
+
+def _print_texts(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
+    """Print prompts with their continuations; several of them with headings."""
+    for text in texts:
+        if len(texts) > 1:
+            print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
+        print(tokenizer.decode(text.tokens), flush=True)
+
+
+def fill_mask(argv: Sequence[str]) -> int:
+    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    arguments = fill_mask_parser().parse_args(with_hyphens(argv))
+    return exit_status(lambda: _fill_mask(arguments), _is_for_user)
+
+
+def fill_mask_parser() -> argparse.ArgumentParser:
+    """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
+    parser = _parser("fill-mask", FILL_MASK_DESCRIPTION, FILL_MASK_EXAMPLES)
+    parser.add_argument(
+        "--text", action="append", required=True, metavar="TEXT", help="text with gaps; may be repeated"
+    )
+    parser.add_argument("--top-k", type=positive, default=5, metavar="K", help="candidates per gap (default 5)")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="WordPiece vocabulary (default: the one that the model was trained with)",
+    )
+    return parser
+
+
+def _fill_mask(arguments: argparse.Namespace) -> None:
+    import os
+
+    from megapipe.checkpoint.save_and_load import load_weights
+    from megapipe.inference import trained_model as request
+    from megapipe.inference.generation import encoded_gaps, fill
+    from megapipe.inference.trained_model import LoadedModel
+    from megapipe.parallel.launch import LaunchEnvironment
+
+    world_size = LaunchEnvironment.read(os.environ).world_size
+    if world_size > 1:
+        raise ConfigError(
+            [f"{world_size} ranks were started, but this command runs as one process: start it without torchrun"]
+        )
+    checkpoint, run = request.read_checkpoint(arguments.checkpoint)
+    trained = request.trained_bert_config(run)
+    config = request.on_layout(trained, 1, tensor=1, pipeline=1, device=arguments.device)
+    name = arguments.tokenizer or trained.data.tokenizer or None
+    tokenizer = request.find_tokenizer(name, trained.data.prefixes[0])
+    texts = [(text, encoded_gaps(text, tokenizer, trained)) for text in arguments.text]
+    with request.connected(config) as mesh:
+        model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
+        print(f"{checkpoint} (step {run.step}), tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
+        for text, tokens in texts:
+            _print_filled(fill(model, tokenizer, text, tokens, arguments.top_k))
+
+
+def _print_filled(filled: "Filled") -> None:
+    """Print a text, and one line for each of its gaps."""
+    print(filled.text)
+    for number, candidates in enumerate(filled.gaps, start=1):
+        candidates_shown = ", ".join(f"{each.piece} {each.probability:.1%}" for each in candidates)
+        print(f"  gap {number}: {candidates_shown}", flush=True)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    arguments = evaluate_parser().parse_args(with_hyphens(argv))
+    return exit_status(lambda: _evaluate(arguments), _is_for_user)
+
+
+def evaluate_parser() -> argparse.ArgumentParser:
+    """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
+    parser = _parser("evaluate", EVALUATE_DESCRIPTION, EVALUATE_EXAMPLES)
+    parser.add_argument(
+        "--data-prefix",
+        metavar="PREFIX",
+        help="another shard, of the same tokenizer, without .bin or .idx; all its documents are used",
+    )
+    parser.add_argument(
+        "--split",
+        choices=["train", "validation", "test"],
+        help="split of the training data (default validation); not with --data-prefix",
+    )
+    parser.add_argument("--samples", type=positive, metavar="N", help="the first N samples only (default: all)")
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="samples in a micro-batch; fewer take less memory (default: batch.micro_size of the training)",
+    )
+    _add_layout(parser)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    return parser
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    import json
+    import os
+    from dataclasses import asdict
+
+    from megapipe.checkpoint.save_and_load import load_weights
+    from megapipe.inference import trained_model as request
+    from megapipe.parallel.launch import LaunchEnvironment
+    from megapipe.training.loop.batches import open_samples
+    from megapipe.training.loop.replica import Replica
+    from megapipe.training.loop.steps import Evaluator
+    from megapipe.training.observe.display import evaluation_line
+    from megapipe.training.validation import validate
+
+    world_size = LaunchEnvironment.read(os.environ).world_size
+    checkpoint, run = request.read_checkpoint(arguments.checkpoint)
+    trained = request.any_trained_config(run)
+    config = request.on_layout(
+        trained, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
+    )
+    split: SplitName = arguments.split or "validation"
+    if arguments.data_prefix is not None:
+        if arguments.split is not None:
+            raise ConfigError("--split is of the training data: leave it out, or leave --data-prefix out")
+        config = _on_shard(config, arguments.data_prefix)
+    samples = open_samples(config, split)
+    config = _in_batches(config, samples, arguments.samples, arguments.batch_size or trained.batch.micro_size)
+    validate(config, world_size)
+    with request.connected(config) as mesh:
+        replica = Replica(config, mesh)
+        load_weights(checkpoint, replica.states(), mesh)
+        record = Evaluator(config, mesh, replica, samples).run(run.step)
+        assert record is not None  # nothing stops it
+        if mesh.rank != 0:
+            return
+        if arguments.json:
+            facts = {"checkpoint": str(checkpoint), "data": config.data.prefixes, "split": split}
+            print(json.dumps(facts | {"samples": config.evaluation.samples} | asdict(record)))
+        else:
+            used = f"{config.evaluation.samples:,} of {len(samples):,} samples of {', '.join(config.data.prefixes)}"
+            print(f"{checkpoint}, {used}", file=sys.stderr, flush=True)
+            print(evaluation_line(record, "loss" if arguments.data_prefix else f"{split} loss"))
+
+
+def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":
+    """Return the configuration with all documents of another shard as its validation split.
+
+    Raises DataError for a shard of another tokenizer.
+    """
+    from dataclasses import replace
+
+    from megapipe.data.manifest import check_one_tokenizer, read_manifest
+
+    manifests = [read_manifest(each) for each in (config.data.prefixes[0], prefix) if each]
+    check_one_tokenizer([manifest for manifest in manifests if manifest is not None])
+    return replace(config, data=replace(config.data, prefix=prefix, blend={}, split="0,1,0"))
+
+
+def _in_batches(
+    config: "PretrainConfig", samples: "Samples", at_most: int | None, micro_size: int
+) -> "PretrainConfig":
+    """Return the configuration for forward passes over the samples; up to one batch of them is left out at the end.
+
+    Raises ConfigError for fewer samples than pipeline ranks.
+    """
+    from dataclasses import replace
+
+    from megapipe.config.memory import OffloadConfig, RecomputeConfig
+    from megapipe.config.parallel import ScheduleConfig, ZeroConfig
+    from megapipe.config.run import BatchConfig
+
+    count = min(len(samples), at_most or len(samples))
+    pipeline = config.parallel.pipeline
+    micro_size = min(micro_size, count // pipeline)
+    if micro_size == 0:
+        raise ConfigError(f"{count} samples are too few for {pipeline} pipeline ranks; use at most {count}")
+    size = micro_size * pipeline
+    return replace(
+        config,
+        batch=BatchConfig(global_size=size, micro_size=micro_size),
+        schedule=ScheduleConfig(),
+        zero=ZeroConfig(),
+        recompute=RecomputeConfig(),
+        offload=OffloadConfig(),
+        evaluation=replace(config.evaluation, samples=count // size * size),
+        data=replace(config.data, order="keyed"),
+    )
+
+
+def _parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all commands have: the checkpoint and the device."""
+    parser = tool_parser(f"megapipe {name}", description, examples)
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="folder of a run (its newest complete checkpoint is used), or of one checkpoint",
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="device; auto uses GPUs if there are any"
+    )
+    return parser
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tensor", type=positive, default=1, metavar="T", help="tensor ranks (default 1)")
+    parser.add_argument(
+        "--pipeline", type=positive, metavar="P", help="pipeline ranks (default: number of processes / tensor ranks)"
+    )
+
+
+def _is_for_user(error: Exception) -> bool:
+    # Importing torch takes a second, which --help and a misspelt flag need not wait for.
+    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.inference.trained_model import PromptError
+    from megapipe.parallel.groups import LaunchError
+
+    return isinstance(error, CheckpointError | ConfigError | DataError | LaunchError | PromptError)

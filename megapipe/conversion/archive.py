@@ -1,0 +1,233 @@
+"""Archives of torch.save: zip files of a pickle and of storages, read in place and written one tensor at a time."""
+
+import io
+import math
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.storage import DISK, explained, on_failure, writing
+from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES, bytes_of, open_to_read, read_into
+from megapipe.conversion.sandbox import Sandbox, TensorPlace
+
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+"""torch's name of a type, without `torch.` -> its name in safetensors, for the types that checkpoints contain."""
+
+
+class Archive:
+    """An archive of torch.save, at bytes `start` to `stop` of a file. value: the content of its pickle.
+
+    Raises DamagedCheckpointError for an incomplete archive, CheckpointError for a pickle that is refused.
+    """
+
+    def __init__(self, path: Path, sandbox: Sandbox, start: int = 0, stop: int | None = None) -> None:
+        self.path = path
+        self._descriptor = open_to_read(path)
+        with on_failure(self.close):
+            size = os.fstat(self._descriptor).st_size
+            self._start, stop = start, size if stop is None else stop
+            if not 0 <= start <= stop <= size:
+                raise self._damaged(f"it has {size} bytes, and bytes {start} to {stop} are requested")
+            self.value = sandbox.load(self._descriptor, start, stop, str(path), archive=True)
+
+    def _damaged(self, why: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self.path} is not a readable torch archive: {why}", "unreadable")
+
+    def tensor(self, place: TensorPlace) -> Tensor:
+        """Return a tensor's elements, contiguous, in newly allocated memory. Only the part of its storage that it uses
+        is read.
+
+        Raises DamagedCheckpointError if the file ends early, and if elements are repeated, because a small file could
+        then become a tensor of any size.
+        """
+        if math.prod(place.shape) > place.span:
+            raise self._damaged(f"a tensor of shape {place.shape} and stride {place.stride} repeats elements")
+        dtype: torch.dtype = getattr(torch, place.dtype)
+        flat = torch.empty(place.span, dtype=dtype)
+        first = self._start + place.start + place.offset * dtype.itemsize
+        if not read_into(self._descriptor, bytes_of(flat), first):
+            raise self._damaged("it ends inside a storage")
+        return flat.as_strided(place.shape, place.stride).contiguous() if place.span else flat.reshape(place.shape)
+
+    def verify(self, place: TensorPlace) -> list[str]:
+        """Read a tensor's whole storage and return its problems; an empty list if there are none."""
+        try:
+            self.tensor(place)
+        except CheckpointError as error:
+            return [str(error)]
+        first = self._start + place.start
+        checksum = 0
+        for at in range(first, first + place.num_bytes, PIECE_BYTES):
+            content = os.pread(self._descriptor, min(PIECE_BYTES, first + place.num_bytes - at), at)
+            checksum = zlib.crc32(content, checksum)
+        # torch can be configured to write no checksums, and then writes zeros.
+        if place.crc32 in (0, checksum):
+            return []
+        return [f"{self.path}: the storage at byte {first:,} has changed since it was written: its CRC-32 differs"]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Slot:
+    """A tensor that will be written, in its place in a pickled value. key: of its storage, unique in the archive."""
+
+    def __init__(self, key: str, dtype: str, shape: tuple[int, ...]) -> None:
+        self.key, self.dtype, self.shape = key, dtype, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        storage = _StorageSlot(self.key, DTYPES[self.dtype], math.prod(self.shape))
+        hooks: dict[str, Any] = {}
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, tuple(strides), False, hooks)
+
+
+class _StorageSlot:
+    def __init__(self, key: str, dtype: torch.dtype, num_elements: int) -> None:
+        self.key, self.dtype, self.num_elements = key, dtype, num_elements
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if not isinstance(value, _StorageSlot):
+            return None
+        kind = torch.storage._dtype_to_storage_type_map()[value.dtype]
+        return "storage", getattr(torch, kind), value.key, "cpu", value.num_elements
+
+
+class _Output:
+    """A new file for torch's writer of archives, which changes the disk only by StorageWriter.
+
+    failure: the error of the disk. It is stored and not raised, because torch's writer aborts the process if its
+    destructor, which completes the file, meets an exception.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder, self.failure, self._descriptor = path.parent, "", DISK.create(path)
+
+    def write(self, content: Any) -> int:
+        """Write all of it; write nothing after a failure or after the file was closed."""
+        left = memoryview(content)
+        size = left.nbytes
+        try:
+            while left and self._descriptor >= 0 and not self.failure:
+                left = left[DISK.write(self._descriptor, left) :]
+        except OSError as error:
+            self.failure = explained(error, self._folder)
+        return size
+
+    def close(self, *, durable: bool) -> None:
+        """Close the file, after a flush if `durable`. Idempotent."""
+        if self._descriptor < 0:
+            return
+        try:
+            if durable and not self.failure:
+                DISK.flush(self._descriptor)
+        except OSError as error:
+            self.failure = explained(error, self._folder)
+        finally:
+            descriptor, self._descriptor = self._descriptor, -1
+            DISK.close(descriptor)
+
+
+class ArchiveWriter:
+    """Writes an archive for torch.load, one tensor at a time. value: the content of its pickle, with a Slot for each
+    tensor.
+
+    Every method raises CheckpointError if the disk refuses a write.
+    """
+
+    def __init__(self, path: Path, value: Any) -> None:
+        content = io.BytesIO()
+        _Pickler(content, protocol=2).dump(value)
+        self.path = path
+        with writing(path):
+            self._output = _Output(path)
+        self._writer = torch._C.PyTorchFileWriter(self._output)  # type: ignore[call-overload]  # it needs only `write`
+        self._record("data.pkl", content.getvalue(), len(content.getvalue()))
+        self._record("byteorder", b"little", len(b"little"))
+
+    def add(self, key: str, values: Tensor) -> None:
+        """Write the elements of the Slot of this key."""
+        whole = values.contiguous()
+        if whole.storage_offset():  # the beginning of the storage is written
+            whole = whole.clone()
+        self._record(f"data/{key}", whole.untyped_storage(), whole.nbytes)
+
+    def close(self) -> None:
+        """Complete the file and make it durable."""
+        self._writer.write_end_of_file()
+        self._output.close(durable=True)
+        self._check()
+
+    def abandon(self) -> None:
+        """Close the file without completing it, because it will be removed."""
+        self._output.close(durable=False)
+
+    def _record(self, name: str, content: Any, size: int) -> None:
+        self._writer.write_record(name, content, size)
+        self._check()
+
+    def _check(self) -> None:
+        if self._output.failure:
+            self._output.close(durable=False)
+            raise CheckpointError(f"cannot write {self.path}: {self._output.failure}")
+
+
+class PickledTensor(NamedTuple):
+    """One tensor of a file. dtype: its name in safetensors."""
+
+    dtype: str
+    place: TensorPlace
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.place.shape)
+
+
+class PickledTensors:
+    """Reads a `.bin` file one tensor at a time, with the methods of `TensorReader`.
+
+    entries: its floating-point tensors by key.
+
+    Raises CheckpointError for a file that cannot be read or names a class that no checkpoint needs.
+    """
+
+    def __init__(self, path: Path, sandbox: Sandbox) -> None:
+        self._archive = Archive(path, sandbox)
+        value = self._archive.value
+        if not isinstance(value, dict):
+            self.close()
+            raise DamagedCheckpointError(f"{path} does not contain a state dict of tensors by name", "unreadable")
+        self.entries = {
+            str(key): PickledTensor(DTYPE_NAMES[place.dtype], place)
+            for key, place in value.items()
+            if isinstance(place, TensorPlace) and place.dtype in DTYPE_NAMES
+        }
+
+    def entry(self, key: str) -> PickledTensor:
+        """Return the place of a tensor. Raises DamagedCheckpointError if no such tensor has a known type."""
+        if key not in self.entries:
+            raise DamagedCheckpointError(f"{self._archive.path} has no floating-point tensor {key!r}", "unreadable")
+        return self.entries[key]
+
+    def whole(self, key: str) -> Tensor:
+        """Return a tensor in newly allocated memory."""
+        return self._archive.tensor(self.entry(key).place)
+
+    def verify(self, key: str) -> list[str]:
+        """Read a tensor's storage and return its problems; an empty list if there are none."""
+        return self._archive.verify(self.entry(key).place)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._archive.close()

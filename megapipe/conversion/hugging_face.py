@@ -1,0 +1,246 @@
+"""Hugging Face folders as a source and as a target. No code in a folder is run.
+
+A source has config.json and safetensors or `.bin` files. A target gets safetensors files with an index, config.json,
+and the tokenizer's files if it has any. The importer checks every export: config.json is read back, and a field that
+changes cannot be expressed by that family of transformers.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.directory import FreshFolder
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face import CONFIG, INDEX, SINGLE, HuggingFaceFolder, fields_of_config
+from megapipe.checkpoint.hugging_face_config import FAMILIES, correspondences, field_differences, nearest_family
+from megapipe.checkpoint.storage import on_failure
+from megapipe.checkpoint.tensor_file import DTYPES, TensorReader, TensorStream
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.archive import PickledTensors
+from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
+from megapipe.conversion.megapipe_format import check_layers, model_of
+from megapipe.conversion.sandbox import Sandbox
+from megapipe.conversion.tokenizer_files import exported_tokenizer
+from megapipe.models.gpt_hugging_face import Correspondence, WeightMappingError
+
+
+class HuggingFaceSource:
+    """The weights of a folder of one of the families that docs/conversion.md lists.
+
+    Raises CheckpointError for a folder that is incomplete, unreadable or of another model, and for hostile content.
+    """
+
+    def __init__(self, path: Path, allow_pickle: bool = False) -> None:
+        self._sandbox: Sandbox | None = None
+        self._allow_pickle = allow_pickle
+        self._open: list[TensorReader | PickledTensors] = []
+        with on_failure(self.close):
+            self._folder = folder = HuggingFaceFolder(path, self._opened, allow_pickle=allow_pickle)
+            model = _model(path, folder.config, folder.places)
+            folder.fit(model)
+            tensors = tuple(self._described(name) for name in folder.pairs)
+        notes = (f"{path}: {folder.note}",) if folder.note else ()
+        self.contents = Contents(model, tensors, tokenizer=str(path), notes=notes)
+
+    def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
+        """Return elements as `Source.read`, in canonical order. Each tensor of the folder that they come from is read
+        completely."""
+        whole = self._folder.parameter(tensor.name)
+        return (whole[index].clone() if index else whole).contiguous()
+
+    def verify(self, tensor: StoredTensor) -> list[str]:
+        """Compare the checksums of `.bin` files. safetensors files have none and are only read completely."""
+        try:
+            self.read(tensor)
+        except CheckpointError as error:
+            return [str(error)]
+        problems = []
+        for name in self._folder.pairs[tensor.name].theirs:
+            path, key = self._folder.places[name]
+            file = self._folder.file(path)
+            if isinstance(file, PickledTensors):
+                problems += file.verify(key)
+        return problems
+
+    def close(self) -> None:
+        """Close all files, and end the process that read pickles, if there is one."""
+        for file in self._open:
+            file.close()
+        self._open = []
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def _described(self, name: str) -> StoredTensor:
+        pair = self._folder.pairs[name]
+        places = [self._folder.places[theirs] for theirs in pair.theirs]
+        entries = [self._folder.file(file).entry(key) for file, key in places]
+        try:
+            pair.check([entry.shape for entry in entries])
+        except WeightMappingError as error:
+            raise CheckpointError(str(error)) from error
+        dtypes = {entry.dtype for entry in entries}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{', '.join(pair.theirs)} have different types, {', '.join(sorted(dtypes))}")
+        return StoredTensor(name, WEIGHTS, pair.spec.shape, dtypes.pop())
+
+    def _opened(self, path: Path) -> TensorReader | PickledTensors:
+        if path.suffix != ".bin":
+            self._open.append(TensorReader(path))
+        else:
+            if self._sandbox is None:
+                self._sandbox = Sandbox(self._allow_pickle, path.parent)
+            self._open.append(PickledTensors(path, self._sandbox))
+        return self._open[-1]
+
+
+def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
+    """Return the configuration of the folder's model."""
+    prefix = "rope_scaling."
+    found = fields_of_config(folder, config, names)
+    fields: dict[str, Any] = {name: value for name, value in found.items() if not name.startswith(prefix)}
+    fields.setdefault("max_positions", config.get("max_position_embeddings", ModelConfig().max_positions))
+    fields["rope_scaling"] = {
+        name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)
+    }
+    model = model_of(fields)
+    check_layers(folder, model, len(names))
+    return model
+
+
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Return the content of config.json. dtype: of the weights, by its name in safetensors.
+
+    Raises CheckpointError with every field of `model` that the nearest family cannot express.
+    """
+    kind = nearest_family(model)
+    config = {"model_type": kind, **FAMILIES[kind].config(model)}
+    try:
+        names = [name for pair in correspondences(model, kind) for name in pair.theirs]
+    except WeightMappingError:  # `field_differences` reports the fields
+        names = []
+    differences = field_differences(model, FAMILIES[kind].fields(config, names))
+    if differences:
+        raise CheckpointError(
+            f"this model cannot be exported to transformers; the nearest family, {kind}, would need other weights: "
+            f"{'; '.join(differences)}"
+        )
+    return {**config, "dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]}
+
+
+def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Correspondence]:
+    """Return parameter -> its tensors in the family of an exported configuration. Raises CheckpointError."""
+    try:
+        return {pair.spec.name: pair for pair in correspondences(model, config["model_type"])}
+    except WeightMappingError as error:
+        raise CheckpointError(f"this model cannot be exported as {config['model_type']}: {error}") from error
+
+
+GENERATION = "generation_config.json"
+_Described = tuple[str, str, tuple[int, ...]]
+"""Name, type and shape of a tensor in the folder."""
+
+
+class HuggingFaceTarget:
+    """A folder that transformers loads by its path. It does not contain rows that only pad the vocabulary."""
+
+    def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
+        dtypes = {tensor.dtype for tensor in contents.tensors if tensor.kind == WEIGHTS}
+        if len(dtypes) != 1:
+            raise CheckpointError(
+                f"weights are stored as {', '.join(sorted(dtypes))}; a Hugging Face folder has one type: choose it "
+                "with --precision"
+            )
+        self._config = exported_config(contents.model, dtypes.pop())
+        self._pairs = exported_pairs(contents.model, self._config)
+        self._check(contents)
+        self._shards = self._planned(contents, options.max_shard_bytes)
+        self._files = [_file_name(number, len(self._shards)) for number in range(len(self._shards))]
+        self._tokenizer = exported_tokenizer(contents.tokenizer, contents.model)
+        self._generates = contents.model.kind == "gpt"
+        self._folder = FreshFolder(path)
+        self._stream: TensorStream | None = None
+        self._next = 0
+
+    def add(self, tensor: StoredTensor, values: Tensor) -> None:
+        """Write the tensors of a parameter; open the next file when one is full."""
+        pair = self._pairs[tensor.name]
+        for name, part in zip(pair.theirs, pair.part(values), strict=True):
+            if self._stream is None or self._stream.full:
+                self._open_next()
+            assert self._stream is not None
+            self._stream.add(name, part)
+
+    def finish(self) -> list[str]:
+        """Write the index, config.json and the tokenizer's files, and rename the folder."""
+        if self._stream is not None:
+            self._stream.close()
+        if len(self._files) > 1:
+            self._write(INDEX, self._index())
+        self._write(CONFIG, {**self._config, **self._tokenizer.ids})
+        if self._generates and GENERATION not in self._tokenizer.files:
+            self._write(GENERATION, self._tokenizer.ids)
+        for name, content in self._tokenizer.files.items():
+            self._folder.write(name, content)
+        self._folder.finish()
+        return [self._tokenizer.note] if self._tokenizer.note else []
+
+    def abandon(self) -> None:
+        """Remove everything that was written."""
+        if self._stream is not None:
+            self._stream.abandon()
+        self._folder.abandon()
+
+    def _check(self, contents: Contents) -> None:
+        """Check that the tensors are the model's parameters."""
+        shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
+        for name, pair in self._pairs.items():
+            if shapes.get(name) != pair.spec.shape:
+                state = f"of shape {shapes[name]}" if name in shapes else "missing"
+                raise CheckpointError(f"{name} is {state} in the checkpoint; its model needs shape {pair.spec.shape}")
+        unknown = [name for name in shapes if name not in self._pairs]
+        if unknown:
+            raise CheckpointError(f"the checkpoint contains {', '.join(unknown[:4])}, which its model does not have")
+
+    def _planned(self, contents: Contents, max_bytes: int) -> list[list[_Described]]:
+        """Return the tensors of each file."""
+        shards: list[list[_Described]] = [[]]
+        filled = 0
+        for tensor in contents.tensors:
+            pair = self._pairs[tensor.name]
+            for name, part in zip(pair.theirs, pair.part(torch.empty(tensor.shape, device="meta")), strict=True):
+                num_bytes = part.numel() * DTYPES[tensor.dtype].itemsize
+                if shards[-1] and filled + num_bytes > max_bytes:
+                    shards.append([])
+                    filled = 0
+                shards[-1].append((name, tensor.dtype, tuple(part.shape)))
+                filled += num_bytes
+        return shards
+
+    def _open_next(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = TensorStream(self._folder.partial / self._files[self._next], self._shards[self._next])
+        self._next += 1
+
+    def _index(self) -> dict[str, Any]:
+        size = 0
+        places = {}
+        for file, shard in zip(self._files, self._shards, strict=True):
+            for name, dtype, shape in shard:
+                places[name] = file
+                size += torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        return {"metadata": {"total_size": size}, "weight_map": places}
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        self._folder.write(name, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"

@@ -1,0 +1,287 @@
+"""Conversion, averaging, comparison, verification and description of checkpoints, with one tensor in memory at a
+time."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.directory import steps
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import on_failure
+from megapipe.checkpoint.tensor_file import DTYPES
+from megapipe.config.command_line import tracked
+from megapipe.conversion.formats import WEIGHTS, Contents, Format, Source, StoredTensor, Target
+
+_PIECE = 1 << 22
+"""Number of elements that are cast or compared at once, because float64 and the search for infinities take memory."""
+
+PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+"""Types of written weights -> their names in safetensors files. Moments keep their types."""
+
+
+def contents_for(contents: Contents, target: Format, precision: str | None, weights_only: bool) -> Contents:
+    """Return the part of a checkpoint's contents that a target gets."""
+    if weights_only or not target.keeps_run:
+        contents = contents.weights_only()
+    if not any(tensor.kind == WEIGHTS for tensor in contents.tensors):
+        raise CheckpointError("the checkpoint contains no weights, so there is nothing to convert")
+    if precision is None:
+        return contents
+    return replace(
+        contents,
+        tensors=tuple(
+            replace(tensor, dtype=PRECISIONS[precision]) if is_weight(tensor.kind) else tensor
+            for tensor in contents.tensors
+        ),
+    )
+
+
+def is_weight(kind: str) -> bool:
+    """Return whether a kind is a version of the weights, not a moment."""
+    return kind.startswith(WEIGHTS)
+
+
+def transfer(source: Source, contents: Contents, target: Target) -> list[str]:
+    """Write every tensor of `contents` to a target, cast to its type there; return the target's notes.
+
+    Raises CheckpointError, and then nothing exists at the target's path.
+    """
+    stored = {(tensor.name, tensor.kind): tensor for tensor in source.contents.tensors}
+    with on_failure(target.abandon), tracked(contents.tensors, "converting") as tensors:
+        for tensor in tensors:
+            target.add(tensor, cast(source.read(stored[tensor.name, tensor.kind]), tensor))
+        return target.finish()
+
+
+def cast(values: Tensor, tensor: StoredTensor) -> Tensor:
+    """Return values in a tensor's type. Raises CheckpointError if finite values would become infinite."""
+    dtype = DTYPES[tensor.dtype]
+    if values.dtype == dtype:
+        return values
+    found = torch.empty(values.shape, dtype=dtype)
+    narrower = torch.finfo(dtype).max < torch.finfo(values.dtype).max
+    for old, new in zip(values.reshape(-1).split(_PIECE), found.view(-1).split(_PIECE), strict=True):
+        new.copy_(old)
+        if narrower and bool((new.isinf() & old.isfinite()).any()):
+            raise CheckpointError(
+                f"{tensor.kind} of {tensor.name} has values beyond {torch.finfo(dtype).max:g}, the largest of "
+                f"{tensor.dtype}; choose --precision bf16 or fp32"
+            )
+    return found
+
+
+_ELEMENTS = 1 << 24
+"""Number of elements that are summed at once."""
+
+
+def average(sources: Sequence[Source], contents: Contents, open_target: Callable[[], Target]) -> list[str]:
+    """Write the mean of the sources' weights (Izmailov et al., 1803.05407), summed in float64; return the target's
+    notes.
+
+    contents: of the target. Raises CheckpointError, before anything is written, if the sources have different models.
+    """
+    named = [_weights(source) for source in sources]
+    shapes = [{name: tensor.shape for name, tensor in weights.items()} for weights in named]
+    for number, found in enumerate(shapes[:-1], start=1):
+        if found != shapes[-1]:
+            name = next(name for name in {**found, **shapes[-1]} if found.get(name) != shapes[-1].get(name))
+            raise CheckpointError(
+                f"checkpoints of different models cannot be averaged: {name} has shape {found.get(name)} in "
+                f"checkpoint {number} and {shapes[-1].get(name)} in the last one"
+            )
+    target = open_target()
+    with on_failure(target.abandon), tracked(contents.tensors, "averaging") as tensors:
+        for tensor in tensors:
+            parts = [(source, weights[tensor.name]) for source, weights in zip(sources, named, strict=True)]
+            target.add(tensor, _mean(parts, tensor))
+        return target.finish()
+
+
+def _mean(parts: Sequence[tuple[Source, StoredTensor]], tensor: StoredTensor) -> Tensor:
+    """Return the mean in a tensor's type, computed some rows at a time, because float64 takes twice the memory."""
+    found = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    rows = max(1, _ELEMENTS * tensor.shape[0] // found.numel())
+    for start in range(0, tensor.shape[0], rows):
+        index = (slice(start, min(start + rows, tensor.shape[0])), *(slice(0, length) for length in tensor.shape[1:]))
+        total = torch.zeros(found[index].shape, dtype=torch.float64)
+        for source, stored in parts:
+            total.add_(source.read(stored, index).double())
+        found[index] = cast(total.div_(len(parts)).float(), tensor)
+    return found
+
+
+def _weights(source: Source) -> dict[str, StoredTensor]:
+    return {tensor.name: tensor for tensor in source.contents.tensors if tensor.kind == WEIGHTS}
+
+
+_Tensors = Mapping[tuple[str, str], StoredTensor]
+"""(kind, name) -> tensor."""
+
+
+class Difference(NamedTuple):
+    """Largest absolute difference of two tensors, and the largest difference relative to the larger value."""
+
+    absolute: float
+    relative: float
+
+
+def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) -> tuple[list[str], int]:
+    """Return one line for each tensor that differs and each kind that is missing, and the number of compared tensors.
+
+    tolerance: largest absolute difference that is ignored. Types may differ if values are equal.
+    """
+    one, other = (_by_name(source, weights_only) for source in (ours, theirs))
+    lines = [*_missing(one, other, "only in the first"), *_missing(other, one, "only in the second")]
+    common = [key for key in one if key in other]
+    with tracked([one[key] for key in common], "comparing") as tensors:
+        for key, tensor in zip(common, tensors, strict=True):
+            if tensor.shape != other[key].shape:
+                lines.append(f"{_called(key)}: shape {tensor.shape} and {other[key].shape}")
+                continue
+            found = difference(ours.read(tensor), theirs.read(other[key]))
+            if not found.absolute <= tolerance:
+                lines.append(f"{_called(key)}: max difference {found.absolute:.3g}, relative {found.relative:.3g}")
+    return lines, len(common)
+
+
+def _missing(one: _Tensors, other: _Tensors, where: str) -> list[str]:
+    """Return one line for each tensor of `one`, or for each kind of tensor, that `other` lacks."""
+    kinds = Counter(kind for kind, _ in one)
+    absent = [kind for kind in kinds if kind not in {kind for kind, _ in other}]
+    lines = [f"{kind} of all {kinds[kind]} tensors: {where}" for kind in absent]
+    return lines + [f"{_called(key)}: {where}" for key in one if key not in other and key[0] not in absent]
+
+
+def difference(one: Tensor, other: Tensor) -> Difference:
+    """Return the difference of two tensors of the same shape.
+
+    It is 0 for equal bits or values, and infinite if only one of two elements is not a number.
+    """
+    absolute = relative = 0.0
+    for first, second in zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True):
+        left, right = first.double(), second.double()
+        equal = (left == right) | (left.isnan() & right.isnan())
+        apart = _known((left - right).abs()).masked_fill(equal, 0.0)
+        if bool(apart.any()):
+            scale = torch.maximum(left.abs(), right.abs())
+            absolute = max(absolute, float(apart.max()))
+            relative = max(relative, float(_known(apart / scale).masked_fill(equal, 0.0).max()))
+    return Difference(absolute, relative)
+
+
+def _known(values: Tensor) -> Tensor:
+    """Replace values that are not numbers by infinity."""
+    return values.masked_fill(values.isnan(), math.inf)
+
+
+def _by_name(source: Source, weights_only: bool) -> dict[tuple[str, str], StoredTensor]:
+    return {
+        (tensor.kind, tensor.name): tensor
+        for tensor in source.contents.tensors
+        if tensor.kind == WEIGHTS or not weights_only
+    }
+
+
+def _called(key: tuple[str, str]) -> str:
+    kind, name = key
+    return name if kind == WEIGHTS else f"{kind} of {name}"
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """Return all checkpoints of a run's folder; any other folder is one checkpoint."""
+    found = steps(path / "checkpoints") or steps(path)
+    return list(found.values()) or [path]
+
+
+def problems_of(source: Source) -> list[str]:
+    """Return the problems of a checkpoint, one line for each problem of each bad file."""
+    found: dict[str, list[str]] = {}
+    with tracked(source.contents.tensors, "verifying") as tensors:
+        for tensor in tensors:
+            name = tensor.name if tensor.kind == WEIGHTS else f"{tensor.kind} of {tensor.name}"
+            for problem in source.verify(tensor):
+                found.setdefault(problem, []).append(name)
+    return [f"{problem}; lost: {', '.join(names)}" for problem, names in found.items()]
+
+
+_LOSSES = 3
+
+
+def as_text(known: Format, contents: Contents) -> str:
+    """Return tables for users: the model, the run, totals by kind, all tensors."""
+    lines = [known.title, "", *_table(_model_rows(contents)), ""]
+    lines += [*_table(_run_rows(contents)), ""] if contents.run is not None else []
+    kinds = [["kind", "tensors", "elements", "bytes", "type"]]
+    for kind in contents.kinds:
+        those = [tensor for tensor in contents.tensors if tensor.kind == kind]
+        types = ", ".join(sorted({tensor.dtype for tensor in those}))
+        elements, num_bytes = (sum(each.num_elements for each in those), sum(each.num_bytes for each in those))
+        kinds.append([kind, str(len(those)), f"{elements:,}", f"{num_bytes:,}", types])
+    lines += [*_table(kinds), ""]
+    rows = [["tensor", "kind", "shape", "type", "bytes"]]
+    rows += [
+        [each.name, each.kind, " x ".join(map(str, each.shape)), each.dtype, f"{each.num_bytes:,}"]
+        for each in contents.tensors
+    ]
+    return "\n".join(lines + _table(rows))
+
+
+def as_json(known: Format, contents: Contents) -> str:
+    """Return the same for programs, with the whole configuration."""
+    run = contents.run
+    document: dict[str, Any] = {
+        "format": known.title,
+        "model": asdict(contents.model),
+        "run": None,
+        "parameters": sum(each.num_elements for each in contents.tensors if each.kind == WEIGHTS),
+        "bytes": sum(each.num_bytes for each in contents.tensors),
+        "tensors": [{**asdict(tensor), "bytes": tensor.num_bytes} for tensor in contents.tensors],
+    }
+    if run is not None:
+        document["run"] = {**asdict(run), "losses": run.finite_losses}
+    return json.dumps(document, indent=2)
+
+
+def _model_rows(contents: Contents) -> list[list[str]]:
+    """Return the model's fields that differ from their defaults, and some important ones."""
+    model = contents.model
+    defaults = type(model)()
+    always = ("vocabulary_size", "num_layers", "hidden_size", "num_heads", "max_positions")
+    return [
+        [f"model.{each.name}", str(getattr(model, each.name))]
+        for each in fields(model)
+        if each.name in always or getattr(model, each.name) != getattr(defaults, each.name)
+    ]
+
+
+def _run_rows(contents: Contents) -> list[list[str]]:
+    run = contents.run
+    assert run is not None
+    rows = [
+        ["step", f"{run.step:,}"],
+        ["consumed samples", f"{run.consumed_samples:,}"],
+        ["precision", run.precision],
+    ]
+    if run.losses:
+        rows.append(["last losses", ", ".join(f"{step}: {loss:.4f}" for step, loss in run.losses[-_LOSSES:])])
+    return rows
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Return aligned columns; columns of numbers are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    numeric = [all(row[column].replace(",", "").isdigit() for row in rows[1:]) for column in range(len(widths))]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

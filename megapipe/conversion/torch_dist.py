@@ -1,0 +1,155 @@
+"""Megatron-LM's `torch_dist` layout (megatron-core's dist_checkpointing), which uses the files of DCP.
+
+Each parameter of all layers is one tensor whose first axis is the layer. `common.pt`, with the arguments, and
+`metadata.json` are in the same folder.
+"""
+
+import json
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import on_failure, read_json
+from megapipe.checkpoint.tensor_file import DTYPES
+from megapipe.conversion.archive import Archive, ArchiveWriter
+from megapipe.conversion.dcp import DcpFiles, DcpWriter
+from megapipe.conversion.formats import (
+    COMMON,
+    DIST_CONFIG,
+    WEIGHTS,
+    Contents,
+    Index,
+    StoredTensor,
+    TargetOptions,
+    iteration_folder,
+)
+from megapipe.conversion.megatron_model import (
+    LINEAR_LAYERS,
+    IterationFolder,
+    ParameterLocation,
+    arguments_of,
+    merged,
+    merged_shape,
+    model_of_arguments,
+    padded_rows,
+    places,
+)
+from megapipe.conversion.sandbox import Sandbox
+
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}
+_MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
+_CHECKPOINT_VERSION = 3.0
+
+
+class TorchDistSource:
+    """The weights of such a folder. Optimizer states are ignored, because by default they depend on their layout."""
+
+    def __init__(self, path: Path, allow_pickle: bool) -> None:
+        folder = iteration_folder(path)
+        config = read_json(folder / DIST_CONFIG)
+        told = {name: config.get(name) for name in _BACKEND}
+        if told != _BACKEND:
+            raise CheckpointError(f"{folder / DIST_CONFIG} has {told}; only {_BACKEND} can be read")
+        self._sandbox = Sandbox(allow_pickle, folder)
+        with on_failure(self.close):
+            self._files = DcpFiles(folder, self._sandbox)
+            common = Archive(folder / COMMON, self._sandbox)
+            common.close()
+            model = model_of_arguments(common.value, folder / COMMON)
+            self._places = places(model)
+            self._keys = {name: self._key(place, folder) for name, place in self._places.items()}
+            used = {key for key, _ in self._keys.values()}
+            unknown = [key for key in self._files.tensors if key.startswith(_MODEL_KEYS) and key not in used]
+            if unknown:
+                raise CheckpointError(
+                    f"{folder} contains {unknown[0]!r}, which is not a parameter of the model that its args describe"
+                )
+            self.contents = Contents(
+                model,
+                tuple(
+                    StoredTensor(name, WEIGHTS, place.spec.shape, self._files.tensors[self._keys[name][0]].dtype)
+                    for name, place in self._places.items()
+                ),
+            )
+
+    def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
+        spec = self._places[tensor.name].spec
+        key, layer = self._keys[tensor.name]
+        rows = tuple(slice(0, extent) for extent in merged_shape(spec, spec.shape))
+        stacked = (slice(layer, layer + 1),) if layer is not None else ()
+        whole = self._files.read(key, stacked + rows).reshape(spec.shape)
+        return whole[index].clone() if index else whole
+
+    def verify(self, tensor: StoredTensor) -> list[str]:
+        key, layer = self._keys[tensor.name]
+        return self._files.verify(key, layer)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _key(self, place: ParameterLocation, folder: Path) -> tuple[str, int | None]:
+        """Return the key of a parameter, and its index on the first axis if layers are stacked."""
+        shape = merged_shape(place.spec, place.spec.shape)
+        key = place.fused_key
+        candidates: list[tuple[str, int | None]] = [(key, None)]
+        if place.layer is not None:
+            candidates = [(f"decoder.layers.{key}", place.layer), (f"decoder.layers.{place.layer}.{key}", None)]
+        for name, layer in candidates:
+            found = self._files.tensors.get(name)
+            if found is None:
+                continue
+            has = found.shape if layer is None else found.shape[1:]
+            fits = len(has) == len(shape) and has[1:] == shape[1:]
+            fits = fits and (has[0] >= shape[0] if place.spec.padded else has[0] == shape[0])
+            if not fits or (layer is not None and layer >= found.shape[0]):
+                raise CheckpointError(f"{folder}: {name!r} has shape {found.shape}, but its args require {shape}")
+            return name, layer
+        raise CheckpointError(f"{folder} has no {candidates[0][0]!r}, which megapipe needs for {place.spec.name}")
+
+
+class TorchDistTarget:
+    """A new folder of this layout; see `IterationFolder`."""
+
+    def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
+        self._model, self._places = contents.model, places(contents.model)
+        arguments = arguments_of(contents, 1, 1, 1, DTYPES[contents.tensors[0].dtype])
+        self._folder = IterationFolder(path, contents.run)
+        with on_failure(self._folder.abandon):
+            value = {
+                "args": arguments,
+                "checkpoint_version": _CHECKPOINT_VERSION,
+                "iteration": arguments.iteration,
+                "num_floating_point_operations_so_far": 0,
+            }
+            ArchiveWriter(self._folder.inner / COMMON, value).close()
+            self._writer = DcpWriter(self._folder.inner)
+
+    def add(self, tensor: StoredTensor, values: Tensor) -> None:
+        place = self._places[tensor.name]
+        rows = merged(place.spec, values)
+        if place.spec.padded:
+            rows = nn.functional.pad(rows, (0, 0, 0, padded_rows(self._model, 1) - rows.shape[0]))
+        if place.layer is None:
+            self._writer.add(place.key, rows.shape, (0,) * rows.ndim, rows)
+            return
+        shape, offsets = (self._model.num_layers, *rows.shape), (place.layer, *(0,) * rows.ndim)
+        self._writer.add(f"decoder.layers.{place.fused_key}", shape, offsets, rows[None])
+
+    def finish(self) -> list[str]:
+        # dist_checkpointing requires the extra state of every linear layer; without FP8 it is None.
+        count = self._model.num_layers
+        for module in LINEAR_LAYERS:
+            for layer in range(count):
+                self._writer.add_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{count}", [None])
+        if not self._model.tie_embeddings:
+            self._writer.add_object("output_layer._extra_state/shard_0_1", [None])
+        self._writer.finish()
+        self._folder.write(f"{self._folder.name}/{DIST_CONFIG}", json.dumps({**_BACKEND, **_COMMON_BACKEND}))
+        self._folder.finish()
+        return ["weights only: load them in Megatron-LM with --no-load-optim --no-load-rng"]
+
+    def abandon(self) -> None:
+        self._writer.close()
+        self._folder.abandon()

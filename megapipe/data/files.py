@@ -1,0 +1,209 @@
+"""Durable writes of whole files, checksums, and the page cache."""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from megapipe.data.errors import DataError
+
+
+def flush_to_disk(file: BinaryIO) -> None:
+    """Write a file's data from the buffers of Python and the kernel to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until renames in the folder would survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name and rename it; create its folder if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            flush_to_disk(file)
+        os.replace(partial, path)
+        flush_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+_BUFFER = 1 << 20
+
+SAMPLED_PIECES = 64
+PIECE_BYTES = 1 << 16
+
+
+class HashedFile:
+    """A file that is written from beginning to end, with a checksum of its content.
+
+    Writing can be resumed. `xxh128:<hex>` is the 128-bit XXH3 hash, as `xxh128sum` prints it. It detects damage, not
+    forgery.
+    """
+
+    def __init__(self, file: BinaryIO, digest: "xxhash.xxh3_128") -> None:
+        self._file = file
+        self._digest = digest
+
+    @classmethod
+    def create(cls, path: Path) -> "HashedFile":
+        return cls(path.open("wb", buffering=_BUFFER), xxhash.xxh3_128())
+
+    @classmethod
+    def resume(cls, path: Path, size: int, checksum: str) -> "HashedFile":
+        """Open a file to continue writing after its first `size` bytes, and cut off the rest.
+
+        Raises DataError if those bytes are missing or do not have the checksum.
+        """
+        digest = xxhash.xxh3_128()
+        file = path.open("r+b", buffering=_BUFFER)
+        try:
+            left = size
+            while left and (block := file.read(min(left, _BUFFER))):
+                digest.update(block)
+                left -= len(block)
+            if left or _named(digest) != checksum:
+                raise DataError(
+                    f"{path} has changed since it was written: expected {size} bytes with checksum {checksum}"
+                )
+            os.ftruncate(file.fileno(), size)
+            file.seek(size)
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, digest)
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def checksum(self) -> str:
+        return _named(self._digest)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def flush_to_disk(self) -> None:
+        flush_to_disk(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def checksum_of_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    """Return the checksum of the whole file, or of the part that was read when `stopped` became true."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while not stopped() and (block := file.read(_BUFFER)):
+            digest.update(block)
+    return _named(digest)
+
+
+def sampled_checksum(path: Path) -> str:
+    """Return `xxh128-sampled:<hex>`, a checksum of a file's size and of SAMPLED_PIECES evenly spaced pieces of it.
+
+    A file of at most SAMPLED_PIECES x PIECE_BYTES bytes (4 MiB) is read completely. The first and the last byte of any
+    file are in a piece. The cost does not grow with the file, but a change between two pieces is not detected.
+
+    Raises OSError if the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
+        last = max((SAMPLED_PIECES - 1) * PIECE_BYTES, size - PIECE_BYTES)
+        for piece in range(SAMPLED_PIECES):
+            start = piece * last // (SAMPLED_PIECES - 1)
+            digest.update(os.pread(file.fileno(), PIECE_BYTES, start))
+    return f"xxh128-sampled:{digest.hexdigest()}"
+
+
+def _named(digest: "xxhash.xxh3_128") -> str:
+    return f"xxh128:{digest.hexdigest()}"
+
+
+SAMPLED_RUNS = 1024
+PAGES_IN_A_RUN = 64
+
+
+def drop_from_page_cache(paths: Iterable[str | Path]) -> None:
+    """Ask the kernel to remove files from the page cache: posix_fadvise(2) with DONTNEED, after writing unwritten
+    data.
+
+    The kernel keeps pages that a process has mapped, including this process, and files in memory (tmpfs).
+    `resident_share` shows the result. Caches below the kernel, of a network file system or a disk, are not emptied.
+
+    Raises OSError if a file cannot be opened, or if the system has no such call.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        raise OSError("this system has no posix_fadvise")
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a read-only file system has no unwritten data
+                os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+
+def resident_share(paths: Iterable[str | Path]) -> float:
+    """Return the share of the files' pages that are in memory, by mincore(2), without reading a page.
+
+    Of a file with more than SAMPLED_RUNS x PAGES_IN_A_RUN pages, that number of pages is checked, in evenly spaced
+    ranges. Linux reports all pages as resident if the caller neither owns the file nor may write it.
+
+    Raises OSError if the system has no such call.
+    """
+    pages = resident = 0.0
+    for path in paths:
+        size = os.path.getsize(path)
+        if not size:
+            continue
+        count = -(-size // mmap.PAGESIZE)
+        pages += count
+        resident += count * _resident_share(np.memmap(path, dtype=np.uint8, mode="r"), count)
+    return resident / pages if pages else 0.0
+
+
+def memory_for_files() -> int | None:
+    """Return the bytes of memory that could cache files now (Linux: MemAvailable); None if the system does not report
+    it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _resident_share(mapped: np.ndarray, pages: int) -> float:
+    """Return the share of the pages of one mapped file that are in memory."""
+    length = min(pages, PAGES_IN_A_RUN)
+    runs = min(SAMPLED_RUNS, -(-pages // length))
+    found = np.zeros(length, dtype=np.uint8)
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "mincore"):
+        raise OSError("this system has no mincore")
+    seen = 0
+    for first in np.linspace(0, pages - length, runs).astype(np.int64).tolist():
+        address = mapped.ctypes.data + first * mmap.PAGESIZE
+        if library.mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(length * mmap.PAGESIZE), ctypes.c_void_p(found.ctypes.data)
+        ):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        seen += int((found & 1).sum())
+    return seen / (runs * length)

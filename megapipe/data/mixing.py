@@ -1,0 +1,317 @@
+"""Sample sets made from others: blends of several corpora, and documents that are rearranged for fill-in-the-middle.
+
+The order of a blend gives each sample a corpus, in proportions that hold at every prefix. The weights are whole parts
+of a period. Within a period every corpus keeps its quota: of the first n samples it has n * parts / period, rounded up
+or down. After a period the order repeats, so that sample 10^13 costs the same as sample 0.
+
+The k-th sample of a corpus with share w has a window: from (k - 1) / w, before which it would be more than a sample
+too early, to k / w, after which it would be too late. Of the samples whose window has started, the one whose window
+ends first is next. With one sample per position and shares with the sum 1, no window is ever missed, by Hall's
+theorem: the windows within n positions belong to at most n samples. Source: Baruah, Cohen, Plaxton and Varvel,
+"Proportionate progress", Algorithmica 15 (1996); Tijdeman, "The chairman assignment problem", Discrete Mathematics 32
+(1980).
+
+Fill-in-the-middle trains a model to write the text between two others. Source: Bavarian et al., "Efficient Training of
+Language Models to Fill in the Middle", 2022, arXiv 2207.14255, sections 3 and 4.2; token level, per document within a
+sample (context-level FIM).
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.data.errors import DataError
+from megapipe.data.samples import SampleSet
+
+
+class CorpusOrder(Protocol):
+    """The corpus of each sample of a blend."""
+
+    def assign(self, ordinals: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corpus of each sample, and its ordinal within that corpus: int64 of the shape of `ordinals`."""
+        ...
+
+    def ordinal_of(self, corpus: int, sample: int) -> int:
+        """Return the position in the blend of a corpus's sample, both counted from 0."""
+        ...
+
+
+Corpus = TypeVar("Corpus", bound=Sized)
+
+
+class Blend(Generic[Corpus]):
+    """Sample o of the blend is the next sample of the corpus that `order` assigns to o.
+
+    Every corpus has epochs of its own. repeats: whether corpora start over; if not, all samples after the end of the
+    first corpus that ends are empty, so that the proportions hold for everything that is read (evaluation).
+    """
+
+    def __init__(self, corpora: Sequence[Corpus], order: CorpusOrder, *, repeats: bool) -> None:
+        self.corpora = tuple(corpora)
+        self._order = order
+        self._repeats = repeats
+        self._num_samples = min(order.ordinal_of(index, len(corpus)) for index, corpus in enumerate(corpora))
+
+    def __len__(self) -> int:
+        """Return the number of samples until the first corpus is used up."""
+        return self._num_samples
+
+    def shares(self, ordinals: npt.ArrayLike) -> Iterator[tuple[Corpus, np.ndarray, np.ndarray]]:
+        """Yield, for each corpus in the batch: the corpus, positions in the flat `ordinals`, and its own ordinals for
+        them."""
+        flat = np.asarray(ordinals, dtype=np.int64).reshape(-1)
+        corpora, within = self._order.assign(flat)
+        if not self._repeats:
+            # Samples after the end of the blend are replaced by a sample after the end of a corpus, which is empty.
+            beyond = flat >= len(self)
+            corpora[beyond], within[beyond] = 0, len(self.corpora[0])
+        for index in np.unique(corpora):
+            chosen = np.flatnonzero(corpora == index)
+            yield self.corpora[index], chosen, within[chosen]
+
+
+class BlendedSamples(Blend[SampleSet]):
+    """GPT samples of several corpora."""
+
+    def __init__(self, corpora: Sequence[SampleSet], order: CorpusOrder, *, repeats: bool) -> None:
+        super().__init__(corpora, order, repeats=repeats)
+        self.sequence_length = corpora[0].sequence_length
+
+    def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """See `SampleSet.num_labels`."""
+        counts = np.zeros(np.shape(ordinals), dtype=np.int64)
+        for corpus, chosen, within in self.shares(ordinals):
+            counts.reshape(-1)[chosen] = corpus.num_labels(within)
+        return counts
+
+    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """See `SampleSet.tokens`. Raises DataError for an id outside the vocabulary."""
+        tokens = np.zeros((*np.shape(ordinals), self.sequence_length + 1), dtype=np.int64)
+        for corpus, chosen, within in self.shares(ordinals):
+            tokens.reshape(-1, self.sequence_length + 1)[chosen] = corpus.tokens(within)
+        return tokens
+
+    def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
+        """See `SampleSet.boundaries`."""
+        found = [np.empty(0, dtype=np.int64)] * np.size(ordinals)
+        for corpus, chosen, within in self.shares(ordinals):
+            for place, boundaries in zip(chosen, corpus.boundaries(within), strict=True):
+                found[place] = boundaries
+        return found
+
+
+LONGEST_PERIOD = 2**20
+"""Largest period. Weights that need a larger sum of whole numbers are rounded to parts of it."""
+
+IntegerArray = npt.NDArray[np.int64]
+
+
+class BlendOrder:
+    """The endless sequence of corpora of a blend with these weights. Any position costs the same.
+
+    weights: positive, with any sum. parts[d]: samples of corpus d in one period of `period` samples.
+
+    LONGEST_PERIOD bounds the memory, for corpora of any size. A run resumes on these values, so they must never
+    change, like those of `KeyedPermutation`.
+
+    Raises DataError for a weight that is not a positive number, and for more corpora than LONGEST_PERIOD.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.parts = whole_parts(weights)
+        self.period = sum(self.parts)
+        self._corpora = _one_period(self.parts)
+        # Positions in a period, sorted by corpus; those of one corpus are ascending.
+        self._places = np.argsort(self._corpora, kind="stable").astype(np.int32)
+        self._firsts = np.concatenate([[0], np.cumsum(self.parts)])
+        self._ranks = np.empty(self.period, dtype=np.int32)
+        self._ranks[self._places] = np.arange(self.period) - self._firsts[self._corpora[self._places]]
+        self._parts = np.array(self.parts, dtype=np.int64)
+
+    def assign(self, ordinals: npt.ArrayLike) -> tuple[IntegerArray, IntegerArray]:
+        """Return the corpus of each sample, and the number of samples of that corpus before it: int64 like
+        `ordinals`."""
+        periods, places = np.divmod(np.asarray(ordinals, dtype=np.int64), self.period)
+        corpora = self._corpora[places].astype(np.int64)
+        return corpora, periods * self._parts[corpora] + self._ranks[places]
+
+    def ordinal_of(self, corpus: int, sample: int) -> int:
+        """Return the position in the blend of a corpus's sample, both counted from 0."""
+        periods, rank = divmod(sample, self.parts[corpus])
+        return periods * self.period + int(self._places[self._firsts[corpus] + rank])
+
+    def counts(self, prefix: int) -> IntegerArray:
+        """Return the number of samples of every corpus among the first `prefix` samples of the blend: int64
+        [corpora]."""
+        periods, rest = divmod(prefix, self.period)
+        return periods * self._parts + np.bincount(self._corpora[:rest], minlength=len(self.parts))
+
+
+def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers in the weights' proportions, with the smallest sum, at most LONGEST_PERIOD.
+
+    A weight is read as the decimal number that it is written as: 0.1 is a tenth. If no such numbers exist, return the
+    nearest ones with the sum LONGEST_PERIOD by largest remainders, each at least 1.
+
+    Raises DataError as `BlendOrder` does.
+    """
+    for index, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise DataError(
+                f"weight {index} of the blend is {weight}; every weight must be above 0: change it, or remove this "
+                "corpus from the blend"
+            )
+    if not 1 <= len(weights) <= LONGEST_PERIOD:
+        raise DataError(f"the blend has {len(weights)} corpora; it must have 1 to {LONGEST_PERIOD}")
+    fractions = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    numbers = [int(fraction * scale) for fraction in fractions]
+    divisor = math.gcd(*numbers)
+    numbers = [number // divisor for number in numbers]
+    if sum(numbers) <= LONGEST_PERIOD:
+        return tuple(numbers)
+    return _rounded(numbers)
+
+
+def weights_are_rounded(weights: Sequence[float]) -> bool:
+    """Return whether the parts of these weights have only approximately their proportions."""
+    parts, exact = whole_parts(weights), [Fraction(str(weight)) for weight in weights]
+    return any(part * sum(exact) != sum(parts) * weight for part, weight in zip(parts, exact, strict=True))
+
+
+def _rounded(numbers: Sequence[int]) -> tuple[int, ...]:
+    total = sum(numbers)
+    parts = [max(1, number * LONGEST_PERIOD // total) for number in numbers]
+    missing = LONGEST_PERIOD - sum(parts)
+    if missing >= 0:
+        remainders = [number * LONGEST_PERIOD % total for number in numbers]
+        for index in sorted(range(len(parts)), key=lambda index: (-remainders[index], index))[:missing]:
+            parts[index] += 1
+    while missing < 0:  # the smallest were rounded up to 1: take back at most one part per corpus
+        largest = max(parts)
+        for index in [index for index, part in enumerate(parts) if part == largest][:-missing]:
+            parts[index] -= 1
+            missing += 1
+    return tuple(parts)
+
+
+def _one_period(parts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return the corpus of every sample of a period: int32 [sum(parts)]."""
+    period = sum(parts)
+    corpora = np.repeat(np.arange(len(parts)), parts)
+    firsts = np.concatenate([[0], np.cumsum(parts)])[corpora]
+    shares = np.array(parts, dtype=np.int64)[corpora]
+    earlier = np.arange(period) - firsts
+    begins = earlier * period // shares
+    ends = -((earlier + 1) * -period // shares)
+    order = np.argsort(begins, kind="stable")
+    begun = np.searchsorted(begins[order], np.arange(period), side="right").tolist()
+    keys = (ends * len(parts) + corpora)[order].tolist()
+    picked: list[int] = []
+    waiting: list[int] = []
+    known = 0
+    for stop in begun:
+        for key in keys[known:stop]:
+            heapq.heappush(waiting, key)
+        known = stop
+        picked.append(heapq.heappop(waiting))
+    return (np.array(picked) % len(parts)).astype(np.int32)
+
+
+_DRAWS = 4
+"""Random numbers for each document of a sample: whether to rearrange it, in which form, and two cuts."""
+
+_STREAM = 0x46494D
+"""Separates these random numbers from others with the same seed."""
+
+
+@dataclass(frozen=True)
+class FillInTheMiddleRule:
+    """Parameters of fill-in-the-middle.
+
+    rate: share of documents that are rearranged. suffix_first: share of these in which the suffix comes first. prefix,
+    suffix, middle: ids of the three marks. end_of_document: the id that stays at the end of a document, if any.
+    """
+
+    rate: float
+    suffix_first: float
+    prefix: int
+    suffix: int
+    middle: int
+    end_of_document: int | None
+
+
+class FillInTheMiddle:
+    """Samples whose documents are rearranged with some probability, differently in every sample.
+
+    A text is cut at two random positions into prefix, middle and suffix, and becomes PREFIX prefix SUFFIX suffix
+    MIDDLE middle or, with the suffix first, PREFIX SUFFIX suffix MIDDLE prefix middle. Its first three tokens are
+    dropped to make room for the marks. Lengths, boundaries and masks are therefore those of the original samples, and
+    stages that read no tokens are not affected. Texts of at most three tokens stay unchanged.
+
+    The random numbers are a function of the seed, the sample's ordinal and the document's position in it.
+    """
+
+    def __init__(self, samples: SampleSet, rule: FillInTheMiddleRule, seed: int) -> None:
+        self.sequence_length = samples.sequence_length
+        self._samples = samples
+        self._rule = rule
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """Return the number of samples per epoch."""
+        return len(self._samples)
+
+    def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """See `SampleSet.num_labels`."""
+        return self._samples.num_labels(ordinals)
+
+    def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
+        """See `SampleSet.boundaries`."""
+        return self._samples.boundaries(ordinals)
+
+    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """See `SampleSet.tokens`."""
+        ordinals = np.asarray(ordinals, dtype=np.int64)
+        tokens = self._samples.tokens(ordinals)
+        rows = zip(
+            tokens.reshape(-1, self.sequence_length + 1),
+            ordinals.flat,
+            self._samples.num_labels(ordinals).flat,
+            self._samples.boundaries(ordinals),
+            strict=True,
+        )
+        for row, ordinal, count, boundaries in rows:
+            ends = [*boundaries.tolist(), int(count) + 1]
+            draws = self._draws(int(ordinal), len(ends))
+            for begin, end, draw in zip([0, *ends[:-1]], ends, draws, strict=True):
+                self._rearrange(row[begin:end], draw)
+        return tokens
+
+    def _draws(self, ordinal: int, num_documents: int) -> np.ndarray:
+        """Return uniform numbers in [0, 1): float64 [documents, _DRAWS]."""
+        words = np.random.Philox(key=self._seed, counter=[0, ordinal, 0, _STREAM]).random_raw(_DRAWS * num_documents)
+        uniform: np.ndarray = ((words >> np.uint64(11)) * 2.0**-53).reshape(num_documents, _DRAWS)
+        return uniform
+
+    def _rearrange(self, document: np.ndarray, draw: np.ndarray) -> None:
+        """Rearrange a document's tokens in place."""
+        rule = self._rule
+        if draw[0] >= rule.rate:
+            return
+        text = document[:-1] if len(document) and document[-1] == rule.end_of_document else document
+        if len(text) <= 3:
+            return
+        kept = text[3:].copy()
+        first, second = sorted(int(value * (len(kept) + 1)) for value in draw[2:])
+        before, between, behind = kept[:first], kept[first:second], kept[second:]
+        if draw[1] < rule.suffix_first:
+            text[:] = [rule.prefix, rule.suffix, *behind, rule.middle, *before, *between]
+        else:
+            text[:] = [rule.prefix, *before, rule.suffix, *behind, rule.middle, *between]

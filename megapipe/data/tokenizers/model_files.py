@@ -1,0 +1,196 @@
+"""Tokenizers from the model files of SentencePiece (.model) and of OpenAI's tiktoken (.tiktoken)."""
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megapipe.data.errors import DataError
+from megapipe.data.tokenizers.protocol import Tokenizer, fingerprint_of_files
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A tokenizer from a .model file. Its pieces for the beginning and end are never added to a text.
+
+    With a model of `train_sentence_piece`, decoding restores every text, except that U+2581, SentencePiece's mark for
+    a space, becomes a space; other models may normalize more.
+
+    The end of a document is the piece named `end`, else the model's end-of-sentence piece, if any. Raises DataError
+    for a file that is not a model, and for an unknown piece.
+    """
+
+    def __init__(self, path: Path, end: str | None = None) -> None:
+        import sentencepiece
+
+        content = path.read_bytes()
+        if not content:  # the library would treat it as "no model yet"
+            raise DataError(f"{path} is not a SentencePiece model that can be read: it is empty")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise DataError(f"{path} is not a SentencePiece model that can be read: {error}") from error
+        self.fingerprint = fingerprint_of_files(path)
+        self.spec = str(path)
+        self.vocabulary_size: int = self._processor.get_piece_size()
+        self.unknown: int = self._processor.unk_id()
+        self.end_of_document = self._find_end(end)
+        self.special_tokens: dict[str, int] = {
+            self._processor.id_to_piece(token): token
+            for token in range(self.vocabulary_size)
+            if self._processor.is_control(token) or self._processor.is_unknown(token)
+        }
+
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        if as_tokens:
+            raise DataError(
+                f"{self.spec} is a SentencePiece model, which reads the names of special tokens as text; use "
+                "--special-tokens-in-text text or error"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._processor.decode([int(token) for token in ids if token != self.end_of_document])
+        return text
+
+    @property
+    def is_bpe(self) -> bool:
+        """True for a BPE model; other models split a text by the best sum of scores."""
+        from sentencepiece import sentencepiece_model_pb2
+
+        messages: Any = sentencepiece_model_pb2  # its classes are created at run time
+        proto = messages.ModelProto.FromString(self._processor.serialized_model_proto())
+        return bool(proto.trainer_spec.model_type == proto.trainer_spec.BPE)
+
+    def scores_equal(self, one: Sequence[int], other: Sequence[int]) -> bool:
+        """Return whether two ways to split a text have equal scores, up to rounding of their sums; False for BPE."""
+        sums = [math.fsum(self._processor.get_score(token) for token in ids) for ids in (one, other)]
+        return not self.is_bpe and math.isclose(*sums, rel_tol=1e-5)
+
+    def _find_end(self, name: str | None) -> int | None:
+        if name is None:
+            end: int = self._processor.eos_id()
+            return end if end >= 0 else None
+        token: int = self._processor.piece_to_id(name)
+        if self._processor.id_to_piece(token) != name:  # unknown names have the id of the unknown piece
+            raise DataError(f"{self.spec} has no piece {name!r} to end documents with; name one that it has")
+        return token
+
+
+OPENERS: dict[str, Callable[[Path, str | None], Tokenizer]] = {".model": SentencePieceTokenizer}
+"""Ending of a file -> what opens it, given the name of the token that ends documents or None."""
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+class Encoding(NamedTuple):
+    """The properties of an encoding that a .tiktoken file does not contain: the pattern that splits a text before
+    merging, and the special tokens."""
+
+    pattern: str
+    special_tokens: dict[str, int]
+
+
+_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_CL100K = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"""
+    r"""\s+(?!\S)|\s"""
+)
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTION,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTION,
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+_FILL_IN_THE_MIDDLE = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+
+ENCODINGS = {
+    "r50k_base": Encoding(_GPT2, {END_OF_DOCUMENT: 50256}),
+    "p50k_base": Encoding(_GPT2, {END_OF_DOCUMENT: 50256}),
+    "cl100k_base": Encoding(
+        _CL100K,
+        {END_OF_DOCUMENT: 100257, "<|endofprompt|>": 100276}
+        | {name: 100258 + number for number, name in enumerate(_FILL_IN_THE_MIDDLE)},
+    ),
+    "o200k_base": Encoding(_O200K, {END_OF_DOCUMENT: 199999, "<|endofprompt|>": 200018}),
+}
+"""Encodings by the names of the files that OpenAI publishes."""
+
+
+class TiktokenTokenizer:
+    """A tokenizer from a .tiktoken file.
+
+    pattern: splits a text before merging. ranks: token -> id, without special tokens.
+
+    Raises DataError for a file of another format, and for an `end` that is not a special token.
+    """
+
+    def __init__(self, path: Path, spec: str, encoding: str, end: str | None = None) -> None:
+        import tiktoken
+
+        pattern, special_tokens = ENCODINGS[encoding]
+        ranks = _read_ranks(path)
+        if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise DataError(
+                f"{path} has no token for byte {missing[0]}: it is incomplete, or not a byte-level vocabulary"
+            )
+        clash = set(ranks.values()) & set(special_tokens.values())
+        if clash:
+            raise DataError(f"{path} gives a token the id {min(clash)}, which a special token has in {encoding}")
+        self.pattern = pattern
+        self.ranks = ranks
+        self._encoding = tiktoken.Encoding(
+            encoding, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+        self.fingerprint = fingerprint_of_files(path, extra=encoding)
+        self.spec = spec
+        self._allowed: set[str] = set()
+        self.special_tokens = dict(special_tokens)
+        self.vocabulary_size = self._encoding.n_vocab
+        name = END_OF_DOCUMENT if end is None else end
+        if name not in special_tokens:
+            raise DataError(f"{spec} has no special token {name!r}; it has {', '.join(special_tokens)}")
+        self.end_of_document: int | None = special_tokens[name]
+
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        self._allowed = set(self.special_tokens) if as_tokens else set()
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode(text, allowed_special=self._allowed, disallowed_special=())
+
+    def encode_array(self, text: str) -> np.ndarray:
+        array: np.ndarray = self._encoding.encode_to_numpy(text, allowed_special=self._allowed, disallowed_special=())
+        return array
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([int(token) for token in ids if token != self.end_of_document])
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Return token -> id. The library's own loader caches files by their path, and would not notice a change."""
+    try:
+        lines = (line.split() for line in path.read_bytes().splitlines() if line)
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise DataError(f"{path} is not a .tiktoken file (a token in base64 and its rank a line): {error}") from error
+
+
+def encoding_of(path: Path) -> str:
+    """Return the encoding by the name of its file. Raises DataError for an unknown name."""
+    if path.stem not in ENCODINGS:
+        raise DataError(
+            f"{path} does not say how text is split before merging: put the name of its encoding in front, for "
+            f"example cl100k_base:{path}; supported are {', '.join(ENCODINGS)}"
+        )
+    return path.stem

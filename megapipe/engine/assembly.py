@@ -1,0 +1,497 @@
+"""One rank's part of a model: its stages with their state and groups, and the engines that run schedules over them.
+
+A `ModelTable` lists the layers and makes their modules, from a configuration or from a user's own modules. `Holding`
+says how a run holds and computes them. An `Assembly` builds the stages of this rank from both, and connects engines
+for training, evaluation and decoding over the same stages.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config.memory import OffloadConfig, RecomputedPart
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import ParallelConfig, ZeroConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.engine import Engine
+from megapipe.engine.host_memory import Swaps
+from megapipe.engine.program import Instruction
+from megapipe.engine.reductions import Communicators, Reductions
+from megapipe.engine.stage import BlockModule, Stage, TensorSpec, UnitForward, unit_states
+from megapipe.engine.transfers import LinkPool, connect
+from megapipe.kernels.ops import OPS
+from megapipe.kernels.registry import Registry
+from megapipe.layers.compiled import CompiledForward, CompiledUnit
+from megapipe.layers.context_parallel import keep_rings_out_of_graphs
+from megapipe.layers.linear import AccumulatingProducts, Fp8Products, Products, Recipe, shard_sequence, use_products
+from megapipe.layers.sequence_parallel import SequenceProducts
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
+from megapipe.layout.table import LayerChoice, LayoutTable
+from megapipe.models.families import DTYPES, family_of
+from megapipe.optim.muon import make_optimizer
+from megapipe.optim.scaling import clip_coefficient
+from megapipe.parallel.groups import Group
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.segments import WHOLE, Sharding
+from megapipe.parallel.unit_state import HostWeights, UnitState
+from megapipe.schedules.schedule import Header, Schedule
+from megapipe.spec.parameters import LayerSpec, ParameterSpec, tied_names, tied_stages
+
+BUILDING_SECONDS = 2.0
+"""Building a model that takes longer than this prints its progress."""
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """The layers of a model, and what makes their modules on one rank.
+
+    layers: in order. ranges[s]: layers of stage s. boundaries[s]: tensors that stage s hands to stage s + 1.
+    build: index of a layer -> its module, whose parameters are not bound to a buffer yet. It is called once for each
+    weight version. bound: called with a layer and its modules when their parameters are bound.
+    dtype: of weights and activations. alignment: rows of padded parameters are rounded up to it.
+    initialize: fills a new state; None leaves zeros. loss_terms: number of terms of the loss.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    ranges: Sequence[range]
+    boundaries: Sequence[tuple[TensorSpec, ...]]
+    build: Callable[[int], nn.Module]
+    dtype: torch.dtype
+    bound: Callable[[int, Sequence[nn.Module]], None] = lambda index, twins: None
+    alignment: int = 1
+    initialize: Callable[[UnitState], None] | None = None
+    loss_terms: int = 1
+
+    @classmethod
+    def of(cls, config: PretrainConfig, layout: StageLayout, mesh: Mesh, kernels: Registry = OPS) -> "ModelTable":
+        """Return the table of a GPT or BERT. kernels: which backends run the layers' ops."""
+        family, tensor, seed = family_of(config), mesh.group("tensor"), config.training.seed
+        boundary = residual_stream(config, config.batch.micro_size, config.data.sequence_length)
+        return cls(
+            layout.layers,
+            layout.ranges,
+            [boundary] * (len(layout.ranges) - 1),
+            lambda index: family.build(layout.layers[index], tensor, VOCABULARY_ALIGNMENT, kernels),
+            DTYPES[config.training.precision],
+            alignment=VOCABULARY_ALIGNMENT,
+            initialize=lambda state: state.initialize(seed),
+            loss_terms=len(family.loss_terms),
+        )
+
+
+def residual_stream(
+    config: PretrainConfig, rows: int, tokens: int, requires_grad: bool = True
+) -> tuple[TensorSpec, ...]:
+    """Return the tensors that cross every stage boundary of a GPT or BERT: [rows, tokens of a rank, hidden_size].
+
+    tokens: of a sample; context ranks and, under sequence parallelism, tensor ranks share them.
+    """
+    own = tokens // (config.parallel.context * config.parallel.sequence_shards)
+    return (TensorSpec((rows, own, config.model.hidden_size), DTYPES[config.training.precision], requires_grad),)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a run holds and computes a model.
+
+    choices: one for each layer; empty if all layers are whole and plain. parallel: options of tensor and context
+    ranks, and of links. recomputed: what layers with selective recomputation recompute. master_weights: keep weights
+    in fp32 too if they are narrower. fp8: recipe of the layers that multiply in fp8. compile: run blocks through
+    torch.compile. seed: of stochastic rounding.
+    """
+
+    choices: Sequence[LayerChoice] = ()
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recomputed: Sequence[RecomputedPart] = ()
+    master_weights: bool = True
+    fp8: Literal["none"] | Recipe = "none"
+    compile: bool = False
+    seed: int = 0
+
+    @classmethod
+    def of(cls, table: LayoutTable) -> "Holding":
+        """Return what a run's layout table and its configuration say."""
+        config, training = table.config, table.config.training
+        return cls(
+            table.strategies,
+            config.zero,
+            config.offload,
+            config.optimizer,
+            config.parallel,
+            config.recompute.parts,
+            training.master_weights,
+            training.fp8,
+            training.compile,
+            training.seed,
+        )
+
+
+class Assembly:
+    """The stages that a schedule places on one rank, and engines over them.
+
+    Attributes:
+        rank: pipeline rank.
+        stages: this rank's, by id.
+        optimizer: what updates their states.
+    """
+
+    def __init__(
+        self,
+        model: ModelTable,
+        holding: Holding,
+        mesh: Mesh,
+        header: Header,
+        *,
+        kernels: Registry = OPS,
+        swaps: Swaps | None = None,
+        built: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Build the stages. A collective call.
+
+        Args:
+            header: of a schedule to run; it places the stages and numbers weight versions and state units.
+            kernels: which backends run ops of the layers, of updates and of norms.
+            swaps: moves tensors to host memory and back; by default for this rank's device.
+            built: called after each unit of this rank has its initial weights.
+        """
+        self._model = model
+        self._holding = holding
+        self._mesh = mesh
+        self._header = header
+        self._kernels = kernels
+        self._built = built
+        self._given_swaps = swaps
+        self.rank = mesh.coordinate("pipeline")
+        self._tied_names = tied_names(model.layers)
+        self._tied_groups = tied_stages(model.layers, model.ranges)
+        self._tied_states: dict[str, UnitState] = {}
+        self._next_use: dict[str, int] = {}
+        own = header.stages_on(self.rank)
+        self._copies = max(header.versions_per_stage[stage] for stage in own)
+        self.stages = {stage: self._stage(stage) for stage in own}
+        self._apply_options()
+        count = holding.zero.num_shards(self._replicas.size)
+        groups = mesh.group("tensor"), mesh.shard_group(count) if count > 1 else None
+        self.optimizer = make_optimizer(holding.optimizer, kernels, holding.seed, *groups)
+        self._links = LinkPool(mesh, holding.parallel.links, holding.parallel.timeout_seconds)
+
+    @cached_property
+    def swaps(self) -> Swaps:
+        """The swaps of all engines, which move tensors to host memory and back."""
+        return Swaps(self._mesh.device) if self._given_swaps is None else self._given_swaps
+
+    @property
+    def states(self) -> list[UnitState]:
+        """Unit states of this rank, tied ones once."""
+        return unit_states(self.stages)
+
+    def layers(self) -> Iterator[tuple[int, Sequence[nn.Module]]]:
+        """Yield each layer of this rank with its modules, one for each weight version."""
+        for number, stage in self.stages.items():
+            for index, twins in zip(self._model.ranges[number], stage.units, strict=True):
+                yield index, cast(Sequence[nn.Module], twins)
+
+    def whole_layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield each layer of this rank, with its newest weights whole on the device until the next. Collective."""
+        for number, stage in self.stages.items():
+            for unit, index in enumerate(self._model.ranges[number]):
+                parts = [stage.states[state] for state in self._header.states_of(number, unit)]
+                for state in (*parts, *self._tied_states.values()):
+                    copy = state.newest % len(state.weights)
+                    if state.weights_come_and_go:
+                        count = state.sharding.count
+                        state.gather_weights(copy, self._mesh.shard_group(count) if count > 1 else self.swaps)
+                    state.await_weights(copy)
+                twins = cast(Sequence[nn.Module], stage.units[unit])
+                yield index, twins[stage.newest % len(twins)]
+                for state in parts:
+                    if state.weights_come_and_go:
+                        state.release_weights(state.newest % len(state.weights))
+
+    def engine(
+        self,
+        schedule: Schedule,
+        *,
+        boundary: tuple[TensorSpec, ...] | None = None,
+        units: Mapping[int, Sequence[Sequence[UnitForward]]] | None = None,
+        wrap: Callable[[Instruction], Instruction] | None = None,
+    ) -> Engine:
+        """Connect an engine over the stages: for training, or for the mode of the schedule. A collective call.
+
+        Args:
+            schedule: places the same stages on the same ranks.
+            boundary: tensors that cross every stage boundary, if not those of training.
+            units: run instead of the modules of each stage, over their parameters, such as decoding layers.
+            wrap: see `Engine`.
+        """
+        stages, last = self.stages, len(self._model.ranges) - 1
+        if units is not None:
+            stages = {number: replace(stage, units=units[number]) for number, stage in stages.items()}
+        if boundary is not None:
+            stages = {
+                number: replace(
+                    stage, inputs=boundary if number > 0 else (), outputs=boundary if number < last else ()
+                )
+                for number, stage in stages.items()
+            }
+        transfers = connect(schedule, self._mesh, stages, self._links)
+        return Engine(schedule, self.rank, stages, transfers, self._reductions(schedule), self.swaps, wrap)
+
+    def keep_weights_alone(self) -> None:
+        """Free gradients, masters and moments, for engines that only run forwards."""
+        for _, twins in self.layers():
+            for parameter in (each for twin in twins for each in twin.parameters()):
+                parameter.requires_grad_(False)
+                parameter.grad = None
+        self._tied_states.clear()
+        for stage in self.stages.values():
+            stage.states.clear()
+
+    def close(self) -> None:
+        """Release the links of all engines."""
+        self._links.close()
+
+    def communicators(self, schedule: Schedule) -> Communicators:
+        """Return the groups that an engine sums over. A collective call: every rank makes it, in the same order."""
+        mesh, header = self._mesh, schedule.header
+        tied, counted_elsewhere = {}, set()
+        for group, users in enumerate(header.tied_groups):
+            holders = tuple(sorted({schedule.rank_of(stage) for stage in users}))
+            members = mesh.stage_group(holders)
+            if members is not None:
+                tied[group] = members
+            if self.rank != holders[0]:
+                counted_elsewhere.add(group)
+        # The header, which all ranks share, names groups of which this rank's stages may have no state.
+        usual = next((state.sharding.count for state in self.states), 1)
+        sizes = {usual, *(unit.shards for units in header.stage_states for unit in units)}
+        shards = {size: mesh.shard_group(size) for size in sorted(sizes) if size > 1}
+        copies = {size: mesh.shard_replicas(size) for size in shards}
+        ends_here = any(route[-1] in self.stages for route in header.routes)
+        return Communicators(
+            world=mesh.world,
+            data=self._replicas,
+            tied=tied,
+            scalars=mesh.world if schedule.flushes else mesh.second_world(),
+            counts_loss=ends_here and mesh.coordinate("tensor") == 0,
+            replica=self._replicas.rank,
+            counted_elsewhere=frozenset(counted_elsewhere),
+            shards=shards,
+            copies={size: members for size, members in copies.items() if members.size > 1},
+            tensor=mesh.group("tensor"),
+        )
+
+    def _reductions(self, schedule: Schedule) -> Reductions:
+        specs = [spec for layer in self._model.layers for spec in layer.parameters.values()]
+        limit = self._holding.optimizer.clip_norm
+        groups = self.communicators(schedule)
+        return Reductions(
+            self._counted_states(schedule.header, groups),
+            [spec.name for spec in specs],
+            groups,
+            partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
+            self.optimizer,
+            self._mesh.device,
+            hidden=not schedule.flushes,
+            squared_norm=self._squared_norm,
+            balanced_names=[spec.name for spec in specs if spec.balance_rate],
+            loss_terms=self._model.loss_terms,
+            gradient_pool=schedule.header.states.gradient_pool,
+            reduce_dtype=torch.bfloat16 if self._holding.zero.reduce_dtype == "bf16" else None,
+        )
+
+    def _counted_states(self, header: Header, groups: Communicators) -> list[UnitState]:
+        """Return the states whose gradient norm this rank adds: a tied weight counts on the first stage with it."""
+        elsewhere = {
+            id(stage.states[header.tied_unit(number, group)])
+            for number, stage in self.stages.items()
+            for group in groups.counted_elsewhere
+            if header.tied_unit(number, group) in stage.states
+        }
+        return [state for state in self.states if id(state) not in elsewhere]
+
+    def _squared_norm(self, values: Tensor) -> Tensor:
+        return self._kernels.pick("gradient_norm", values).apply(values)
+
+    @property
+    def _replicas(self) -> Group:
+        """The group of ranks that hold the same weights."""
+        return self._mesh.group("data", "context")
+
+    def _stage(self, stage: int) -> Stage:
+        states: dict[int, UnitState] = {}
+        units: list[Sequence[UnitForward]] = []
+        for unit, index in enumerate(self._model.ranges[stage]):
+            layer = self._model.layers[index]
+            twins = [self._model.build(index) for _ in range(self._copies)]
+            own = [spec for spec in layer.parameters.values() if spec.name not in self._tied_names]
+            parts = self._header.states_of(stage, unit)
+            for number, specs in zip(parts, _state_parts(own, len(parts)), strict=True):
+                apart = "" if number == parts.start else f".{specs[0].state_unit}"
+                states[number] = self._state(layer.name + apart, specs, self._choice(index).zero)
+                _bind(states[number], twins, layer, use=0)
+            for name in sorted(_names(layer) & set(self._tied_names)):
+                use = self._next_use[name] = self._next_use.get(name, -1) + 1
+                _bind(self._tied_state(name), twins, layer, use)
+            self._model.bound(index, twins)
+            units.append(twins)
+        for group, name in enumerate(self._tied_names):
+            if stage in self._header.tied_owners(group) and stage in self._tied_groups[group]:
+                states[self._header.tied_unit(stage, group)] = self._tied_state(name)
+        boundaries, last = self._model.boundaries, len(self._model.ranges) - 1
+        return Stage(
+            units, states, () if stage == 0 else boundaries[stage - 1], () if stage == last else boundaries[stage]
+        )
+
+    def _choice(self, index: int) -> LayerChoice:
+        return self._holding.choices[index] if self._holding.choices else LayerChoice(0)
+
+    def _tied_state(self, name: str) -> UnitState:
+        """Return a tied weight's one state on this rank, with an accumulator for each local use."""
+        if name not in self._tied_states:
+            ranges = (self._model.ranges[stage] for stage in self._header.stages_on(self.rank))
+            local = (self._model.layers[index] for members in ranges for index in members)
+            uses = [layer for layer in local if name in _names(layer)]
+            spec = next(spec for spec in uses[0].parameters.values() if spec.name == name)
+            # Gradients of several uses cannot be sharded, only what updates work on.
+            self._tied_states[name] = self._state(name, [spec], min(self._holding.zero.stage, 1), uses=len(uses))
+        return self._tied_states[name]
+
+    def _state(self, name: str, specs: list[ParameterSpec], zero_stage: int, uses: int | None = None) -> UnitState:
+        """Return a new state. uses: of a tied weight."""
+        model, holding, mesh = self._model, self._holding, self._mesh
+        tensor = mesh.group("tensor")
+        shared: dict[str, Any] = {
+            "compute_dtype": model.dtype,
+            "device": mesh.device,
+            "tensor_rank": tensor.rank,
+            "tensor_size": tensor.size,
+            "alignment": model.alignment,
+            "master_weights": holding.master_weights,
+        }
+        state: UnitState
+        if holding.offload.weights and uses is None:
+            state = HostWeights(name, specs, **shared)
+        else:
+            state = UnitState(
+                name,
+                specs,
+                **shared,
+                num_versions=self._copies,
+                num_uses=uses or 1,
+                gradient_buffers=self._header.gradient_buffers,
+                sharding=self._sharding(zero_stage, specs[0].state_unit if specs else "layer"),
+                in_host=holding.offload.optimizer,
+            )
+        if model.initialize is not None and mesh.device.type != "meta":  # on the meta device there is nothing to fill
+            model.initialize(state)
+        self._built()
+        return state
+
+    def _sharding(self, zero_stage: int, state_unit: str) -> Sharding:
+        """Return what replicas shard of a unit, and this rank's place among those that share a copy."""
+        count = self._holding.zero.num_shards(self._replicas.size, state_unit)
+        muon = self._holding.optimizer.name == "muon"
+        return Sharding(zero_stage, self._replicas.rank % count, count, muon) if count > 1 else WHOLE
+
+    def _apply_options(self) -> None:
+        """Apply the options of the layers, in the only order that works.
+
+        Modules first change what they hold of a sample: over tensor ranks, then over context ranks. What is recomputed
+        and how matrices are multiplied follow; fp8 comes after the products that accumulate, which it replaces.
+        Compilation comes last, because it wraps the modules.
+        """
+        holding, mesh = self._holding, self._mesh
+        on_meta = mesh.device.type == "meta"  # where shapes alone are computed, there are neither kernels nor graphs
+        if holding.parallel.sequence:
+            self._shard_sequences(SequenceProducts(mesh.group("tensor"), holding.parallel.sequence_chunks))
+        for index, twins in self.layers():
+            blocks = cast(Sequence[BlockModule], twins) if self._model.layers[index].kind == "block" else ()
+            for block in blocks:
+                if mesh.size("context") > 1:
+                    block.share_samples(mesh.group("context"), holding.parallel.context_attention)
+                if self._choice(index).recompute == "selective":
+                    block.recompute(holding.recomputed)
+        if self._kernels.is_requested("weight_gradient") and not on_meta:
+            self._use(AccumulatingProducts(self._kernels), range(len(self._model.layers)))
+        if holding.fp8 != "none":
+            chosen = [index for index in range(len(self._model.layers)) if self._choice(index).fp8]
+            self._use(Fp8Products(holding.fp8, mesh.group("tensor")), chosen)
+        if holding.compile and not on_meta:
+            self._compile_blocks()
+
+    def _shard_sequences(self, products: SequenceProducts) -> None:
+        """Shard the tokens of every sample over tensor ranks. Unit states record which gradients are partial sums."""
+        for number, stage in self.stages.items():
+            for unit, index in enumerate(self._model.ranges[number]):
+                parameters = self._model.layers[index].parameters
+                for twin in cast(Sequence[nn.Module], stage.units[unit]):
+                    partial_names = frozenset(parameters[path].name for path in shard_sequence(twin, products))
+                    for state in self._header.states_of(number, unit):
+                        stage.states[state].partial = partial_names
+
+    def _use(self, products: Products, layers: Sequence[int]) -> None:
+        """Let the linear layers within some layers multiply in another way."""
+        for index, twins in self.layers():
+            for twin in twins if index in layers else ():
+                use_products(twin, products)
+
+    def _compile_blocks(self) -> None:
+        """Let all transformer blocks run through one torch.compile, each as one graph except under ring attention.
+        Compilation happens at the first call."""
+        blocks = {index for index, layer in enumerate(self._model.layers) if layer.kind == "block"}
+        whole = [keep_rings_out_of_graphs(twin) for index, twins in self.layers() for twin in twins if index in blocks]
+        forward = CompiledForward(fullgraph=all(whole))
+        for number, stage in self.stages.items():
+            named = zip(self._model.ranges[number], stage.units, strict=True)
+            stage.units = [
+                [CompiledUnit(cast(nn.Module, twin), forward) for twin in twins] if index in blocks else twins
+                for index, twins in named
+            ]
+
+
+def building_progress(
+    say: Callable[[str], None] | None, layout: StageLayout, stages: Iterable[int]
+) -> Callable[[], None]:
+    """Return a function to call after each built unit. It prints the progress after two seconds, and then whenever the
+    time has doubled. stages: of this rank. say: None prints nothing."""
+    if say is None:
+        return lambda: None
+    total = sum(len(layout.ranges[stage]) for stage in stages)
+    start, done, next_line = time.monotonic(), 0, BUILDING_SECONDS
+
+    def built() -> None:
+        nonlocal done, next_line
+        done += 1
+        seconds = time.monotonic() - start
+        if done < total and seconds >= next_line:
+            next_line = 2 * seconds
+            left = seconds / done * (total - done)
+            say(f"building the model: {done} of {total} layers on rank 0, about {left:.0f} s left")
+
+    return built
+
+
+def _bind(state: UnitState, twins: Sequence[nn.Module], layer: LayerSpec, use: int) -> None:
+    for version, twin in enumerate(twins):
+        state.bind(twin, layer.parameters, copy=version, use=use)
+
+
+def _state_parts(specs: list[ParameterSpec], count: int) -> list[list[ParameterSpec]]:
+    """Return a layer's parameters by state unit, the layer's own first."""
+    if count == 1:
+        return [specs]
+    named = dict.fromkeys(["layer", *(spec.state_unit for spec in specs)])
+    return [[spec for spec in specs if spec.state_unit == name] for name in named]
+
+
+def _names(layer: LayerSpec) -> set[str]:
+    return {spec.name for spec in layer.parameters.values()}

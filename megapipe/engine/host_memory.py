@@ -1,0 +1,387 @@
+"""Activations, optimizer state and weights that move to host memory and return before they are used.
+
+Autograd's saved-tensor hooks store a handle in place of each saved tensor; handles of one storage share it, so that it
+is counted and copied once. Copies run in the background, one in each direction. The activations of one unit leave at a
+time: the compute waits for the previous copy, whose memory it reuses, so that a rank holds exactly what its schedule
+says, however slow copies are. Values never change: a backward reads the bits that its forward saved.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.layers.split import Record, SplitTape
+from megapipe.parallel.groups import Work
+from megapipe.parallel.unit_state import UnitState
+
+Move = tuple[Tensor, Tensor]
+"""(target, source): two tensors of one shape and dtype, one of them in host memory."""
+
+
+class Copy(ABC):
+    """Copies that were started together."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the copies before what the caller computes next: a GPU's stream waits, or a CPU's thread."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait on the host until the copies are done."""
+
+
+class CopyStream(ABC):
+    """One direction: copies run in the order of their starts, each after everything that was computed before it."""
+
+    @abstractmethod
+    def start(self, moves: Sequence[Move]) -> Copy:
+        """Start copying. Neither side may be changed or freed before the copy has been waited for."""
+
+
+class HostPool:
+    """Buffers of host memory, reused by size. For a GPU they are page-locked: other copies block its compute.
+
+    Attributes:
+        num_bytes: of all buffers that were made.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return a buffer, uint8 [num_bytes], of any content."""
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        self.num_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer for reuse, once copies out of it have been awaited; copies into it come later."""
+        self._free[buffer.numel()].append(buffer)
+
+
+class ThreadCopies(CopyStream):
+    """Copies of a CPU's tensors on a thread, as a GPU's copy engine makes them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix=f"megapipe {self._name}")
+
+    def start(self, moves: Sequence[Move]) -> Copy:
+        return _ThreadCopy(self._thread.submit(self.copy, moves))
+
+    def copy(self, moves: Sequence[Move]) -> None:
+        """Make the copies; runs on the thread."""
+        for target, source in moves:
+            target.copy_(source)
+
+
+class _ThreadCopy(Copy):
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def synchronize(self) -> None:
+        self._future.result()
+
+
+class DeviceCopies(CopyStream):
+    """Copies of a GPU's tensors on a stream of their own.
+
+    No tensor is recorded on it: the caller holds both sides until the compute stream has waited for the copy, so that
+    memory can be reused immediately after the copy, and not before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def start(self, moves: Sequence[Move]) -> Copy:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in moves:
+                target.copy_(source, non_blocking=True)
+        return _DeviceCopy(self._stream.record_event(), self._device)
+
+
+class _DeviceCopy(Copy):
+    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
+        self._done = done
+        self._device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def synchronize(self) -> None:
+        self._done.synchronize()
+
+
+def copy_stream(device: torch.device, name: str) -> CopyStream:
+    """Return the copies of a device in one direction. name: of the thread on a CPU."""
+    return DeviceCopies(device) if device.type == "cuda" else ThreadCopies(name)
+
+
+@dataclass
+class _Storage:
+    """Bytes that several saved tensors may be views of; on the device, uint8 [bytes], or in host memory."""
+
+    on_device: Tensor | None
+    in_host: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor: a view of a storage."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError while it is in host memory."""
+        memory = self.storage.on_device
+        if memory is None:
+            raise RuntimeError("an offloaded activation is used before the schedule has reloaded it")
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class _Entered(torch.autograd.Function):
+    """Passes data into a graph whose leaf takes no memory: the leaf gets the data's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, data: Tensor) -> Tensor:
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class SavedTensors:
+    """All tensors that one forward of one micro-batch through a unit saves for its backward.
+
+    resident: addresses of storages that always stay on the device: weights and what the caller holds.
+    """
+
+    def __init__(self, resident: Iterable[int]) -> None:
+        self._resident = set(resident)
+        self._storages: dict[int, _Storage] = {}
+        self._tape: list[tuple[Record, tuple[_Kept | Tensor, ...]]] = []
+        self._moving: list[tuple[_Storage, Tensor]] = []
+
+    def entered(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return (leaves, inputs for the forward) for a forward's inputs, which are leaves: their gradients go to
+        leaves that take no memory. Inputs without a gradient stay as they are."""
+        leaves = tuple(_leaf(each) if each.requires_grad else each for each in inputs)
+        passed = tuple(
+            _Entered.apply(leaf, each.detach()) if each.requires_grad else each
+            for leaf, each in zip(leaves, inputs, strict=True)
+        )
+        return leaves, passed
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect the tensors that a forward within the block saves for its backward."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def finish(self, outputs: tuple[Tensor, ...], tape: SplitTape | None) -> None:
+        """End the forward: its outputs belong to the caller, and the tensors of the tape are collected too."""
+        for output in outputs:
+            self._resident.add(address_of(output))
+            self._storages.pop(address_of(output), None)
+        if tape is not None:
+            self._tape = [(record, tuple(self._pack(tensor) for tensor in record.saved)) for record in tape.records]
+
+    def leaving(self, pool: HostPool) -> list[Move]:
+        """Return the copies to host memory; call `left` when they are done."""
+        for record, _ in self._tape:
+            record.saved = ()
+        self._moving = [
+            (storage, pool.take(storage.on_device.numel()))
+            for storage in self._storages.values()
+            if storage.on_device is not None
+        ]
+        return [(buffer, storage.on_device) for storage, buffer in self._moving if storage.on_device is not None]
+
+    def left(self) -> None:
+        """Free the device's memory, after the copies have been awaited."""
+        for storage, buffer in self._moving:
+            storage.on_device, storage.in_host = None, buffer
+
+    def arriving(self, device: torch.device) -> list[Move]:
+        """Return the copies back to the device; call `arrived` when they are done."""
+        moves = []
+        for storage, buffer in self._moving:
+            storage.on_device = torch.empty(buffer.numel(), dtype=torch.uint8, device=device)
+            moves.append((storage.on_device, buffer))
+        return moves
+
+    def arrived(self, pool: HostPool) -> None:
+        """Give the graph and the tape their tensors, after the copies have been awaited."""
+        for storage, buffer in self._moving:
+            storage.in_host = None
+            pool.give_back(buffer)
+        for record, kept in self._tape:
+            record.saved = tuple(self._unpack(each) for each in kept)
+        self._moving, self._tape, self._storages = [], [], {}
+
+    def _pack(self, tensor: Tensor) -> _Kept | Tensor:
+        address = address_of(tensor)
+        movable = tensor.is_floating_point() or tensor.dtype in (torch.bool, torch.uint8)  # others are the batch's own
+        if not movable or address in self._resident or tensor.untyped_storage().nbytes() == 0:
+            return tensor.detach()  # detached: an output would keep the graph that keeps it
+        if address not in self._storages:
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self._storages[address] = _Storage(memory)
+        return _Kept(
+            self._storages[address], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
+
+    @staticmethod
+    def _unpack(kept: _Kept | Tensor) -> Tensor:
+        return kept.tensor() if isinstance(kept, _Kept) else kept
+
+
+def _leaf(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, which identifies it while it is alive."""
+    return tensor.untyped_storage().data_ptr()
+
+
+Watch = Callable[[Callable[[], None]], None]
+
+
+@dataclass
+class _Leaving:
+    """A copy to host memory under way. finish: frees the device's side. of_state: it is optimizer state."""
+
+    owner: object
+    copy: Copy
+    finish: Callable[[], None]
+    of_state: bool
+
+
+class _Arrival(Work):
+    """A copy of weights to the device, awaited through `watch`."""
+
+    def __init__(self, copy: Copy, watch: Watch) -> None:
+        self._copy = copy
+        self._watch = watch
+
+    def wait(self) -> None:
+        self._watch(self._copy.wait)
+
+
+class Swaps:
+    """A rank's traffic between its device and host memory; engines over the same stages take turns on it.
+
+    Attributes:
+        pool: the host memory of activations.
+    """
+
+    def __init__(
+        self, device: torch.device, to_host: CopyStream | None = None, to_device: CopyStream | None = None
+    ) -> None:
+        """to_host, to_device: by default the device's own."""
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._to_host = copy_stream(device, "offload") if to_host is None else to_host
+        self._to_device = copy_stream(device, "reload") if to_device is None else to_device
+        self.pool = HostPool(pinned=self._pinned)
+        self._leaving: _Leaving | None = None
+        self._arriving: dict[int, tuple[Copy, Callable[[], None]]] = {}
+        self._home: dict[int, dict[str, Tensor]] = {}
+        self._watch: Watch = _at_once
+
+    def watch(self, wait: Watch | None) -> None:
+        """Make every wait for a copy through `wait`, which calls its argument; None ends this."""
+        self._watch = _at_once if wait is None else wait
+
+    def offload(self, saved: SavedTensors) -> None:
+        """Start to move activations out."""
+        self._settle()
+        copy = self._to_host.start(saved.leaving(self.pool))
+        self._leaving = _Leaving(saved, copy, saved.left, of_state=False)
+
+    def reload(self, saved: SavedTensors) -> None:
+        """Start to bring activations back."""
+        if self._leaving is not None and self._leaving.owner is saved:
+            self._settle()
+        copy = self._to_device.start(saved.arriving(self._device))
+        self._arriving[id(saved)] = copy, lambda: saved.arrived(self.pool)
+
+    def offload_state(self, state: UnitState) -> None:
+        """Start to move the buffers of updates to their place in host memory; the first time, to a new one."""
+        self._settle()
+        there = state.update_buffers()
+        home = self._home.pop(id(state), {})
+        here = {name: home[name] if name in home else self._host_buffer(each) for name, each in there.items()}
+        copy = self._to_host.start([(here[name], there[name]) for name in there])
+        state.place_update_buffers(here, in_host=True)
+        self._leaving = _Leaving(state, copy, there.clear, of_state=True)
+
+    def reload_state(self, state: UnitState) -> None:
+        """Start to bring the buffers of an update to the device; `arrive` replaces those in host memory by them."""
+        self._settle()
+        if not state.in_host:
+            return
+        home = state.update_buffers()
+        there = {name: torch.empty_like(each, device=self._device) for name, each in home.items()}
+        copy = self._to_device.start([(there[name], home[name]) for name in home])
+        self._home[id(state)] = home
+        self._arriving[id(state)] = copy, lambda: state.place_update_buffers(there, in_host=False)
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        """Start to copy a unit's weights, `part` in host memory, to the device."""
+        return _Arrival(self._to_device.start([(whole, part)]), self._watch)
+
+    def arrive(self, owner: SavedTensors | UnitState) -> None:
+        """Wait for a reload of `owner` if one was started, before the compute that follows."""
+        if id(owner) in self._arriving:
+            copy, put_into_place = self._arriving.pop(id(owner))
+            self._watch(copy.wait)
+            put_into_place()
+
+    def end_section(self) -> None:
+        """Wait until optimizer state is whole in host memory, for readers between steps."""
+        if self._leaving is not None and self._leaving.of_state:
+            self._watch(self._leaving.copy.synchronize)
+            self._settle()
+
+    def _settle(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            self._watch(leaving.copy.wait)
+            leaving.finish()
+
+    def _host_buffer(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
+
+
+def _at_once(wait: Callable[[], None]) -> None:
+    wait()

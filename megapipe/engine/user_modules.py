@@ -1,0 +1,414 @@
+"""A user's torch modules as a model table: measured on meta tensors, copied, and bound to unit states.
+
+The layers run once on meta tensors, which have shapes and no elements: nothing is computed, and every rank knows the
+whole model without building it. The stages then run copies of the layers that a rank needs.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.engine.assembly import Assembly, ModelTable
+from megapipe.engine.errors import PipelineError
+from megapipe.engine.reductions import Communicators
+from megapipe.engine.stage import TensorSpec, described, short
+from megapipe.layers.adoption import adopt, adopted_modules, recording
+from megapipe.layers.linear import partition_axis, set_tensor_group
+from megapipe.layers.split import SplitTape
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules.schedule import Header
+from megapipe.spec.parameters import Init, LayerSpec, ParameterSpec
+
+Loss = Callable[..., Tensor]
+"""(the last layer's outputs, then the micro-batch's targets) -> loss summed over the micro-batch, 0-dim."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One micro-batch: the first layer's inputs and the loss's targets, each empty where this rank does not need them.
+
+    tape: collects a split backward. random: by unit that will be recomputed, the states of torch's generators before
+    its forward.
+    """
+
+    inputs: tuple[Tensor, ...] = ()
+    targets: tuple[Tensor, ...] = ()
+    tape: SplitTape | None = None
+    random: dict[int, list[Tensor]] = field(default_factory=dict, compare=False)
+
+
+class ModuleUnit(nn.Module):
+    """A module as the engine calls it.
+
+    first: takes the micro-batch's inputs. loss: this is the last layer; its outputs go into the loss. recomputed:
+    its forward runs a second time before its backward, and must then draw the same random numbers.
+    """
+
+    def __init__(self, module: nn.Module, *, first: bool, loss: Loss | None, recomputed: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self._first = first
+        self._loss = loss
+        self._recomputed = recomputed
+        self._adopted = tuple(adopted_modules(module))
+
+    def forward(self, *inputs: Tensor, context: Microbatch) -> tuple[Tensor, ...]:
+        """Run the module. Raises ValueError if the loss is not a scalar, or has no gradient."""
+        numbers = self._same_numbers(context) if self._recomputed else nullcontext()
+        with numbers, recording(self._adopted, context.tape):
+            outputs = as_tuple(self.module(*(context.inputs if self._first else inputs)))
+        if self._loss is None:
+            return outputs
+        loss = self._loss(*outputs, *context.targets)
+        if loss.dim() != 0:
+            raise ValueError(
+                f"the loss has shape {list(loss.shape)}; it must be one number, the sum over the micro-batch"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError("the loss depends on no parameter by a differentiable path; there is nothing to minimise")
+        return (loss,)
+
+    @contextmanager
+    def _same_numbers(self, context: Microbatch) -> Iterator[None]:
+        """Save the states of the random generators the first time, and use them the second time."""
+        devices = sorted({each.device.index for each in self.parameters() if each.device.type == "cuda"})
+        if id(self) not in context.random:
+            context.random[id(self)] = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+            yield
+            return
+        cpu, *others = context.random.pop(id(self))
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(cpu)
+            for device, state in zip(devices, others, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+    def share(self, original: nn.Module, paths: Iterable[str]) -> None:
+        """Put the parameters that were bound at `paths` wherever else the module has the original's: under a second
+        path, or in an attribute that torch does not know of, such as a list."""
+        kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        bound = {id(original.get_parameter(path)): self.module.get_parameter(path) for path in paths}
+        self.module = copy.deepcopy(self.module, kept | bound)
+        self._adopted = tuple(adopted_modules(self.module))
+
+
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    """Return the output of a module as a tuple of tensors. Raises TypeError for anything else."""
+    found = (outputs,) if isinstance(outputs, Tensor) else outputs
+    if not isinstance(found, tuple | list) or not all(isinstance(each, Tensor) for each in found):
+        raise TypeError(f"a layer returned {type(outputs).__name__}; it must return a tensor or a tuple of tensors")
+    return tuple(found)
+
+
+Layer = nn.Module | Callable[[], nn.Module]
+"""A module, or what makes one: then a rank builds only the layers that it runs."""
+
+_META_HINT = (
+    " (layers are tried on meta tensors, which have no values: register what a layer keeps as a buffer, and read no "
+    "values in its forward)"
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A sequence of modules before it has memory, and the one dtype of its parameters.
+
+    specs: of each layer, its parameters, each under the first of its paths. outputs: of each layer.
+    """
+
+    specs: tuple[LayerSpec, ...]
+    outputs: tuple[tuple[TensorSpec, ...], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A layer's forward on meta tensors: the graph between `inputs`, leaves, and `outputs`."""
+
+    skeleton: nn.Module
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def clone(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of `module` in which `convert` replaces every parameter and buffer, which are not copied."""
+    tensors = (*module.parameters(), *module.buffers())
+    return copy.deepcopy(module, {id(tensor): convert(tensor) for tensor in tensors})
+
+
+def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor]) -> ModelPlan:
+    """Measure what passes between layers for micro-batches of the shape of `sample`.
+
+    Raises PipelineError naming the layer that cannot take what it gets, changes a buffer or an input, or has a
+    parameter that no gradient reaches.
+    """
+    # All alive, so that identities are unique.
+    modules = [_on_meta(index, layer) for index, layer in enumerate(layers)]
+    names: dict[int, str] = {}
+    meta: dict[int, Tensor] = {}
+    passed = tuple(TensorSpec(tuple(each.shape), each.dtype, requires_grad=False) for each in sample)
+    specs, outputs, trials = [], [], []
+    for index, module in enumerate(modules):
+        specs.append(_parameters(index, module, names))
+        trials.append(_dry_run(index, _skeleton(index, module, meta), passed))
+        passed = tuple(TensorSpec(tuple(each.shape), each.dtype, each.requires_grad) for each in trials[-1].outputs)
+        outputs.append(passed)
+    if not names:
+        raise PipelineError(f"none of the {len(layers)} layers has a parameter; there is nothing to train")
+    _require_gradients(trials)
+    return ModelPlan(tuple(specs), tuple(outputs), _common_dtype(modules))
+
+
+def _on_meta(index: int, layer: Layer) -> nn.Module:
+    if isinstance(layer, nn.Module):
+        return layer
+    with torch.device("meta"):
+        module = layer()
+    if not isinstance(module, nn.Module):
+        raise PipelineError(f"layer {index}: {layer} made a {type(module).__name__}; it must make a torch.nn.Module")
+    return module
+
+
+def _parameters(index: int, module: nn.Module, names: dict[int, str]) -> LayerSpec:
+    """Return the parameters, with names as in torch.nn.Sequential; one that an earlier layer has keeps its first
+    name."""
+    specs: dict[str, ParameterSpec] = {}
+    for path, parameter in module.named_parameters():
+        name = f"{index}.{path}"
+        if not parameter.requires_grad:
+            raise PipelineError(f"parameter {name} has requires_grad=False; register it as a buffer to keep it fixed")
+        axes = parameter.dim()
+        specs[path] = ParameterSpec(
+            names.setdefault(id(parameter), name),
+            tuple(parameter.shape),
+            partition_axis(module, path),
+            Init("zeros"),
+            decay=axes >= 2,
+            matrix=axes == 2,
+        )
+    return LayerSpec(str(index), "block", index, specs)
+
+
+def _skeleton(index: int, module: nn.Module, meta: dict[int, Tensor]) -> nn.Module:
+    """Return the module on the meta device. meta: meta tensors by the identity of the tensors that they replace."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        if id(tensor) not in meta:
+            empty = torch.empty_like(tensor, device="meta")
+            meta[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+        return meta[id(tensor)]
+
+    try:
+        return clone(module, convert)
+    except Exception as error:
+        raise PipelineError(f"layer {index} ({type(module).__name__}) cannot be copied: {error}") from error
+
+
+def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _Trial:
+    inputs = tuple(
+        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad) for spec in passed
+    )
+    buffers = {name: (id(buffer), buffer._version) for name, buffer in skeleton.named_buffers()}
+    layer = f"layer {index} ({type(skeleton).__name__})"
+    try:
+        with torch.device("meta"), torch.enable_grad():
+            outputs = as_tuple(skeleton(*inputs))
+    except Exception as error:
+        source = f"the output of layer {index - 1}" if index else "the sample"
+        hint = _META_HINT if "meta" in str(error) else ""
+        raise PipelineError(f"{layer} fails for {source}, {described(passed)}: {error}{hint}") from error
+    for name, buffer in skeleton.named_buffers():
+        if buffers.get(name) != (id(buffer), buffer._version):
+            raise PipelineError(
+                f"{layer} changes its buffer {name!r} in the forward; micro-batches run in the order of the "
+                "schedule, on several replicas, so its value would depend on both: use a layer without running "
+                "statistics (LayerNorm, GroupNorm), or put it into eval mode"
+            )
+    if any(tensor._version for tensor in inputs):
+        raise PipelineError(
+            f"{layer} changes an input in place; whether other layers see the change would depend on their rank: "
+            "change a clone instead"
+        )
+    return _Trial(skeleton, inputs, outputs)
+
+
+def _require_gradients(trials: Sequence[_Trial]) -> None:
+    """Raise PipelineError for a parameter that does not affect any output of the model.
+
+    This goes from the last layer to the first: an output of a layer counts only if the next layer uses it.
+    """
+    used: set[int] | None = None
+    for index, trial in reversed(list(enumerate(trials))):
+        reached = _behind([each for place, each in enumerate(trial.outputs) if used is None or place in used])
+        for name, parameter in trial.skeleton.named_parameters():
+            if id(parameter) not in reached:
+                layer = f"layer {index} ({type(trial.skeleton).__name__})"
+                why = f"nothing that {layer} returns depends on it"
+                if id(parameter) in _behind(trial.outputs):
+                    why = f"the layers after {layer} drop or detach its result"
+                raise PipelineError(
+                    f"parameter {index}.{name} gets no gradient: {why}; remove it, or register it as a buffer"
+                )
+        used = {place for place, each in enumerate(trial.inputs) if id(each) in reached}
+
+
+def _behind(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the identities of the leaves that tensors depend on."""
+    reached = {id(output) for output in outputs if output.requires_grad and output.is_leaf}
+    seen: set[object] = set()
+    waiting = [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        waiting.extend(following for following, _ in node.next_functions)
+    return reached
+
+
+def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
+    found: dict[torch.dtype, str] = {}
+    for index, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            found.setdefault(parameter.dtype, f"{index}.{name}")
+    if len(found) > 1:
+        each = ", ".join(f"{name} {short(dtype)}" for dtype, name in found.items())
+        raise PipelineError(f"parameters have several dtypes ({each}); convert the layers to one of them")
+    dtype = next(iter(found), torch.float32)
+    if dtype not in DTYPES:
+        raise PipelineError(
+            f"parameters are {short(dtype)}; convert the layers to one of {', '.join(map(short, DTYPES))}"
+        )
+    return dtype
+
+
+WRAPPED = "module."
+"""Where a layer's paths begin inside its ModuleUnit."""
+
+GENERATOR_LOCK = threading.Lock()
+"""torch's random generator is one for all threads, and ranks may be threads."""
+
+
+class UserModules:
+    """The modules of a user. They are not changed: the stages run copies.
+
+    plan: what they are, measured on meta tensors. loss: of the last layer's outputs. seed: from which layers that are
+    made here draw their weights, together with their number. recomputed: layers whose forward runs a second time.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        plan: ModelPlan,
+        mesh: Mesh,
+        loss: Loss,
+        seed: int,
+        recomputed: Collection[int] = (),
+    ) -> None:
+        self._layers = layers
+        self._plan = plan
+        self._mesh = mesh
+        self._loss = loss
+        self._seed = seed
+        self._recomputed = recomputed
+        self._originals: dict[int, nn.Module] = {}
+
+    def table(self, ranges: Sequence[range], *, splits: bool) -> ModelTable:
+        """Return the model table. ranges: layers of each stage. splits: whether the schedule splits backwards."""
+        return ModelTable(
+            tuple(_inside_unit(spec) for spec in self._plan.specs),
+            ranges,
+            [self._plan.outputs[members[-1]] for members in ranges[:-1]],
+            lambda index: self._copy(index, splits),
+            self._plan.dtype,
+            bound=self._bound,
+        )
+
+    def initialize(self, assembly: Assembly, header: Header, groups: Communicators) -> None:
+        """Take the weights of the layers; of replicas, tensor ranks and uses of a tied weight, the first one's.
+
+        A collective call."""
+        states, tensor = assembly.states, self._mesh.group("tensor")
+        whole = {
+            id(state): torch.zeros(state.table.num_elements, dtype=state.master.dtype, device=self._mesh.device)
+            for state in states
+        }
+        holders = {segment.spec.name: (state, segment) for state in states for segment in state.table}
+        for index, _ in assembly.layers():
+            for path, spec in self._plan.specs[index].parameters.items():
+                state, segment = holders[spec.name]
+                value = self._originals[index].get_parameter(path).detach()
+                if tensor.size > 1:
+                    value = value.to(self._mesh.device).contiguous().clone()
+                    tensor.broadcast(value, 0)
+                own = tuple(map(slice, segment.box.starts, segment.box.stops))
+                state.owned_view(whole[id(state)], segment).copy_(value[own])
+        self._originals.clear()
+        for state in states:
+            if state.table.num_elements:
+                groups.data.broadcast(whole[id(state)], 0)
+        for group, members in groups.tied.items():
+            owned = [stage.states.get(header.tied_unit(number, group)) for number, stage in assembly.stages.items()]
+            members.broadcast(whole[id(next(state for state in owned if state is not None))], 0)
+        for state in states:
+            _start(state, whole.pop(id(state)))
+
+    def _copy(self, index: int, splits: bool) -> ModuleUnit:
+        """Return a copy of a layer that is to be bound to other memory; buffers are copied to this rank's device."""
+        if index not in self._originals:
+            self._originals[index] = self._built(index)
+        module = clone(self._originals[index], self._place)
+        last = index == len(self._layers) - 1
+        return ModuleUnit(
+            adopt(module) if splits else module,
+            first=index == 0,
+            loss=self._loss if last else None,
+            recomputed=index in self._recomputed,
+        )
+
+    def _bound(self, index: int, twins: Sequence[nn.Module]) -> None:
+        for twin in cast(Sequence[ModuleUnit], twins):
+            twin.share(self._originals[index], self._plan.specs[index].parameters)
+            set_tensor_group(twin.module, self._mesh.group("tensor"))
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self._mesh.device)
+
+    def _built(self, index: int) -> nn.Module:
+        layer = self._layers[index]
+        device = self._mesh.device
+        if not isinstance(layer, nn.Module):
+            devices = [device] if device.type == "cuda" else []
+            with GENERATOR_LOCK, torch.random.fork_rng(devices), device:
+                torch.manual_seed(self._seed + index)
+                layer = layer()
+        if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
+            raise PipelineError(
+                f"layer {index} is on the meta device: pass a function that creates it instead, so that its "
+                "parameters get values"
+            )
+        return layer
+
+
+def _start(state: UnitState, whole: Tensor) -> None:
+    """Give a state its first weights. whole: as its table lays them out."""
+    state.master.copy_(whole[state.shard])
+    if not state.weights_come_and_go:
+        for copy in state.weights:
+            copy.copy_(whole)
+    state.restore(state.newest)
+
+
+def _inside_unit(spec: LayerSpec) -> LayerSpec:
+    return replace(spec, parameters={WRAPPED + path: each for path, each in spec.parameters.items()})

@@ -1,0 +1,335 @@
+"""From a trained model's checkpoint and prompts to its forward passes over texts that grow."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from json import dumps
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.directory import newest_whole
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.manifest import MANIFEST, RunState
+from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import Config, parse_as
+from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ParallelConfig, ScheduleConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.data.errors import DataError
+from megapipe.data.manifest import read_manifest, tokenizer_of_shard
+from megapipe.data.tokenizers import Tokenizer, open_tokenizer
+from megapipe.engine.assembly import Assembly, Holding, ModelTable, residual_stream
+from megapipe.engine.engine import Engine
+from megapipe.engine.step import StepInput
+from megapipe.layout.stages import StageLayout, lay_out
+from megapipe.models.families import family_of
+from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
+from megapipe.parallel.launch import DeviceChoice, initialize, shutdown
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules import Schedule, build
+from megapipe.spec.layers import tensor_problems
+
+
+class PromptError(ValueError):
+    """A prompt that the model cannot continue. The message names the prompt, the rule, and how to fix it."""
+
+
+def read_checkpoint(folder: str) -> tuple[Path, RunState]:
+    """Return a checkpoint and the state of the run that saved it: the folder itself, or the newest complete checkpoint
+    in it.
+
+    Raises CheckpointError if there is none.
+    """
+    directory = Path(folder)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"no checkpoint: {directory} is not a folder; name the folder of a run or of a checkpoint"
+        )
+    itself = directory if (directory / MANIFEST).is_file() else None
+    checkpoint = itself or newest_whole(directory / "checkpoints") or newest_whole(directory)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"no complete checkpoint in {directory}: a run keeps them in folders such as checkpoints/step-00000100; "
+            "a run saves its last step unless checkpoint.at_end is false, and others with --checkpoint.every N"
+        )
+    return checkpoint, read_run_manifest(checkpoint).run
+
+
+@contextmanager
+def connected(config: PretrainConfig) -> Iterator[Mesh]:
+    """Connect this rank with the others for the block."""
+    mesh = initialize(MeshShape.of(config.parallel).sizes, device=config.parallel.device)
+    try:
+        yield mesh
+    finally:
+        shutdown()
+
+
+def any_trained_config(run: RunState) -> PretrainConfig:
+    """Return the configuration of the run that saved a checkpoint, with the precision it used. Raises ConfigError."""
+    return _config_as(BertPretrainConfig if _is_bert(run) else PretrainConfig, run)
+
+
+def trained_config(run: RunState) -> PretrainConfig:
+    """Return the same for a GPT checkpoint."""
+    if _is_bert(run):
+        raise ConfigError(
+            "the checkpoint is a BERT, which cannot continue text: use megapipe fill-mask, or name a GPT checkpoint"
+        )
+    return _config_as(PretrainConfig, run)
+
+
+def trained_bert_config(run: RunState) -> BertPretrainConfig:
+    """Return the same for a BERT checkpoint."""
+    if not _is_bert(run):
+        raise ConfigError(
+            "the checkpoint is a GPT, which cannot fill gaps: use megapipe generate, or name a BERT checkpoint"
+        )
+    return _config_as(BertPretrainConfig, run)
+
+
+def _is_bert(run: RunState) -> bool:
+    return "norm_position" in run.config.get("model", {})
+
+
+def _config_as(kind: type[Config], run: RunState) -> Config:
+    config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
+    problems = config.model.problems()
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def on_layout(
+    config: PretrainConfig, world_size: int, *, tensor: int, pipeline: int | None, device: DeviceChoice
+) -> PretrainConfig:
+    """Return the same model on another layout. pipeline: None uses all processes that `tensor` leaves.
+
+    Raises ConfigError for a layout that does not fit the model.
+    """
+    pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
+    problems = tensor_problems(config.model, tensor)
+    layers = config.model.num_layers + 2
+    if pipeline > layers:
+        problems.append(
+            f"{pipeline} pipeline ranks exceed the {layers} layers of the model (embedding, {layers - 2} blocks, head)"
+            f"; every rank needs at least one: use at most {layers}"
+        )
+    if tensor * pipeline != world_size:
+        problems.append(
+            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks, but {world_size} were started: start "
+            f"torchrun with --nproc_per_node {tensor * pipeline}, or change --tensor or --pipeline"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return replace(config, parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, data=1, device=device))
+
+
+def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
+    """Return the tokenizer called `name`, or the one of the training data if `name` is None.
+
+    Raises DataError if the training data name no tokenizer, or a tokenizer other than `name`.
+    """
+    manifest = read_manifest(data_prefix) if data_prefix else None
+    if name is None:
+        if manifest is None:
+            raise DataError(
+                f"the model was trained on {data_prefix or 'a shard'}, but there is no manifest next to it that names "
+                "the tokenizer: set --tokenizer"
+            )
+        tokenizer = _shards_tokenizer(tokenizer_of_shard(data_prefix, manifest))
+    else:
+        tokenizer = open_tokenizer(name)
+    if manifest is not None:
+        manifest.check_tokenizer(tokenizer.spec, tokenizer.fingerprint)
+    return tokenizer
+
+
+def _shards_tokenizer(name: str) -> Tokenizer:
+    try:
+        return open_tokenizer(name)
+    except DataError as error:
+        raise DataError(f"the training shard names its tokenizer {name!r}, but {error}; or set --tokenizer") from error
+
+
+def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
+    """Return the prompts of a command line, those in files last. Raises PromptError for none or an unreadable file."""
+    prompts = [*texts, *(_content(Path(file)) for file in files)]
+    if not prompts:
+        raise PromptError("nothing to generate: give a prompt with --prompt or --prompt-file")
+    return prompts
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text has no lone surrogates, which replace invalid UTF-8 bytes of a command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) -> list[list[int]]:
+    """Return the token ids of the prompts; an empty prompt becomes an end-of-document token.
+
+    Raises PromptError for a prompt that cannot be encoded, is too long, or has a token outside the model's vocabulary.
+    """
+    encodings = []
+    for number, prompt in enumerate(prompts, start=1):
+        if not is_utf8(prompt):
+            raise PromptError(f"prompt {number} is not UTF-8 text")
+        tokens = tokenizer.encode(prompt)
+        if not tokens:
+            if tokenizer.end_of_document is None:
+                raise PromptError(
+                    f"prompt {number} is empty, and the tokenizer has no end-of-document token to start with"
+                )
+            tokens = [tokenizer.end_of_document]
+        if max(tokens) >= model.vocabulary_size:
+            raise PromptError(
+                f"prompt {number} has token {max(tokens)} but the model's vocabulary is {model.vocabulary_size}: set "
+                "--tokenizer to the one that it was trained with"
+            )
+        if len(tokens) >= model.max_positions:
+            raise PromptError(
+                f"prompt {number} has {len(tokens)} tokens, but the model has only {model.max_positions} "
+                f"positions: shorten it to at most {model.max_positions - 1} tokens"
+            )
+        encodings.append(tokens)
+    return encodings
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text("utf-8").removesuffix("\n")
+    except OSError as error:
+        raise PromptError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+Restore = Callable[[Sequence[UnitState]], object]
+"""Loads trained weights into the unit states of this rank."""
+
+
+FULL_TOKENS = 256
+"""Minimum number of tokens for an efficient micro-batch; with fewer, reading the weights takes most of the time."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The texts of a pass in micro-batches: `num_microbatches` of `rows` texts each; the last one is padded."""
+
+    num_microbatches: int
+    rows: int
+
+    @classmethod
+    def of(cls, num_texts: int, width: int) -> "Split":
+        """Split texts with `width` new tokens each, independently of the layout, so that a pipeline computes the same
+        bits."""
+        num_microbatches = -(-num_texts // -(-FULL_TOKENS // width))
+        return cls(num_microbatches, -(-num_texts // num_microbatches))
+
+    @property
+    def total(self) -> int:
+        """Number of rows of all micro-batches."""
+        return self.num_microbatches * self.rows
+
+
+class LoadedModel:
+    """This rank's stages of a trained model with weights only: gradients and optimizer state are freed.
+
+    config: of the training run, with the pipeline and tensor sizes of `mesh`.
+    """
+
+    def __init__(self, config: PretrainConfig, mesh: Mesh, restore: Restore) -> None:
+        self.config = config
+        self.mesh = mesh
+        layers = family_of(config).layers
+        num_stages = config.parallel.pipeline
+        self.layout: StageLayout = lay_out(layers, config.model, num_stages, config.data.sequence_length)
+        model = ModelTable.of(config, self.layout, mesh)
+        holding = Holding(parallel=config.parallel, master_weights=config.training.master_weights)
+        self.assembly = Assembly(model, holding, mesh, self.schedule(1).header)
+        restore(self.assembly.states)
+        self.assembly.keep_weights_alone()
+
+    @cached_property
+    def last_rank(self) -> int:
+        """World rank of the last stage, the first of its tensor group."""
+        place = {
+            "data": 0,
+            "context": 0,
+            "tensor": 0,
+            "pipeline": self.schedule(1).rank_of(len(self.layout.ranges) - 1),
+        }
+        return self.mesh.shape.rank_of(place)
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return a schedule of forwards only. Stages have the same order in every such schedule."""
+        return build(
+            ScheduleConfig.name,
+            self.config.parallel.pipeline,
+            num_microbatches,
+            mode="forward",
+            units_per_stage=self.layout.units_per_stage,
+            tied_groups=self.layout.tied,
+        )
+
+
+class Passes:
+    """Forward passes of `num_texts` texts of up to `capacity` tokens. Every rank makes the same calls in the same
+    order.
+
+    widths: allowed numbers of new tokens per text in a pass.
+    """
+
+    def __init__(self, model: LoadedModel, num_texts: int, capacity: int, widths: Collection[int]) -> None:
+        self._model = model
+        self._splits = {width: Split.of(num_texts, width) for width in widths}
+        rows = max(split.total for split in self._splits.values())
+        self._units = {
+            number: [[decoding_layer(twins[0], rows=rows, capacity=capacity)] for twins in stage.units]
+            for number, stage in model.assembly.stages.items()
+        }
+        self._engines: dict[int, Engine] = {}
+
+    def run(self, tokens: Tensor, positions: Tensor, last: Tensor) -> Tensor | None:
+        """Return the logits [n, v] after one token of each text; None if another rank has the last stage.
+
+        tokens, positions: int64 [n, s], the s new tokens of each of the n texts, and their positions; the earlier
+        tokens of a text were in earlier passes. last: int64 [n], index within s of the token whose logits are
+        returned.
+        """
+        num_texts, width = tokens.shape
+        split = self._splits[width]
+        window = self._model.config.model.sliding_window
+        length = int(positions.max()) + 1
+        # The last text is repeated to fill the last micro-batch, in rows of the caches that no text uses.
+        source = torch.arange(split.total).clamp(max=num_texts - 1)
+        tokens, positions, last = (each[source].to(self._model.mesh.device) for each in (tokens, positions, last))
+        contexts = []
+        for first in range(0, split.total, split.rows):
+            rows = slice(first, first + split.rows)
+            contexts.append(
+                DecodingContext.of(rows, tokens[rows], positions[rows], last[rows], length=length, window=window)
+            )
+        result = self._engine(width).run(StepInput(0, contexts, token_counts=()))
+        return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None
+
+    def _engine(self, width: int) -> Engine:
+        """Return the engine for `width` new tokens of every text, which is connected at its first use."""
+        if width not in self._engines:
+            split = self._splits[width]
+            boundary = residual_stream(self._model.config, split.rows, width, requires_grad=False)
+            self._engines[width] = self._model.assembly.engine(
+                self._model.schedule(split.num_microbatches), boundary=boundary, units=self._units
+            )
+        return self._engines[width]

@@ -1,0 +1,303 @@
+"""Attention over samples whose tokens are on several ranks: ring attention and all-to-all attention.
+
+Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay on their rank of a group, keys and values go round.
+Each rank begins with its own keys; a hop of the ring goes on alongside the products with the keys of the hop before.
+Under a causal mask tokens are arranged head and tail together (spec/token_order.py), and what the mask hides is left
+out, so that every rank has the same work at every hop. Pieces are merged by their log-sums, in fp32. In the backward
+keys and values go round again, and the gradients of a rank's keys and values travel with them, in fp32, from the first
+rank that adds to them to their owner. All ranks call this in the same order, forward and backward, because their
+schedules are one; that is enough to exclude a deadlock.
+
+All-to-all attention (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509, section 3): before attention every rank
+of a group trades heads for tokens: it gives away all heads but its share, of its own tokens, and gets its share of
+heads, of all tokens. Whatever attends to whole samples does so unchanged, and its result goes back the same way. Ranks
+hold their tokens in rank order (`contiguous` in spec/token_order.py).
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.layers.attention import Attention
+from megapipe.layers.attention_pieces import Seen, Weighing, piece_backward, piece_forward
+from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.dropout import Dropout
+from megapipe.parallel.collectives import all_to_all
+from megapipe.parallel.groups import Group, Work
+from megapipe.spec.attention import kv_copies
+from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.token_order import Piece, Share, TokenOrder, Visibility, order_of, pieces, token_numbers
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The attention of one block, over the ranks of a group.
+
+    visibility: causal mask and window alike for all samples. unfused: no kernels. first_head: global number of the
+    first head here, and dropout: of the weights.
+    """
+
+    group: Group
+    order: TokenOrder
+    visibility: Visibility
+    scale: float
+    unfused: bool
+    first_head: int
+    dropout: Dropout
+
+    @property
+    def share(self) -> Share:
+        """The tokens that this rank holds."""
+        return Share(self.order, self.group.rank, self.group.size)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
+        """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d], key and value [b, s, kv heads, 1,
+        d], all of the tokens in hand."""
+        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        # The graph keeps the pass, and a tape keeps the graph: together they would keep each other for ever.
+        known = replace(context, tape=None)
+        mixed: Tensor = _Ring.apply(query, key, value, Pass(self, known, query.shape[2]))
+        return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A ring on one micro-batch. num_local: tokens of a sample on each rank."""
+
+    ring: Ring
+    context: MicrobatchContext
+    num_local: int
+
+    def work(self, key_rank: int, device: torch.device) -> Iterator[tuple[Piece, Seen, Weighing]]:
+        """Return the pieces that this rank computes with the keys of `key_rank`."""
+        ring = self.ring
+        lengths = self.context.lengths if isinstance(self.context, BertContext) else None
+        masked = self.context.document_starts is not None or lengths is not None
+        visibility = Visibility(ring.visibility.causal, ring.visibility.window, masked)
+        rank, size = ring.group.rank, ring.group.size
+        numbers = _numbers(ring.order, size, self.num_local * size, device)
+        for piece in pieces(visibility, ring.order, rank, key_rank, size, self.num_local):
+            queries = numbers[rank, piece.queries.start : piece.queries.stop]
+            keys = numbers[key_rank, piece.keys.start : piece.keys.stop]
+            visible = self._visible(piece, queries, keys, lengths) if piece.kind == "masked" else None
+            seen = Seen(causal=piece.kind == "causal", visible=visible)
+            yield piece, seen, self._weighing(queries, keys)
+
+    def _visible(self, piece: Piece, queries: Tensor, keys: Tensor, lengths: Tensor | None) -> Tensor:
+        """bool [b or 1, 1, rows, columns]: what queries see of keys, both int64 numbers of tokens."""
+        visible = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
+        queries = queries.unsqueeze(1)
+        if self.ring.visibility.causal:
+            visible = visible & (keys <= queries)
+            if self.ring.visibility.window is not None:
+                visible = visible & (queries - keys < self.ring.visibility.window)
+        if self.context.document_starts is not None:
+            starts = self.context.document_starts[:, None, piece.queries.start : piece.queries.stop, None]
+            visible = visible & (keys >= starts)
+        if lengths is not None:
+            visible = visible & (keys < lengths[:, None, None, None])
+        return visible
+
+    def _weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
+        ring = self.ring
+        if not ring.dropout.active(self.context):
+            return Weighing(ring.scale, unfused=ring.unfused)
+        length = self.num_local * ring.group.size
+
+        def drop(weights: Tensor) -> Tensor:
+            return ring.dropout.drop_weights(weights, ring.first_head, queries, keys, length, self.context)
+
+        return Weighing(ring.scale, drop)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, once: Pass) -> Tensor:
+        # In memory as the output projection wants it: tokens before heads.
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+        mixed = mixed.transpose(1, 2)
+        log_sum = torch.full(query.shape[:3], -math.inf, dtype=wide, device=query.device)
+        for key_rank, (keys, values) in _blocks_in_turn(key, value, once.ring.group):
+            for piece, seen, weighing in once.work(key_rank, query.device):
+                rows, columns = _slice(piece.queries), _slice(piece.keys)
+                part = piece_forward(query[:, :, rows], keys[:, :, columns], values[:, :, columns], seen, weighing)
+                _merge(mixed[:, :, rows], log_sum[:, :, rows], *part)
+        mixed = mixed.to(query.dtype)
+        # Finite for kernels, where a query has seen nothing.
+        ctx.save_for_backward(query, key, value, mixed, log_sum.masked_fill_(log_sum == -math.inf, 0.0))
+        ctx.once = once
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, mixed, log_sum = ctx.saved_tensors
+        once: Pass = ctx.once
+        dquery = torch.zeros_like(query, dtype=log_sum.dtype)
+        shape = (2, *key.shape)
+        own, travelling = (torch.zeros(shape, dtype=log_sum.dtype, device=key.device) for _ in range(2))
+        arriving: Work | None = None
+        group = once.ring.group
+        for key_rank, (keys, values) in _blocks_in_turn(key, value, group):
+            found = own if key_rank == group.rank else torch.zeros_like(own)
+            for piece, seen, weighing in once.work(key_rank, query.device):
+                rows, columns = _slice(piece.queries), _slice(piece.keys)
+                part = piece_backward(
+                    gradient[:, :, rows],
+                    query[:, :, rows],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    mixed[:, :, rows],
+                    log_sum[:, :, rows],
+                    seen,
+                    weighing,
+                )
+                dquery[:, :, rows] += part[0]
+                found[0][:, :, columns] += part[1]
+                found[1][:, :, columns] += part[2]
+            if key_rank == group.rank:
+                continue
+            if arriving is not None:
+                arriving.wait()
+                found += travelling
+            arriving = group.shift(found, travelling)
+        if arriving is not None:
+            arriving.wait()
+            own += travelling
+        dkey, dvalue = own.to(key.dtype)
+        return dquery.to(query.dtype), dkey, dvalue, None
+
+
+def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its keys and values [2, b, kv heads, s, d]), beginning here and going back through the ring.
+
+    The next ones are under way while the caller works on those that it was given.
+    """
+    block = torch.stack([key, value])
+    for step in range(group.size):
+        following, work = block, None
+        if step + 1 < group.size:
+            following = torch.empty_like(block)
+            work = group.shift(block, following)
+        yield (group.rank - step) % group.size, block
+        if work is not None:
+            work.wait()
+        block = following
+
+
+def _merge(mixed: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor) -> None:
+    """Take a piece into the mixed values [b, heads, rows, d] and log-sums [b, heads, rows] so far, in place."""
+    merged = torch.logaddexp(log_sum, part_log_sum)
+    finite = merged.masked_fill(merged == -math.inf, 0.0)
+    mixed.mul_((log_sum - finite).exp_().unsqueeze(-1))
+    mixed.add_(part * (part_log_sum - finite).exp_().unsqueeze(-1))
+    log_sum.copy_(merged)
+
+
+def _slice(of: range) -> slice:
+    return slice(of.start, of.stop)
+
+
+@functools.lru_cache(maxsize=8)
+def _numbers(order: TokenOrder, size: int, length: int, device: torch.device) -> Tensor:
+    """int64 [size, length / size]: the tokens of every rank."""
+    # Tensors born in inference mode could never take part in training.
+    with torch.inference_mode(False):
+        held = [torch.from_numpy(token_numbers(order, rank, size, length)) for rank in range(size)]
+        return torch.stack(held).to(device)
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """The attention of one block, with its heads sharded over a group."""
+
+    attention: Attention
+    group: Group
+
+    @property
+    def share(self) -> Share:
+        """The tokens that this rank holds."""
+        return Share("contiguous", self.group.rank, self.group.size)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
+        """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d], key and value [b, s, kv heads, 1,
+        d], all of the tokens in hand."""
+        batch, length, groups, heads, width = query.shape
+        copies = kv_copies(groups, heads, self.group.size)
+        if copies > 1:
+            query = query.reshape(batch, length, groups * copies, heads // copies, width)
+            key, value = (part.repeat_interleave(copies, dim=2) for part in (key, value))
+        whole = self._tokens_for_heads(torch.cat([query, key, value], dim=3))
+        query, key, value = whole.split([query.shape[3], 1, 1], dim=3)
+        everything = replace(context, token_numbers=None, document_starts=context.whole_document_starts)
+        mixed = self.attention.mix(query, key, value, everything)
+        return self._heads_for_tokens(mixed.reshape(batch, self.group.size * length, -1, width))
+
+    def _tokens_for_heads(self, x: Tensor) -> Tensor:
+        """[b, s, kv heads, n, d] of the tokens in hand to [b, size x s, kv heads / size, n, d]."""
+        batch, length, groups, rows, width = x.shape
+        size = self.group.size
+        cut = x.view(batch, length, size, groups // size, rows, width)
+        by_rank = all_to_all(cut.permute(2, 0, 1, 3, 4, 5).contiguous(), self.group)
+        return by_rank.transpose(0, 1).reshape(batch, size * length, groups // size, rows, width)
+
+    def _heads_for_tokens(self, x: Tensor) -> Tensor:
+        """[b, size x s, heads / size, d] to [b, s, heads, d] of the tokens in hand."""
+        batch, whole, heads, width = x.shape
+        size = self.group.size
+        cut = x.view(batch, size, whole // size, heads, width)
+        by_rank = all_to_all(cut.transpose(0, 1).contiguous(), self.group)
+        return by_rank.permute(1, 2, 0, 3, 4).reshape(batch, whole // size, size * heads, width)
+
+
+def share_samples(attention: Attention, group: Group, kind: ContextAttention) -> None:
+    """From now on the ranks of `group` hold parts of every sample, and `attention` works over all of them.
+
+    The parts are those of spec/token_order.py, in the order that suits the kind.
+    """
+    if kind == "ring":
+        attention.sharing = Ring(
+            group,
+            order_of(kind, attention.causal),
+            Visibility(attention.causal, attention.window if attention.causal else None),
+            attention.scale,
+            attention.path == "unfused",
+            attention.first_head,
+            attention.dropout,
+        )
+        return
+    attention.sharing = HeadExchange(attention, group)
+    attention.num_heads //= group.size
+    attention.first_head += group.rank * attention.num_heads
+
+
+class OutsideGraphs:
+    """A ring that torch.compile leaves alone: a graph cannot express hops that run during products.
+
+    Ring.mix is not decorated itself, because the decorator imports the compiler and Triton: seconds for every run, and
+    too late for TRITON_INTERPRET.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.mix = torch.compiler.disable(ring.mix)
+        self._ring = ring
+
+    @property
+    def share(self) -> Share:
+        """The tokens that this rank holds."""
+        return self._ring.share
+
+
+def keep_rings_out_of_graphs(module: nn.Module) -> bool:
+    """Prepare a module for torch.compile; whether it can still be one graph."""
+    whole = True
+    for part in module.modules():
+        if isinstance(part, Attention) and isinstance(part.sharing, Ring):
+            part.sharing = OutsideGraphs(part.sharing)
+            whole = False
+    return whole

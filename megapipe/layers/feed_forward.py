@@ -1,0 +1,468 @@
+"""The feed-forward half of a block: an MLP, or a mixture of experts in its place.
+
+The experts are sharded over the tensor ranks (PPMoE, arXiv 2304.11414). Tensor ranks have the same tokens after
+attention, so each picks those that go to experts of its own, and the sum that a row-parallel MLP needs anyway brings
+the results together: no rank sends a token anywhere. No token is dropped. Which experts a token goes to, and with what
+shares, is decided by a router (Shazeer et al. 2017, arXiv 1701.06538, section 2.1).
+
+Tokens go to the rows of their experts and back, each direction the transpose of the other. Both directions gather:
+sums are over a token's own experts in the order of its choices, so a device that adds with atomics gives the same bits
+every time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.config.model import ModelConfig
+from megapipe.kernels.registry import Registry
+from megapipe.layers.linear import (
+    ColumnParallelLinear,
+    OnShards,
+    RowParallelLinear,
+    Shapes,
+    as_matrix,
+    empty_parameter,
+    within,
+)
+from megapipe.layers.split import Remade, SplitModule, SplitTape, save_input, saved_input
+from megapipe.parallel.collectives import (
+    copy_to_group,
+    gather_tokens,
+    joined,
+    reduce_from_group,
+    scatter_sum,
+    start_gather,
+)
+from megapipe.parallel.groups import Group
+
+
+class Router(SplitModule, OnShards):
+    """Scores every expert for every token, in fp32 whatever the rest computes in: small differences decide.
+
+    Every tensor rank has the whole weight [experts, h] and the same tokens, and so the same scores; where tokens are
+    sharded each scores its own. shapes: of `weight` and, where loads are evened out, of `bias` [experts], which is
+    added to the softmax of the scores when experts are chosen and in nothing else (Wang et al. 2024, arXiv 2408.15664,
+    equation 3). biased: "scores" adds it to the scores instead, as version 0.1 did. The bias's gradient is not the
+    loss's: it is how many more tokens than its share each expert got, times the number of experts, a sum over tokens
+    as other gradients are.
+    """
+
+    partial = ("weight", "bias")
+
+    def __init__(self, shapes: Shapes, choices: int, normalize: bool, biased: Literal["shares", "scores"]) -> None:
+        super().__init__()
+        self.weight = empty_parameter(shapes["weight"])
+        self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
+        self.choices = choices
+        self.normalize = normalize
+        self.biased = biased
+
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
+        """(shares, experts) [b, s, choices] for x [b, s, h]: of each token the experts that it goes to, int64, the
+        best first, equal ones by number, and what share of the result each has, fp32 (fp64 for fp64).
+
+        Shares are a softmax over the chosen alone where the router normalises them (Jiang et al. 2024, arXiv
+        2401.04088, section 2.1), else their part of the softmax over all (Fedus et al. 2022, arXiv 2101.03961).
+        again: makes x again in the backward, so that x need not be kept.
+        """
+        record = None
+        if tape is None:
+            scores = _FusedRouter.apply(x, self.weight, again)
+        else:
+            record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
+            record.keep_input(x, again)
+            scores = _ProbedRouter.apply(x, record.probe, self.weight.detach())
+        ranked = scores.detach()
+        if self.bias is not None:
+            ranked = (ranked.softmax(-1) if self.biased == "shares" else ranked) + self.bias.detach()
+        experts = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : self.choices].contiguous()
+        if self.bias is not None:
+            load = self._load(experts)
+            if record is None:
+                scores = _Loaded.apply(scores, self.bias, load)
+            else:
+                record.beside = (load,)
+        if self.normalize:
+            return scores.gather(-1, experts).softmax(-1), experts
+        return scores.softmax(-1).gather(-1, experts), experts
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        yield self.weight, _weight_gradient(saved[0], gradient)
+        if self.bias is not None:
+            yield self.bias, saved[1]
+
+    def _load(self, experts: Tensor) -> Tensor:
+        """int64 [experts]: pairs of a token and one of its choices beyond an even share, times the experts."""
+        num_experts, flat = self.weight.shape[0], experts.flatten()
+        counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        return num_experts * counts - flat.numel()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _scores(x: Tensor, weight: Tensor) -> Tensor:
+    return x.to(_wide(x)) @ weight.to(_wide(x)).t()
+
+
+def _input_gradient(dtype: torch.dtype, weight: Tensor, dscores: Tensor) -> Tensor:
+    return (dscores @ weight.to(dscores.dtype)).to(dtype)
+
+
+def _weight_gradient(x: Tensor, dscores: Tensor) -> Tensor:
+    """In the dtype of the scores, as wide as what gradients are summed in."""
+    return dscores.flatten(0, -2).t() @ x.to(dscores.dtype).flatten(0, -2)
+
+
+class _Loaded(torch.autograd.Function):
+    """The scores as they are; the bias that they were chosen with gets its load."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, bias: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(load)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (load,) = ctx.saved_tensors
+        return gradient, load.to(gradient.dtype), None
+
+
+class _FusedRouter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, again: Remade | None) -> Tensor:
+        save_input(ctx, x, again, weight)
+        ctx.dtype = x.dtype
+        return _scores(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        dx = _input_gradient(ctx.dtype, weight, dscores) if needs_x else None
+        dweight = None
+        if needs_weight:
+            dweight = _weight_gradient(saved_input(ctx, kept), dscores)
+        return dx, dweight, None
+
+
+class _ProbedRouter(torch.autograd.Function):
+    """The input half: the weight comes detached, the probe receives the scores' gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype = x.dtype
+        return _scores(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        dx = _input_gradient(ctx.dtype, weight, dscores) if ctx.needs_input_grad[0] else None
+        return dx, dscores, None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which tokens the experts of one rank work on. A pair is a token and one of its k choices: number token x k + i.
+
+    pairs: int64 [n], the pairs of this rank's n rows: expert by expert, ascending within each.
+    rows: int64 [tokens x k], the row of every pair, n for those of other ranks' experts.
+    counts: rows of each of this rank's experts. choices: k.
+    """
+
+    pairs: Tensor
+    rows: Tensor
+    counts: tuple[int, ...]
+    choices: int
+
+
+def assign(chosen: Tensor, first: int, num_experts: int) -> Assignment:
+    """The rows of experts first to first + num_experts - 1. chosen: integers [tokens, k], every token's experts.
+
+    Waits for the device, since how many rows there are has to be known.
+    """
+    local = chosen.flatten() - first
+    place = torch.where((local >= 0) & (local < num_experts), local, num_experts)
+    counts = torch.bincount(place, minlength=num_experts + 1)[:num_experts].tolist()
+    pairs = torch.argsort(place, stable=True)[: sum(counts)].clone()
+    rows = torch.full_like(place, len(pairs))
+    rows[pairs] = torch.arange(len(pairs), device=chosen.device)
+    return Assignment(pairs, rows, tuple(counts), chosen.shape[-1])
+
+
+def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
+    """As `assign`, where tensors have no values (the meta device): each of `num_all` experts gets an even share."""
+    pairs = chosen.numel()
+    counts = [pairs * (expert + 1) // num_all - pairs * expert // num_all for expert in range(num_experts)]
+    flat = chosen.flatten()
+    return Assignment(flat.new_empty(sum(counts)), flat, tuple(counts), chosen.shape[-1])
+
+
+def pick_rows(tokens: Tensor, assignment: Assignment) -> Tensor:
+    """The rows [n, h] out of tokens [tokens, h]; a token's gradient is the sum of its rows'."""
+    return _Pick.apply(tokens, assignment.pairs, assignment.rows, assignment.choices)
+
+
+def sum_rows(rows: Tensor, assignment: Assignment) -> Tensor:
+    """Return, for every token, the sum [tokens, h] of its rows among [n, h]; zeros for a token without rows."""
+    return _Sum.apply(rows, assignment.pairs, assignment.rows, assignment.choices)
+
+
+def _picked(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
+    return tokens.index_select(0, pairs // choices)
+
+
+def _summed(values: Tensor, rows: Tensor, choices: int) -> Tensor:
+    elsewhere = values.new_zeros(1, values.shape[-1])
+    found = torch.cat([values, elsewhere]).index_select(0, rows)
+    return found.view(-1, choices, values.shape[-1]).sum(1)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.choices = choices
+        return _picked(tokens, pairs, choices)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        return _summed(gradient, rows, ctx.choices), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(pairs)
+        ctx.choices = choices
+        return _summed(values, rows, choices)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (pairs,) = ctx.saved_tensors
+        return _picked(gradient, pairs, ctx.choices), None, None, None
+
+
+Counts = Sequence[int]
+"""Rows of each expert, in order; they may be 0."""
+
+
+class GroupedLinear(SplitModule):
+    """y = x W_e^T + b_e for the rows x of expert e.
+
+    shapes: of `weight` [experts, ..., in], all axes between being output axes, and, where there is one, of `bias`
+    [experts, ...]: of this rank's experts. Parameters are left unbound on the meta device.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self.weight = empty_parameter(shapes["weight"])
+        self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
+
+    def forward(self, x: Tensor, counts: Counts, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+        """Rows [n, in] to [n, out], output axes flattened into one.
+
+        again: makes x again for the gradient of W, so that x need not be kept.
+        """
+        if tape is None:
+            return _FusedGroupedLinear.apply(x, self.weight, self.bias, counts, again)
+        width = self.weight[0].numel() // self.weight.shape[-1]
+        record = tape.record(self, (len(x), width), x)
+        record.keep_input(x, again)
+        record.beside = (torch.tensor(counts),)
+        bias = None if self.bias is None else self.bias.detach()
+        return _ProbedGroupedLinear.apply(x, record.probe, self.weight.detach(), bias, counts)
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        x, counts = saved
+        yield self.weight, weight_gradients(x, gradient, counts.tolist()).view(self.weight.shape)
+        if self.bias is not None:
+            yield self.bias, bias_gradients(gradient, counts.tolist()).view(self.bias.shape)
+
+
+def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> Tensor:
+    """[n, out] of rows x [n, in], with weight [experts, ..., in] and bias [experts, ...]."""
+    y = x.new_empty(len(x), weight[0].numel() // weight.shape[-1])
+    for expert, rows in _spans(counts):
+        matrix = as_matrix(weight[expert]).t()
+        if bias is None:
+            torch.mm(x[rows], matrix, out=y[rows])
+        else:
+            torch.addmm(bias[expert].flatten(), x[rows], matrix, out=y[rows])
+    return y
+
+
+def input_gradients(dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
+    """[n, in] for output gradients dy [n, out]."""
+    dx = dy.new_empty(len(dy), weight.shape[-1])
+    for expert, rows in _spans(counts):
+        torch.mm(dy[rows], as_matrix(weight[expert]), out=dx[rows])
+    return dx
+
+
+def weight_gradients(x: Tensor, dy: Tensor, counts: Counts) -> Tensor:
+    """[experts, out, in]; zeros for an expert without rows."""
+    found = x.new_zeros(len(counts), dy.shape[-1], x.shape[-1])
+    for expert, rows in _spans(counts):
+        torch.mm(dy[rows].t(), x[rows], out=found[expert])
+    return found
+
+
+def bias_gradients(dy: Tensor, counts: Counts) -> Tensor:
+    """[experts, out]; zeros for an expert without rows."""
+    found = dy.new_zeros(len(counts), dy.shape[-1])
+    for expert, rows in _spans(counts):
+        torch.sum(dy[rows], 0, out=found[expert])
+    return found
+
+
+def _spans(counts: Counts) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, with their place."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
+
+
+class _FusedGroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, again: Remade | None
+    ) -> Tensor:
+        save_input(ctx, x, again, weight)
+        ctx.counts = counts
+        ctx.bias_shape = None if bias is None else bias.shape
+        return outputs(x, weight, bias, counts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dx = input_gradients(dy, weight, ctx.counts) if needs_x else None
+        dweight = None
+        if needs_weight:
+            x = saved_input(ctx, kept)
+            dweight = weight_gradients(x, dy, ctx.counts).view(weight.shape)
+        dbias = bias_gradients(dy, ctx.counts).view(ctx.bias_shape) if needs_bias else None
+        return dx, dweight, dbias, None, None
+
+
+class _ProbedGroupedLinear(torch.autograd.Function):
+    """The input half: weight and bias come detached, the probe receives dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.counts = counts
+        return outputs(x, weight, bias, counts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        dx = input_gradients(dy, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        return dx, dy, None, None, None
+
+
+class Experts(nn.Module, OnShards):
+    """hidden -> ffn -> hidden in the experts that each token chooses; rank j of t holds the j-th t-th of them, whole.
+
+    shapes: of `router.weight` (experts, hidden) and `router.bias`, and of this rank's experts: `up.weight`
+    (experts, ffn, hidden), or (experts, 2, ffn, hidden) with the gate first for SwiGLU, `down.weight`
+    (experts, hidden, ffn) and biases.
+    recompute: make the activation again in the backward rather than keep it.
+    """
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__()
+        self.router = Router(
+            within(shapes, "router"), model.experts_per_token, model.normalize_expert_shares, model.expert_bias
+        )
+        self.up = GroupedLinear(within(shapes, "up"))
+        self.down = GroupedLinear(within(shapes, "down"))
+        self.activation = model.activation_kind
+        self.recompute = False
+        self.group = group
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+        """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward; the rows picked of it are kept.
+
+        Gradients of tokens and of shares are sums over the ranks, each having those of its own experts; those of the
+        scores, and the router's, are then the same on every rank.
+        """
+        shares, chosen = self.router(x, tape, again)
+        if self.sequence is None:
+            x, shares = copy_to_group(x, self.group), copy_to_group(shares, self.group)
+        else:
+            x, shares = gather_tokens(x, self.group), gather_tokens(shares, self.group)
+            chosen = joined(start_gather(chosen, self.group)())
+        num_experts, chosen = self.up.weight.shape[0], chosen.flatten(0, -2)
+        if chosen.is_meta:
+            assignment = assign_evenly(chosen, num_experts, self.router.weight.shape[0])
+        else:
+            assignment = assign(chosen, self.group.rank * num_experts, num_experts)
+        rows = pick_rows(x.flatten(0, -2), assignment)
+        inner = self.up(rows, assignment.counts, tape)
+        activate = self._activation(inner)
+        made_again = Remade(activate, (inner.detach(),)) if self.recompute else None
+        rows = self.down(activate(inner), assignment.counts, tape, made_again)
+        weights = shares.flatten().index_select(0, assignment.pairs).unsqueeze(-1)
+        y = sum_rows(rows * weights.to(rows.dtype), assignment).view(x.shape)
+        return reduce_from_group(y, self.group) if self.sequence is None else scatter_sum(y, self.group)
+
+    def _activation(self, inner: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the activation; for a rank without rows that of the reference, because no kernel runs on nothing."""
+        kind = self.activation
+        op = self.kernels.pick(kind.op, inner) if len(inner) else self.kernels.reference(kind.op)
+        return lambda inner: op.apply(inner, *kind.arguments)
+
+
+class MLP(nn.Module):
+    """hidden -> ffn -> hidden on one tensor rank, which holds an equal share of the ffn channels.
+
+    shapes: of `up.weight` (ffn, hidden), or (2, ffn, hidden) with the gate first where the activation is gated,
+    `down.weight` and biases.
+    recompute: make the activation again in the backward rather than keep it.
+    """
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(within(shapes, "up"), group)
+        self.down = RowParallelLinear(within(shapes, "down"), group)
+        self.activation = model.activation_kind
+        self.recompute = False
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+        """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
+        inner, activate = self._before_activation(x, tape, again)
+        made_again = Remade(activate, (inner.detach(),)) if self.recompute else None
+        return self.down(activate(inner), tape, made_again)
+
+    def _before_activation(
+        self, x: Tensor, tape: SplitTape | None, again: Remade | None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return what the activation reads, and the activation, which adds the bias if its kernel can."""
+        kind, arguments = self.activation, self.activation.arguments
+        if self.up.bias is not None and kind.biased is not None:
+            # The linear layer computes the bias's gradient, wherever the bias is added.
+            bias = self.up.bias.detach()
+            op = self.kernels.pick(kind.biased, bias)
+            if op is not self.kernels.reference(kind.biased):
+                if self.recompute and tape is not None:  # the weight half may come when sharded weights are released
+                    bias = bias.clone()
+                return self.up.without_bias(x, tape, again), lambda inner: op.apply(inner, bias, *arguments)
+            # Without a fused kernel the bias costs least inside the product.
+            alone = self.kernels.reference(kind.op)
+            return self.up(x, tape, again), lambda inner: alone.apply(inner, *arguments)
+        inner = self.up(x, tape, again)
+        plain = self.kernels.pick(kind.op, inner)
+        return inner, lambda inner: plain.apply(inner, *arguments)

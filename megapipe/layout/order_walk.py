@@ -1,0 +1,282 @@
+"""Walks that many layouts share: an order of whole stages, one micro-batch through each stage, a few ranks in full.
+
+All of them are `layout.walk.Walk`. A search asks for thousands of layouts and few orders, so walks are cached by what
+the order depends on, and are of few micro-batches where the schedule repeats: what a rank holds does not grow after
+two periods, and what it sends grows by the same amount in each.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.scheduling import schedule_options
+from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
+from megapipe.schedules import Kind, Options, Schedule, order
+from megapipe.schedules.actions import STAGE, VERSION, Ints, Rows, rows_of
+from megapipe.schedules.gathers import last_additions, residences
+from megapipe.schedules.lowering import Spans, lower
+from megapipe.schedules.lowering.insertion import add_gathers, add_recompute, insert
+from megapipe.schedules.lowering.lower import STEADY_BODIES
+from megapipe.schedules.lowering.reductions import add_reductions
+from megapipe.schedules.lowering.refine import refine
+from megapipe.schedules.registry import find_generator
+from megapipe.schedules.schedule import SECTIONS, Header, Sections, StagePlace
+from megapipe.schedules.states import StateTable, StateUnit
+from megapipe.schedules.table import Table
+
+Floats = npt.NDArray[np.float64]
+PERIODS = 2
+"""Periods of an order after which what ranks hold only repeats itself."""
+
+
+class Order(NamedTuple):
+    """A named schedule for a number of pipeline ranks and micro-batches, with sorted options."""
+
+    name: str
+    options: tuple[tuple[str, object], ...]
+    num_ranks: int
+    num_microbatches: int
+    receive_ahead: int = 1
+
+    @property
+    def given(self) -> Options:
+        """The options as the schedule takes them."""
+        found: Options = Options(**dict(self.options))  # type: ignore[typeddict-item]
+        return found
+
+    @classmethod
+    def of(cls, config: PretrainConfig, num_microbatches: int) -> "Order":
+        """Return the order that a configuration names, for the micro-batches of one replica."""
+        schedule = config.schedule
+        options = tuple(sorted(schedule_options(config).items()))
+        return cls(schedule.name, options, config.parallel.pipeline, num_microbatches, schedule.receive_ahead)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are split."""
+        return find_generator(self.name).splits or self.given.get("two_bp", False)
+
+    @property
+    def flushes(self) -> bool:
+        """Whether every step ends with an empty pipeline."""
+        return find_generator(self.name).policy_of(self.num_ranks, self.num_microbatches, self.given).flushes
+
+    def short(self, periods: int = PERIODS) -> tuple["Order", int]:
+        """Return the order of the fewest micro-batches that ends like this one, and the period.
+
+        periods: that it has at least, where this one has as many.
+        """
+        count = self.num_microbatches
+        options, period = find_generator(self.name).settled(self.num_ranks, count, self.given)
+        fewer = count - max(0, count // period - periods) * period
+        return self._replace(options=tuple(sorted(options.items())), num_microbatches=fewer), period
+
+
+class StageWalk(NamedTuple):
+    """Whole stages, each a unit. header: lowered, with the slots of messages."""
+
+    header: Header
+    walk: Walk
+
+
+@lru_cache(maxsize=512)
+def stage_walk(asked: Order) -> StageWalk:
+    """Return the walk of all ranks of an order."""
+    schedule = lower(_compute_actions(asked._replace(receive_ahead=1)), receive_ahead=asked.receive_ahead)
+    sections = schedule.sections
+    rows = [np.concatenate(each) for each in zip(sections.prologue, sections.epilogue, strict=True)]
+    return StageWalk(schedule.header, Walk(schedule.header, sections.body if schedule.flushes else rows))
+
+
+class StageBytes(NamedTuple):
+    """Bytes of one micro-batch in whole stages, as a walk through their layers finds them; shape [stages] each.
+
+    kept: between forward and backward. pending: between the halves of a split backward. after, within: by kind of
+    backward, what the stage holds at most beyond that before it, after the actions of its layers and within them.
+    """
+
+    kept: Bytes
+    pending: Bytes
+    after: dict[Tensor, Bytes]
+    within: dict[Tensor, Bytes]
+
+
+class MicrobatchWalk:
+    """One micro-batch through the layers of each of some stages.
+
+    Args:
+        units: layers of each stage.
+        spans: by stage, what is recomputed together; nothing by default.
+        splits: whether backwards are split.
+    """
+
+    def __init__(self, units: tuple[int, ...], spans: Spans, splits: bool) -> None:
+        backwards = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if splits else (Kind.BACKWARD,)
+        stages = range(len(units))
+        rows = tuple(
+            np.concatenate([rows_of(each, stage, 0) for each in (Kind.FORWARD, *backwards)]) for stage in stages
+        )
+        table = refine(Table.unroll(Schedule(_header(units), Sections.flushing(rows)), 1), everywhere=True)
+        if spans:
+            table, _ = insert(table, [add_recompute(table, spans)])
+        self.walk = Walk(table.header, np.split(table.rows, table.offsets[1:-1]), spans)
+        weight = table.is_kind(Kind.BACKWARD_WEIGHT)
+        part = 3 * table.stage + np.where(table.is_kind(Kind.FORWARD), 0, 1 + weight)
+        self._starts = np.flatnonzero(np.append(True, np.diff(part) != 0))
+        self._tensors = [NEEDED[each] for each in backwards]
+
+    def stage_bytes(self, sizes: Sizes) -> StageBytes:
+        """Return the bytes of stages whose layers have these sizes."""
+        held, shape = self.walk.held(sizes), (-1, 1 + len(self._tensors))
+        before = held.activations[self._starts - 1].reshape(shape).T
+        # The walk of whole stages counts the bytes at the end of a part.
+        last = np.append(self._starts[1:] - 1, -1)
+        held.activations[last[held.temporaries[last] == 0.0]] = -np.inf
+        inside = held.activations.copy()
+        inside[last] = -np.inf
+        after, within = (
+            np.maximum.reduceat(each, self._starts).reshape(shape).T - before
+            for each in (inside, held.activations + held.temporaries)
+        )
+        pending = before[2] if len(self._tensors) > 1 else np.zeros_like(before[1])
+        parts = [
+            {tensor: np.maximum(0.0, each[number]) for number, tensor in enumerate(self._tensors, start=1)}
+            for each in (after, within)
+        ]
+        return StageBytes(before[1], pending, *parts)
+
+
+def _header(units: tuple[int, ...]) -> Header:
+    """Return the header of stages that each are on a rank of their own."""
+    places = tuple(StagePlace(stage, 0, stage) for stage in range(len(units)))
+    versions = (1,) * len(units)
+    return Header("", "train", len(units), 1, places, (tuple(range(len(units))),), units, "A", versions)
+
+
+class ShardedRanks(NamedTuple):
+    """Properties of a few ranks, other than their order, on which their whole weights and gradients depend.
+
+    ranks: those ranks. states: the state units of their stages, one for each layer, and the pools. filled: by stage,
+    whether each layer has parameters that are not tied. spans: by stage, what is recomputed together.
+    over_copies: as in `GradientBuffers`.
+    """
+
+    ranks: tuple[int, ...]
+    states: StateTable
+    filled: tuple[tuple[bool, ...], ...]
+    spans: tuple[tuple[range, ...], ...]
+    over_copies: bool
+
+    @property
+    def gathers(self) -> bool:
+        """Whether any weights are gathered."""
+        return any(unit.weights != "whole" for own in self.states.units for unit in own)
+
+    def of_weights(self) -> "ShardedRanks":
+        """Return what gathers depend on."""
+        return self._part(lambda unit: unit._replace(sharded_gradients=False))._replace(over_copies=False)
+
+    def of_gradients(self) -> "ShardedRanks":
+        """Return what sums depend on."""
+        return self._part(lambda unit: unit._replace(weights="whole"))._replace(spans=((),) * len(self.spans))
+
+    def _part(self, part: Callable[[StateUnit], StateUnit]) -> "ShardedRanks":
+        units = tuple(tuple(map(part, own)) for own in self.states.units)
+        return self._replace(states=replace(self.states, units=units))
+
+
+class FewRanks:
+    """The layers of a few ranks, which replicas shard, lowered but for messages, which need all ranks.
+
+    stages: numbers of their stages.
+    """
+
+    def __init__(self, asked: Order, sharding: ShardedRanks) -> None:
+        schedule, self.stages = _few_ranks(asked, sharding)
+        self._sharding, self._flushes = sharding, schedule.flushes
+        table = Table.unroll(schedule, 1 if self._flushes else schedule.prologue_steps + STEADY_BODIES)
+        rows = table.rows.copy()
+        rows[:, VERSION] = table.update
+        header = schedule.header
+        sharded = bool(header.gathered_weights.any() or header.sharded_gradients.any())
+        everywhere = sharded or any(sharding.spans)
+        table = refine(replace(table, rows=rows), everywhere=everywhere)
+        if any(sharding.spans):
+            table, _ = insert(table, [add_recompute(table, sharding.spans)])
+        self._table = table
+
+    @cached_property
+    def gathers(self) -> Floats:
+        """Layers of each stage whose weights are gathered in a step, each as often as that is."""
+        table = self._table
+        start = np.zeros((table.num_stages, table.num_updates + table.header.num_versions), dtype=np.int64)
+        return self._by_stage(residences(table, start).first_use)
+
+    @cached_property
+    def sums(self) -> Floats:
+        """The same of layers whose gradients are summed."""
+        whole = [sum(not unit.sharded_gradients for unit in own) for own in self._table.header.stage_states]
+        return np.array(whole) * self._table.header.updates_per_step + self._by_stage(last_additions(self._table).row)
+
+    def _by_stage(self, rows: Ints) -> Floats:
+        table = self._table
+        steady = rows[table.section[rows] == (1 if self._flushes else 2)]
+        return np.bincount(table.stage[steady], minlength=table.num_stages).astype(np.float64)
+
+    @cached_property
+    def walk(self) -> Walk:
+        """The walk of a step that the pipeline is empty before and after."""
+        table, sharding = self._table, self._sharding
+        header = table.header
+        added = add_reductions(table, lazy=header.gradient_buffers > 1, flushes=self._flushes)
+        gathers = add_gathers(table, added) if header.gathered_weights.any() else []
+        table, _ = insert(table, [*gathers, *added])
+        step = self._flushes | (table.section == 0) | (table.section == table.num_sections - 1)
+        rows = [table.rows[step & (table.rank == rank)] for rank in range(header.num_ranks)]
+        filled = np.zeros((table.num_stages, max(header.units_per_stage)), dtype=np.bool_)
+        for stage, own in enumerate(sharding.filled):
+            filled[stage, : len(own)] = own
+        sharded = header.sharded_gradients & filled
+        buffers = GradientBuffers(sharded.ravel(), filled.ravel(), sharding.over_copies)
+        return Walk(header, rows, gradients=buffers)
+
+
+few_ranks = lru_cache(maxsize=1024)(FewRanks)
+
+
+@lru_cache(maxsize=512)
+def _compute_actions(asked: Order) -> Schedule:
+    return order(asked.name, asked.num_ranks, asked.num_microbatches, **asked.given)
+
+
+def _few_ranks(asked: Order, sharding: ShardedRanks) -> tuple[Schedule, tuple[int, ...]]:
+    """Return compute actions of a few ranks, with ranks and stages numbered from 0, and the numbers of the stages."""
+    schedule = _compute_actions(asked._replace(receive_ahead=1))
+    header, ranks = schedule.header, sharding.ranks
+    stages = tuple(stage for stage, place in enumerate(header.stages) if place.rank in ranks)
+    number = np.zeros(len(header.stages), dtype=np.int32)
+    number[list(stages)] = range(len(stages))
+
+    def renumbered(rows: Rows) -> Rows:
+        found = rows.copy()
+        found[:, STAGE] = number[rows[:, STAGE]]
+        return found
+
+    sections = Sections(*(tuple(renumbered(schedule.sections[name][rank]) for rank in ranks) for name in SECTIONS))
+    places = tuple(StagePlace(new, 0, ranks.index(header.stages[stage].rank)) for new, stage in enumerate(stages))
+    found = replace(
+        header,
+        num_ranks=len(ranks),
+        stages=places,
+        routes=(tuple(range(len(stages))),),
+        units_per_stage=tuple(map(len, sharding.filled)),
+        versions_per_stage=tuple(header.versions_per_stage[stage] for stage in stages),
+        data_parallel=True,
+        states=sharding.states,
+    )
+    return Schedule(found, sections), stages

@@ -1,0 +1,217 @@
+"""The layout table of a run: mesh sizes, the layers and rank of each stage, and the strategy of each layer.
+
+It is made from a configuration. Its YAML form is a configuration file with every choice spelled out by layer, so that
+a run can take it with --config and any layer can be changed by hand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.config.parallel import is_fp8, recompute_method, strategy_of, zero_stage_of
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.scheduling import stage_ranks
+from megapipe.layout.stages import StageLayout
+from megapipe.schedules.lowering import Spans
+from megapipe.schedules.offload import Offload
+
+
+class LayerChoice(NamedTuple):
+    """How one layer is treated.
+
+    zero: its ZeRO stage. recompute: what its backward recomputes; full reruns the whole block, `joined` to the block
+    before it, from whose input both are rerun. offload: its activations move to host memory. fp8: its matrix products
+    are in fp8.
+    """
+
+    zero: int
+    recompute: Literal["none", "selective", "full"] = "none"
+    joined: bool = False
+    offload: bool = False
+    fp8: bool = False
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """Who holds what in a run.
+
+    config: the run's. stages: layers of each stage. strategies: one for each layer. prefetch: compute actions between
+    the start of a reload and the backward that needs it.
+
+    Example:
+        >>> from megapipe import LayoutTable, parse
+        >>> table = LayoutTable.of(parse(["--parallel.pipeline", "2", "--recompute.method", "full"]))
+        >>> table.ranks, table.strategies[1].recompute
+        ((0, 1), 'full')
+    """
+
+    config: PretrainConfig
+    stages: StageLayout
+    strategies: tuple[LayerChoice, ...]
+    prefetch: int = 1
+
+    @classmethod
+    def of(cls, config: PretrainConfig, stages: StageLayout | None = None) -> "LayoutTable":
+        """Return the table that a configuration describes. stages: of this run, where they are known.
+
+        Raises:
+            ConfigError: recompute.method or offload.activations is auto, or no block is left to move.
+            ScheduleError: the layers do not fit the stages.
+        """
+        stages = StageLayout.of(config) if stages is None else stages
+        if problems := undecided(config):
+            raise ConfigError(problems)
+        strategies = [strategy for members in stages.ranges for strategy in _stage_strategies(config, stages, members)]
+        if config.offload.activations == "blocks" and not any(each.offload for each in strategies):
+            raise ConfigError(
+                "offload.activations blocks has nothing to move, because every block is recomputed or left out; "
+                "recompute fewer blocks (recompute.num_blocks or parallel.layers), or set offload.activations none"
+            )
+        return cls(config, stages, tuple(strategies), config.offload.prefetch or 1)
+
+    @cached_property
+    def recomputed(self) -> Spans:
+        """Per stage, the stretches of units that are rerun together; empty if none are."""
+        spans = [_stretches(self.strategies[members.start : members.stop]) for members in self.stages.ranges]
+        return spans if any(spans) else []
+
+    @property
+    def offload(self) -> Offload:
+        """Tensors that move to host memory."""
+        units = tuple(
+            tuple(unit for unit, layer in enumerate(members) if self.strategies[layer].offload)
+            for members in self.stages.ranges
+        )
+        return Offload(units if any(units) else (), self.prefetch, self.config.offload.optimizer)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage."""
+        return stage_ranks(self.config)
+
+    def as_yaml(self) -> str:
+        """Return the table as groups of a configuration file, with a comment that lists the stages."""
+        config, parallel = self.config, self.config.parallel
+        named = {name: _own_fields(config, kind, strategy) for name, kind, strategy in self._named_strategies()}
+        groups: dict[str, dict[str, Any]] = {
+            "parallel": {
+                **{name: getattr(parallel, name) for name in (*DIMENSIONS, "sequence")},
+                "layers_per_stage": list(self.stages.units_per_stage),
+                "layers": {name: fields for name, fields in named.items() if fields},
+            },
+            "batch": {"global_size": config.batch.global_size, "micro_size": config.batch.micro_size},
+            "schedule": {"name": config.schedule.name} | _changed(config.schedule),
+            "zero": _changed(config.zero),
+            "recompute": _changed(config.recompute, num_blocks=None),
+            "offload": _changed(config.offload, every=1, num_blocks=None, prefetch=config.offload.prefetch),
+            "training": {"fp8": config.training.fp8},
+        }
+        lines = [
+            f"# stage {stage}: {self.stages.layers[members.start].name} to {self.stages.layers[members[-1]].name} on "
+            f"pipeline rank {rank}\n"
+            for stage, (members, rank) in enumerate(zip(self.stages.ranges, self.ranks, strict=True))
+        ]
+        written = {name: group for name, group in groups.items() if group}
+        return "".join(lines) + str(yaml.safe_dump(written, sort_keys=False))
+
+    def _named_strategies(self) -> list[tuple[str, str, LayerChoice]]:
+        """Return name, kind and strategy of each layer, where neighboring blocks of one strategy are a range."""
+        found = []
+        named = zip(self.stages.layers, self.strategies, strict=True)
+        for (kind, strategy), members in groupby(named, lambda pair: (pair[0].kind, pair[1]._replace(joined=False))):
+            indices = [layer.index for layer, _ in members]
+            name = kind if kind != "block" else f"blocks.{indices[0]}"
+            found.append((name if len(indices) == 1 else f"{name}-{indices[-1]}", kind, strategy))
+        return found
+
+
+def moves_to_host(config: PretrainConfig) -> bool:
+    """Return whether any part of a run is in host memory between its uses."""
+    offload = config.offload
+    return offload.activations != "none" or offload.optimizer or offload.weights
+
+
+def undecided(config: PretrainConfig) -> list[str]:
+    """Return one message for each strategy that is not chosen yet."""
+    problems = []
+    if config.recompute.method == "auto":
+        problems.append(
+            "recompute.method auto must be resolved before layers are placed: call planner.recompute.resolved, "
+            "or set none, selective or full"
+        )
+    if config.offload.activations == "auto":
+        problems.append(
+            "offload.activations auto is decided by measurements at the start of a run; set none or blocks to plan "
+            "with"
+        )
+    return problems
+
+
+def _stage_strategies(config: PretrainConfig, stages: StageLayout, members: range) -> list[LayerChoice]:
+    """Return the strategies of one stage's layers."""
+    layers = [stages.layers[index] for index in members]
+    own = [strategy_of(config.parallel.layers, layer.name) for layer in layers]
+    blocks = [unit for unit, layer in enumerate(layers) if layer.kind == "block"]
+    rerun = {
+        unit
+        for place, unit in enumerate(blocks)
+        if recompute_method(config, layers[unit].name) == "full"
+        and (own[unit].recompute is not None or place < (config.recompute.num_blocks or len(blocks)))
+    }
+    kept = [unit for unit in blocks if unit not in rerun]
+    moved: set[int] = set()
+    if config.offload.activations == "blocks":
+        chosen = kept[:: config.offload.every][: config.offload.num_blocks]
+        moved = {unit for unit in kept if (unit in chosen if own[unit].offload is None else own[unit].offload)}
+    found: list[LayerChoice] = []
+    length = 0
+    for unit, layer in enumerate(layers):
+        length = length + 1 if unit in rerun else 0
+        selective = unit in kept and recompute_method(config, layer.name) == "selective"
+        found.append(
+            LayerChoice(
+                zero_stage_of(config, layer.name),
+                "full" if unit in rerun else "selective" if selective else "none",
+                joined=length > 0 and (length - 1) % config.recompute.every > 0,
+                offload=unit in moved,
+                fp8=layer.kind == "block" and is_fp8(config, layer.index),
+            )
+        )
+    return found
+
+
+def _stretches(strategies: Sequence[LayerChoice]) -> list[range]:
+    """Return the units that are rerun together."""
+    found: list[range] = []
+    for unit, strategy in enumerate(strategies):
+        if strategy.recompute == "full":
+            first = found.pop().start if strategy.joined else unit
+            found.append(range(first, unit + 1))
+    return found
+
+
+def _own_fields(config: PretrainConfig, kind: str, strategy: LayerChoice) -> dict[str, Any]:
+    """Return the fields of a layer in `parallel.layers` of a file that has no numbers of blocks to recompute or move
+    and keeps no block out of fp8."""
+    found: dict[str, Any] = {}
+    if strategy.zero != config.zero.stage:
+        found["zero"] = strategy.zero
+    if kind == "block" and strategy.recompute != config.recompute.method:
+        found["recompute"] = strategy.recompute
+    if kind == "block" and config.offload.activations == "blocks" and strategy.recompute != "full":
+        found |= {} if strategy.offload else {"offload": False}
+    if kind == "block" and config.training.fp8 != "none" and not strategy.fp8:
+        found["fp8"] = False
+    return found
+
+
+def _changed(group: Any, **fixed: Any) -> dict[str, Any]:
+    """Return the fields of a group that differ from its defaults, with some set to a value."""
+    plain = asdict(type(group)())
+    return {name: value for name, value in (asdict(group) | fixed).items() if value != plain[name]}

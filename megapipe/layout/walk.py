@@ -1,0 +1,452 @@
+"""One walk through the actions of a step: which tensors each action puts in place of which others.
+
+What an action does to memory depends on the order alone, so `Walk` finds it once, as numbers of tensors; `Sizes` says
+how many bytes each of them has. Predictions walk the lowered actions of a rank layer by layer. A search gives each
+order to many layouts: it walks whole stages, each as one unit, whose sizes come from the walk of one micro-batch
+through the layers of the stage (`layout.passes`).
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cached_property
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
+from megapipe.schedules.actions import (
+    COMPUTE_STREAM,
+    KIND,
+    MICROBATCH,
+    STAGE,
+    UNIT,
+    VERSION,
+    Ints,
+    Kind,
+    Mask,
+    Rows,
+    kind_mask,
+)
+from megapipe.schedules.gathers import ADDING
+from megapipe.schedules.schedule import Header
+
+Bytes = npt.NDArray[np.float64]
+"""Whole numbers of bytes, far below 2^53: sums are exact in any order."""
+Size = TypeVar("Size")
+
+
+class Tensor(IntEnum):
+    """Tensors of the layers of a place that have sizes.
+
+    KEPT: activations of a micro-batch from forward to backward. PENDING: what is left of them between the halves of a
+    split backward. INPUT: what is kept of layers that are recomputed together. BACKWARD, INPUT_HALF, WEIGHT_HALF: peak
+    bytes within such an action beyond those before it. WEIGHTS, GRADIENTS: whole ones, where they are sharded or in
+    host memory. SUMMANDS: memory of a sum of gradients until it ends. STATE: optimizer state that an update reads
+    from host memory.
+    """
+
+    KEPT = 0
+    PENDING = 1
+    INPUT = 2
+    BACKWARD = 3
+    INPUT_HALF = 4
+    WEIGHT_HALF = 5
+    WEIGHTS = 6
+    GRADIENTS = 7
+    SUMMANDS = 8
+    STATE = 9
+
+
+NOTHING, STREAM, SENT = 0, 1, 2
+"""Places in the flat list of sizes that belong to no layer."""
+NEEDED: Final = {
+    Kind.BACKWARD: Tensor.BACKWARD,
+    Kind.BACKWARD_INPUT: Tensor.INPUT_HALF,
+    Kind.BACKWARD_WEIGHT: Tensor.WEIGHT_HALF,
+}
+ACTING: Final = (
+    *COMPUTE_STREAM,
+    Kind.SEND_ACTIVATION,
+    Kind.SEND_GRADIENT,
+    Kind.GATHER_WEIGHTS,
+    Kind.RELEASE_WEIGHTS,
+    Kind.REDUCE_GRADIENTS,
+    Kind.REDUCE_SCALARS,
+    Kind.OFFLOAD,
+    Kind.RELOAD,
+    Kind.UPDATE,
+)
+"""Kinds that change what is held."""
+
+
+class Sizes:
+    """Bytes of all tensors of a walk.
+
+    of: by tensor, place (`Walk.place`) and variant of a micro-batch, shape [len(Tensor), places, variants].
+
+    Args:
+        num_places, num_variants: of the walk.
+        stream: bytes of the residual stream of a micro-batch, which one stage leaves to the next one.
+        sent: bytes of a message that is kept until it has left; 0 where messages are copied.
+    """
+
+    def __init__(self, num_places: int, num_variants: int, stream: int, sent: int) -> None:
+        self._all = np.zeros(3 + len(Tensor) * num_places * num_variants)
+        self._all[[STREAM, SENT]] = stream, sent
+        self.of: Bytes = self._all[3:].reshape(len(Tensor), num_places, num_variants)
+
+    @property
+    def flat(self) -> Bytes:
+        """All sizes in one list."""
+        return self._all
+
+
+class Held(NamedTuple, Generic[Size]):
+    """Bytes on the device after each action without the persistent state, or the peak of each part.
+
+    weights: whole weights of units that replicas shard or whose home is host memory. gradients: whole gradients of
+    units whose state is sharded. summands: further memory of sums of such gradients, over gloo the parts of other
+    ranks. reloaded: optimizer state that has come from host memory for an update. activations: of all micro-batches.
+    sent: messages that may not have left. temporaries: peak bytes within the action beyond those after it
+    (`spec.moments`).
+    """
+
+    weights: Size
+    gradients: Size
+    summands: Size
+    reloaded: Size
+    activations: Size
+    sent: Size
+    temporaries: Size
+
+
+class GradientBuffers(NamedTuple):
+    """How gradients are summed if replicas shard the state.
+
+    sharded: places whose gradients are whole only in the pool of the schedule, shape [places]. filled: places that
+    have parameters of their own. over_copies: further copies of the shards are summed after each sum.
+    """
+
+    sharded: Mask
+    filled: Mask
+    over_copies: bool
+
+
+class _Changes(NamedTuple):
+    """At steps, ascending by tensor and not by step: the size that comes and the size that goes."""
+
+    at: Ints
+    new: Ints
+    old: Ints
+
+
+class Walk:
+    """The actions of one or several ranks.
+
+    Args:
+        header: of the schedule.
+        rows: actions of each rank. Whole chunks are cut into their units here.
+        recomputed: per stage, the spans of units that are recomputed together.
+        variant_of: the variant of each micro-batch in turn.
+        gradients: how gradients are summed; None where that holds no memory.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        rows: Sequence[Rows],
+        recomputed: Sequence[Sequence[range]] = (),
+        variant_of: Sequence[int] = (0,),
+        gradients: GradientBuffers | None = None,
+    ) -> None:
+        self._header, self._width = header, header.most_states + len(header.tied_groups)
+        self.num_places, self.num_variants = len(header.stages) * self._width, max(variant_of) + 1
+        self._variant_of = np.array(variant_of)
+        rows = [each[kind_mask(each[:, KIND], *ACTING)] for each in rows]
+        self._cut(np.concatenate(rows), np.array([len(each) for each in rows]))
+        self._symbols = 3 + np.arange(len(Tensor)) * self.num_places * self.num_variants
+        self._weights = self._of_weights()
+        self._sent = self._of_messages()
+        states, moved = self._of_moves()
+        self._reloaded = self._changes([states])
+        self._activations = self._of_activations(recomputed, moved)
+        sums = ([], []) if gradients is None else self._of_gradients(gradients)
+        self._gradients, self._summands = (self._changes([self._listed(each)]) for each in sums)
+
+    def _cut(self, rows: Rows, lengths: Ints) -> None:
+        """Cut rows into steps: one for each unit that a row computes with, and one for any other row."""
+        kind, stage, unit = rows[:, KIND], rows[:, STAGE], rows[:, UNIT]
+        whole = kind_mask(kind, *COMPUTE_STREAM) & (unit < 0)
+        copies = np.where(whole, np.array(self._header.units_per_stage)[stage], 1)
+        source, first = np.repeat(np.arange(len(rows)), copies), np.cumsum(copies) - copies
+        index = np.arange(len(source)) - first[source]
+        ascending = kind_mask(kind, Kind.FORWARD, Kind.RECOMPUTE)[source]
+        unit = np.where(whole[source], np.where(ascending, index, copies[source] - 1 - index), unit[source])
+        self._first, self._last = first, first + copies - 1
+        self._first_rows = np.cumsum(lengths) - lengths
+        self._rank = np.repeat(np.arange(len(lengths)), lengths)[source]
+        self._kind, self._stage, self._unit = kind[source], stage[source].astype(np.int64), unit.astype(np.int64)
+        self._microbatch, self._version = rows[source, MICROBATCH].astype(np.int64), rows[source, VERSION]
+        self._place = self._stage * self._width + self._unit
+        self._variant = self._variant_of[self._microbatch % len(self._variant_of)]
+
+    def place(self, stage: int, unit: int) -> int:
+        """Return the place of a unit of a stage in `Sizes`."""
+        return stage * self._width + unit
+
+    @cached_property
+    def calls(self) -> Counter[tuple[Kind, int, int]]:
+        """Number of times that each kind of action comes for each unit of a stage."""
+        own = (self._stage >= 0) & (self._unit >= 0)
+        number = self._kind[own].astype(np.int64) * self.num_places + self._place[own]
+        found = zip(*(each.tolist() for each in np.unique(number, return_counts=True)), strict=True)
+        return Counter(
+            {(Kind(each // self.num_places), *divmod(each % self.num_places, self._width)): n for each, n in found}
+        )
+
+    def held(self, sizes: Sizes) -> Held[Bytes]:
+        """Return what ranks hold after each action, rank by rank."""
+        parts = self._weights, self._gradients, self._summands, self._reloaded, self._activations, self._sent
+        totals = [self._total(each, sizes.flat) for each in parts]
+        temporaries = self._temporaries(totals[4], sizes.flat)
+        return Held(*[*(each[self._last] for each in totals), temporaries])
+
+    def temporaries(self, sizes: Sizes) -> Bytes:
+        """Return `Held.temporaries` alone."""
+        return self._temporaries(self._total(self._activations, sizes.flat), sizes.flat)
+
+    def by_rank(self, values: Bytes) -> Bytes:
+        """Return the largest of one value for each action, for each rank."""
+        found: Bytes = np.maximum.reduceat(values, self._first_rows)
+        return found
+
+    def _total(self, changes: _Changes, sizes: Bytes) -> Bytes:
+        """Return the bytes after each step."""
+        if not len(changes.at):
+            return np.zeros(len(self._kind))
+        gained = sizes[changes.new] - sizes[changes.old]
+        total: Bytes = np.cumsum(np.bincount(changes.at, gained, len(self._kind)))
+        starts = self._first[self._first_rows]
+        carried = np.where(starts > 0, total[starts - 1], 0.0)
+        return total - carried[self._rank] if carried.any() else total
+
+    def _temporaries(self, activations: Bytes, sizes: Bytes) -> Bytes:
+        """Return `Held.temporaries`: a unit's backward starts with what the one before it left."""
+        before = np.append(0.0, activations[:-1])
+        before[self._first[self._first_rows]] = 0.0
+        within = np.where(self._needed != NOTHING, before + sizes[self._needed], 0.0)
+        peak = np.maximum.reduceat(within, self._first)
+        found: Bytes = np.maximum(0.0, peak - activations[self._last])
+        return found
+
+    @cached_property
+    def _needed(self) -> Ints:
+        """By step, the size that its peak has beyond what is held before it."""
+        found = np.full(len(self._kind), NOTHING)
+        for kind, tensor in NEEDED.items():
+            rows = self._rows(kind)
+            found[rows] = self._symbol(tensor, rows)
+        return found
+
+    def _rows(self, *kinds: Kind) -> Ints:
+        return np.flatnonzero(kind_mask(self._kind, *kinds))
+
+    def _symbol(self, tensor: Tensor, rows: Ints) -> Ints:
+        """Return where the flat list has the sizes of one tensor of the places of some steps."""
+        found: Ints = self._symbols[tensor] + self._place[rows] * self.num_variants
+        return found + self._variant[rows] if tensor < Tensor.WEIGHTS else found
+
+    def _changes(self, puts: Sequence[tuple[Ints, Ints, Ints]]) -> _Changes:
+        """Return what changes where tensors by number (second) take a new size (third) at steps (first)."""
+        at, number, new = (np.concatenate(each) for each in zip(*puts, strict=True))
+        order = np.lexsort((at, number))
+        at, number, new = at[order], number[order], new[order]
+        old = np.zeros_like(new)
+        again = np.flatnonzero(number[1:] == number[:-1]) + 1
+        old[again] = new[again - 1]
+        changed = new != old
+        return _Changes(at[changed], new[changed], old[changed])
+
+    def _listed(self, puts: Sequence[tuple[int, int, int]]) -> tuple[Ints, Ints, Ints]:
+        at, number, new = np.array(puts, dtype=np.int64).reshape(-1, 3).T
+        return at, number, new
+
+    def _of_weights(self) -> _Changes:
+        """Weights that were gathered or brought in from host memory, from the start of that to their release."""
+        rows = self._rows(Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
+        gathers = self._kind[rows] == Kind.GATHER_WEIGHTS
+        return self._changes(
+            [(rows, self._place[rows], np.where(gathers, self._symbol(Tensor.WEIGHTS, rows), NOTHING))]
+        )
+
+    def _of_messages(self) -> _Changes:
+        """Messages to other ranks over NCCL: the last few of each boundary are kept. gloo copies messages."""
+        rows = self._rows(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+        boundary = self._kind[rows].astype(np.int64) * len(self._header.stages) + self._stage[rows]
+        order = np.argsort(boundary, kind="stable")
+        rows, boundary = rows[order], boundary[order]
+        number = np.arange(len(rows)) - np.searchsorted(boundary, boundary)
+        message = boundary * MESSAGES_IN_FLIGHT + number % MESSAGES_IN_FLIGHT
+        return self._changes([(rows, message, np.full(len(rows), SENT))])
+
+    def _of_activations(self, recomputed: Sequence[Sequence[range]], moved: tuple[Ints, Ints, Ints]) -> _Changes:
+        """Return the tensors that forwards leave for backwards, input halves for weight halves, and each unit for the
+        next one."""
+        rows = self._rows(*COMPUTE_STREAM)
+        kind, count = self._kind[rows], self._num_microbatches
+        new = np.full(len(rows), NOTHING)
+        for kinds, tensor in (
+            ((Kind.FORWARD, Kind.RECOMPUTE), Tensor.KEPT),
+            ((Kind.BACKWARD_INPUT,), Tensor.PENDING),
+        ):
+            chosen = kind_mask(kind, *kinds)
+            new[chosen] = self._symbol(tensor, rows[chosen])
+        inside, opens = self._spans(recomputed)
+        again = (kind == Kind.FORWARD) & inside[self._place[rows]]
+        new[again] = np.where(opens[self._place[rows[again]]], self._symbol(Tensor.INPUT, rows[again]), NOTHING)
+        own = rows, self._place[rows] * count + self._microbatch[rows], new
+        return self._changes([own, moved, *self._passed_on()])
+
+    def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
+        """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
+        places."""
+        last, units = len(self._header.stages) - 1, self._header.units_per_stage[-1]
+        found = []
+        for direction, kinds, send, end in (
+            (0, (Kind.FORWARD,), Kind.SEND_ACTIVATION, (last, units - 1)),
+            (1, (Kind.BACKWARD, Kind.BACKWARD_INPUT), Kind.SEND_GRADIENT, (0, 0)),
+        ):
+            rows = self._rows(*kinds, send)
+            gone = (self._kind[rows] == send) | ((self._stage[rows] == end[0]) & (self._unit[rows] == end[1]))
+            owner = self.num_places + 2 * self._rank[rows] + direction
+            number = owner * self._num_microbatches + self._microbatch[rows]
+            found.append((rows, number, np.where(gone, NOTHING, STREAM)))
+        return found
+
+    @cached_property
+    def _num_microbatches(self) -> int:
+        return int(self._microbatch.max(initial=0)) + 1
+
+    def _spans(self, recomputed: Sequence[Sequence[range]]) -> tuple[Mask, Mask]:
+        """Which places are recomputed, and which of them are the first of their span."""
+        inside, opens = np.zeros((2, self.num_places), dtype=np.bool_)
+        for stage, spans in enumerate(recomputed):
+            for span in spans:
+                inside[self.place(stage, span.start) : self.place(stage, span.stop)] = True
+                opens[self.place(stage, span.start)] = True
+        return inside, opens
+
+    def _of_moves(self) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:
+        """Optimizer state and activations that move to host memory: one tensor at a time is on its way there, and is
+        freed when the next one leaves or it comes back."""
+        states: list[tuple[int, int, int]] = []
+        activations: list[tuple[int, int, int]] = []
+        leaving: tuple[bool, int] | None = None
+        rows = self._rows(Kind.OFFLOAD, Kind.RELOAD)
+        kept, state = (self._symbol(tensor, rows).tolist() for tensor in (Tensor.KEPT, Tensor.STATE))
+        for row, kept_size, state_size in zip(rows.tolist(), kept, state, strict=True):
+            of_state, place = bool(self._version[row] >= 0), int(self._place[row])
+            number = place if of_state else place * self._num_microbatches + int(self._microbatch[row])
+            comes = self._kind[row] == Kind.RELOAD
+            if leaving is not None and (not comes or of_state or leaving == (False, number)):
+                (states if leaving[0] else activations).append((row, leaving[1], NOTHING))
+                leaving = None
+            if comes:
+                (states if of_state else activations).append((row, number, state_size if of_state else kept_size))
+            else:
+                leaving = of_state, number
+        return self._listed(states), self._listed(activations)
+
+    def _of_gradients(
+        self, gradients: GradientBuffers
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """Gradients of units whose state is sharded, and what their sums need.
+
+        Sharded accumulators are open from the first backward that adds to them until the next one needs a buffer, the
+        oldest whose sum has started going first, or until the step's norms are computed. Then their sum is over; the
+        sums of others are over when the norms are computed, or at the update where that comes first.
+        """
+        rows = self._rows(Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
+        if gradients.sharded.any():
+            rows = np.sort(np.concatenate([rows, self._rows(*ADDING)]))
+        columns = (self._kind.astype(np.int64), self._rank, self._stage, self._unit)
+        buffers, before = _Buffers(self._header, gradients), 0
+        first, width = self._symbols, self._width
+        for row, kind, rank, stage, unit in zip(
+            rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
+        ):
+            if rank != before:
+                buffers.forget()
+                before = rank
+            if kind == Kind.REDUCE_GRADIENTS:
+                place = stage * width + unit
+                buffers.start_sum(row, place, int(first[Tensor.SUMMANDS]) + place * self.num_variants)
+            elif kind in (Kind.REDUCE_SCALARS, Kind.UPDATE):
+                buffers.close_all(row)
+            else:
+                for state in self._header.states_of(stage, unit):
+                    place = stage * width + state
+                    buffers.add_to(row, place, int(first[Tensor.GRADIENTS]) + place * self.num_variants)
+        return buffers.opened, buffers.summed
+
+
+class _Buffers:
+    """Whole gradients of a rank. opened, summed: sizes of gradients and of summands, as `Walk._changes` takes them."""
+
+    def __init__(self, header: Header, gradients: GradientBuffers) -> None:
+        self._gradients = gradients
+        sizes = np.pad(header.state_sizes, ((0, 0), (0, len(header.tied_groups))))
+        self._sizes: list[int] = sizes.ravel().tolist()
+        self._pool = self._free = header.states.gradient_pool
+        self.opened: list[tuple[int, int, int]] = []
+        self.summed: list[tuple[int, int, int]] = []
+        self._open: set[int] = set()
+        self._summing: deque[tuple[int, int]] = deque()
+        self._number = 0
+
+    def add_to(self, row: int, place: int, size: int) -> None:
+        """Add to a sharded gradient, which takes a buffer."""
+        if not (self._gradients.sharded[place] and self._gradients.filled[place]):
+            return
+        while any(each == place for each, _ in self._summing):
+            self._close_oldest(row)
+        if place in self._open:
+            return
+        while self._summing and self._free < self._sizes[place]:
+            self._close_oldest(row)
+        self._free -= self._sizes[place]
+        self._open.add(place)
+        self.opened.append((row, place, size))
+
+    def start_sum(self, row: int, place: int, size: int) -> None:
+        """Start the sum of a gradient, after that of the shards of the one before over their copies."""
+        if self._gradients.over_copies and self._summing:
+            newest, number = self._summing[-1]
+            self.summed.append((row, number, NOTHING))
+            if newest in self._open:
+                self.opened.append((row, newest, NOTHING))
+        if self._gradients.filled[place]:  # not where all weights are tied
+            self._number += 1
+            self._summing.append((place, self._number))
+            self.summed.append((row, self._number, size))
+
+    def forget(self) -> None:
+        """Go on with another rank."""
+        self._open.clear()
+        self._summing.clear()
+        self._free = self._pool
+
+    def close_all(self, row: int) -> None:
+        """End all sums."""
+        while self._summing:
+            self._close_oldest(row)
+
+    def _close_oldest(self, row: int) -> None:
+        place, number = self._summing.popleft()
+        self.summed.append((row, number, NOTHING))
+        if place in self._open:
+            self._open.remove(place)
+            self._free += self._sizes[place]
+            self.opened.append((row, place, NOTHING))

@@ -1,0 +1,453 @@
+"""Collective groups as objects: one interface over torch.distributed and a rank alone.
+
+`in_process` has the groups of threads.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class CommunicationError(RuntimeError):
+    """A peer failed, did not answer, or called another collective than this rank."""
+
+
+class LaunchError(RuntimeError):
+    """The launcher's environment does not describe a world that fits the layout."""
+
+
+ReduceOperation = Literal["sum", "max"]
+
+
+class Work(ABC):
+    """A collective that was started."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the result may be used: on a CPU it is there, on a GPU the current stream waits for it.
+
+        Raises:
+            CommunicationError: a member failed or did not answer.
+        """
+
+
+class Group(ABC):
+    """Ranks that communicate, seen from one of them.
+
+    All members call the same collectives in the same order, with tensors of one shape and type.
+
+    Attributes:
+        name: what the group is in the mesh, for messages ("tensor", "data").
+        ranks: the members' global ranks. A member's place in this tuple is its rank in the group.
+        rank: this member's rank in the group.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.rank = rank
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        """This member's rank in the world."""
+        return self.ranks[self.rank]
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This member's n elements of a flat tensor [size * n]."""
+        return whole.view(self.size, -1)[self.rank]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, ranks={list(self.ranks)}, rank={self.rank})"
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        """Replace `tensor`, in place, by the sum or maximum over the members; every member gets the same bits.
+
+        With `async_op` the tensor must not be touched before `wait()` of the returned work; without, the sum is there
+        on return.
+        """
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every member's tensor, stacked in rank order: (...) -> (size, ...)."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Sum over the members of the slice that belongs to this one: (size, ...) -> (...)."""
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start `all_gather` in the background; call the returned function once to wait for the result.
+
+        `tensor` must not be changed before. The default implementation has finished on return.
+        """
+        gathered = self.all_gather(tensor)
+        return lambda: gathered
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """`reduce_scatter`, started as in `start_all_gather`."""
+        reduced = self.reduce_scatter(tensor)
+        return lambda: reduced
+
+    @abstractmethod
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        """Start to fill `whole` [size * n] by every member's `part` [n] in rank order.
+
+        `part` may be its own place in `whole`. Neither may be touched before `wait()` of the returned work.
+        """
+
+    @abstractmethod
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        """Start to sum `whole` [size * n] over the members; each gets its own n elements of the sum, in their place.
+
+        `whole` must not be touched before `wait()` of the returned work; its other elements are then of no use.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite `tensor` by that of the member whose rank in the group is `source`."""
+
+    @abstractmethod
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        """Start to send `tensor` to the next member, and to receive into `into` what the one before sends.
+
+        The first follows the last. Both are contiguous and alike; neither may be touched before `wait()` of the
+        returned work. No member waits for another before that.
+        """
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every member's small Python object, in rank order. For set-up, not for the step."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every member has called it."""
+
+
+class _Finished(Work):
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class SoloGroup(Group):
+    """One rank alone."""
+
+    def __init__(self, name: str, global_rank: int = 0) -> None:
+        super().__init__(name, (global_rank,), 0)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        return _Finished()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().unsqueeze(0)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().squeeze(0)
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        if whole.data_ptr() != part.data_ptr():
+            whole.copy_(part)
+        return _Finished()
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        return _Finished()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Nothing to do."""
+
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        into.detach().copy_(tensor.detach())
+        return _Finished()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        """Nothing to wait for."""
+
+
+class SilentGroup(SoloGroup):
+    """One member of a group whose other members are absent; its collectives return results of the right shape at once.
+
+    A collective takes this member's tensors in place of those of the others, so its results have no meaning, but
+    computation between collectives takes as long as on a real rank. Tensors may be on the meta device.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int) -> None:
+        Group.__init__(self, name, ranks, rank)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().unsqueeze(0).expand(self.size, *tensor.shape).contiguous()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()[self.rank].clone()
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        whole.detach().view(self.size, -1).copy_(part.detach().clone().expand(self.size, -1))
+        return _Finished()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+_REDUCE_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_EXCHANGE_TAG = 1 << 20
+"""Tags below are those of links in the same process group."""
+# torch 2.13 renamed these two; the old names still work there but warn at each call.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class HostExchange(Protocol):
+    """How the members of a group on one host send each other pieces (`links.exchange`)."""
+
+    def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> "Sequence[Waited]":
+        """Start to send to every peer its piece, and to receive from each; both are flat tensors by group rank."""
+
+
+class Waited(Protocol):
+    """A message under way."""
+
+    def wait(self) -> Any:
+        """Return once it has come, or left."""
+
+
+class DistributedGroup(Group):
+    """The members of one `torch.distributed.ProcessGroup`, in its order.
+
+    Torch owns the process group and this object does not keep it alive: one that is left at the interpreter's end
+    aborts the process in a quarter of all runs (gloo's threads are still joinable then).
+
+    Args:
+        make_messages: what carries pieces between members on CPUs, made by the first exchange: a collective call.
+            None, from it or in its place: gloo.
+
+    Attributes:
+        group_name: what torch calls the process group.
+        pairs: communicators for messages from one member to another, by their ranks in the group; None where this
+            rank is neither. `links` makes them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process_group: dist.ProcessGroup,
+        make_messages: "Callable[[DistributedGroup], HostExchange | None] | None" = None,
+    ) -> None:
+        self._make_messages = make_messages
+        super().__init__(name, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
+        self.group_name = process_group.group_name
+        self.pairs: dict[tuple[int, int], DistributedGroup | None] = {}
+        self._process_group = weakref.ref(process_group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Torch's group. Raises CommunicationError once the world was shut down."""
+        process_group = self._process_group()
+        if process_group is None:
+            raise CommunicationError(f"rank {self.global_rank}: the {self.name} group ended with `launch.shutdown`")
+        return process_group
+
+    @cached_property
+    def messages(self) -> HostExchange:
+        """The exchange that carries pieces between members."""
+        made = self._make_messages(self) if self._make_messages else None
+        return _GlooMessages(self) if made is None else made
+
+    @contextmanager
+    def errors_named(self, operation: str) -> Iterator[None]:
+        """Name this rank, the group and `operation` in what torch raises: its own messages know addresses alone."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for rank in self.ranks if rank != self.global_rank)
+            raise CommunicationError(
+                f"rank {self.global_rank}: {operation} in the {self.name} group with rank {others} failed: {error}"
+            ) from error
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
+        with self.errors_named("all_reduce"):
+            handle = dist.all_reduce(tensor.detach(), _REDUCE_OPERATIONS[op], self.process_group, async_op=True)
+        work = _DistributedWork(self, handle, "all_reduce")
+        if not async_op:
+            work.wait()
+        return work
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        with self.errors_named("all_gather"):
+            _all_gather_single(gathered.view(-1), tensor.detach().reshape(-1), self.process_group)
+        return gathered
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        reduced = tensor.new_empty(tensor.shape[1:])
+        with self.errors_named("reduce_scatter"):
+            _reduce_scatter_single(reduced.view(-1), tensor.detach().reshape(-1), group=self.process_group)
+        return reduced
+
+    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
+        whole, part = whole.detach(), part.detach()
+        if whole.device.type != "cpu":
+            with self.errors_named("all_gather"):
+                handle = _all_gather_single(whole, part, self.process_group, async_op=True)
+            return _DistributedWork(self, handle, "all_gather")
+        own = self.own_part(whole)
+        exchange = _Exchange(self, "all_gather", [part] * self.size, list(whole.view(self.size, -1)))
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        return exchange
+
+    def reduce_into_part(self, whole: Tensor) -> Work:
+        whole = whole.detach()
+        if whole.device.type != "cpu":
+            with self.errors_named("reduce_scatter"):
+                handle = _reduce_scatter_single(self.own_part(whole), whole, group=self.process_group, async_op=True)
+            return _DistributedWork(self, handle, "reduce_scatter")
+        pieces = list(whole.view(self.size, -1))
+        received = [piece if rank == self.rank else torch.empty_like(piece) for rank, piece in enumerate(pieces)]
+        return _Exchange(self, "reduce_scatter", pieces, received, lambda: _add_in_order(received, self.rank))
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._errors_named_where_run("all_gather"):
+            rows = tensor.reshape(1, -1)
+            started = torch.ops._c10d_functional.all_gather_into_tensor(rows, self.size, self.group_name)
+        return lambda: self._finished(started, "all_gather").view(self.size, *tensor.shape)
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        with self._errors_named_where_run("reduce_scatter"):
+            rows = tensor.reshape(self.size, -1)
+            started = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", self.size, self.group_name)
+        return lambda: self._finished(started, "reduce_scatter").view(tensor.shape[1:])
+
+    def _finished(self, started: Tensor, operation: str) -> Tensor:
+        with self._errors_named_where_run(operation):
+            finished: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+            return finished
+
+    def _errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
+        """For functional collectives, which a compiler may trace: its graphs have no exception handlers."""
+        return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        with self.errors_named("broadcast"):
+            dist.broadcast(tensor.detach(), group=self.process_group, group_src=source)
+
+    def shift(self, tensor: Tensor, into: Tensor) -> Work:
+        following, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
+        outgoing, incoming = tensor.detach(), into.detach()
+        with self.errors_named("shift"):
+            handles = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, outgoing, following, self.process_group),
+                    dist.P2POp(dist.irecv, incoming, previous, self.process_group),
+                ]
+            )
+        return _DistributedShift(self, handles, (outgoing, incoming))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self.errors_named("all_gather_object"):
+            dist.all_gather_object(values, value, self.process_group)
+        return values
+
+    def barrier(self) -> None:
+        with self.errors_named("barrier"):
+            dist.barrier(self.process_group)
+
+
+class _GlooMessages:
+    """Messages over gloo, through sockets.
+
+    gloo's own all_gather takes three times as long on one host, and its reduce_scatter sums everything everywhere
+    (measured, torch 2.13).
+    """
+
+    def __init__(self, group: DistributedGroup) -> None:
+        self._group = weakref.proxy(group)
+
+    def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Waited]:
+        given: dict[str, Any] = {"group": self._group.process_group, "tag": _EXCHANGE_TAG}
+        receives = [dist.irecv(received[peer], group_src=peer, **given) for peer in peers]
+        sends = [dist.isend(pieces[peer], group_dst=peer, **given) for peer in peers]
+        return [work for work in (*receives, *sends) if work is not None]
+
+
+class _Exchange(Work):
+    """Messages between all pairs of members, started: to each its piece, from each what is received.
+
+    finish: what is done with the pieces once they are there.
+    """
+
+    def __init__(
+        self,
+        group: DistributedGroup,
+        operation: str,
+        pieces: Sequence[Tensor],
+        received: Sequence[Tensor],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._group = group
+        self._operation = operation
+        self._finish: Callable[[], None] | None = finish
+        peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+        with group.errors_named(operation):
+            self._messages: Sequence[Waited] = group.messages.start(peers, pieces, received)
+
+    def wait(self) -> None:
+        if self._finish is None:
+            return
+        with self._group.errors_named(self._operation):
+            for message in self._messages:
+                message.wait()
+        self._messages = ()
+        self._finish()
+        self._finish = None
+
+
+def _add_in_order(pieces: Sequence[Tensor], own: int) -> None:
+    """The sum of the pieces from the first to the last, into that of number `own`; the others are overwritten."""
+    total = pieces[0]
+    for rank, piece in enumerate(pieces[1:], start=1):
+        if rank == own:
+            total = torch.add(total, piece, out=piece)
+        else:
+            total.add_(piece)
+
+
+class _DistributedWork(Work):
+    def __init__(self, group: DistributedGroup, handle: dist.Work | None, operation: str) -> None:
+        self._group = group
+        self._handle = handle
+        self._operation = operation
+
+    def wait(self) -> None:
+        if self._handle is None:
+            return
+        with self._group.errors_named(self._operation):
+            self._handle.wait()
+        self._handle = None
+
+
+class _DistributedShift(Work):
+    """Keeps both tensors alive, as the backend's thread or stream works on their memory."""
+
+    def __init__(self, group: DistributedGroup, handles: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
+        self._group = group
+        self._handles = handles
+        self._tensors: tuple[Tensor, ...] = tensors
+
+    def wait(self) -> None:
+        with self._group.errors_named("shift"):
+            for handle in self._handles:
+                handle.wait()
+        self._handles, self._tensors = [], ()

@@ -1,0 +1,165 @@
+"""Links: ordered point-to-point transfer of tensors, one for each ordered pair of pipeline ranks.
+
+Every link is one direction between two pipeline ranks. Messages stay in order, and nothing is negotiated per message.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
+from megapipe.parallel.groups import CommunicationError, Group
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A link to be made. It carries everything that one rank sends to another, in one order.
+
+    Attributes:
+        source, destination: pipeline coordinates of its two ends.
+        maximum_bytes: size of the largest tensor that it will carry.
+        slots: messages that shared memory holds before a send waits for a receive.
+        loans: additional slots, for messages that the receiver keeps in place.
+    """
+
+    source: int
+    destination: int
+    maximum_bytes: int
+    slots: int = MESSAGES_IN_FLIGHT
+    loans: int = 0
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Source and destination."""
+        return self.source, self.destination
+
+    def serves(self, other: "Edge") -> bool:
+        """Whether a link made for this edge can carry what `other` asks for."""
+        return (
+            self.pair == other.pair
+            and self.maximum_bytes >= other.maximum_bytes
+            and self.slots >= other.slots
+            and self.loans >= other.loans
+        )
+
+    def __str__(self) -> str:
+        return f"link {self.source}->{self.destination}"
+
+
+class Transfer(ABC):
+    """A send or receive that was started."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the tensor may be used: a sent one overwritten, a received one read.
+
+        On a GPU it is the current stream that waits.
+
+        Raises:
+            CommunicationError: the peer died, fell silent, or sent something else than was expected.
+        """
+
+
+class Finished(Transfer):
+    """A transfer that was over when it was started."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+FINISHED = Finished()
+
+
+class Loan(ABC):
+    """A receive that was started into memory of the link's."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """The message, once it is there. The tensor is valid until it is given back, also in graphs that saved it.
+
+        Raises:
+            CommunicationError: the peer died, fell silent, or sent something else than was expected.
+        """
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """The sender may write that memory again. Once for each loan, after it was taken."""
+
+
+class LinkEnd:
+    """One end of an edge. The sending end has `send`, the receiving end `receive`; messages arrive in order.
+
+    Only one thread uses a link. Starting a send or a receive does not wait for the peer's part, with two exceptions: a
+    send over shared memory whose slots are all full, and the first use of an NCCL communicator in each direction,
+    which `make_links` therefore makes itself.
+
+    Args:
+        edge: the link's edge.
+        group: the pipeline's group, as seen from this end.
+        timeout: seconds that a wait gives the peer.
+
+    Attributes:
+        lends: the receiving end has `borrow`.
+    """
+
+    lends = False
+
+    def __init__(self, edge: Edge, group: Group, timeout: float) -> None:
+        self.edge = edge
+        self._sends = group.rank == edge.source
+        self.rank = group.global_rank
+        self.peer = group.ranks[edge.destination if self._sends else edge.source]
+        self.timeout = timeout
+
+    def send(self, tensor: Tensor) -> Transfer:
+        """Start sending `tensor`, which must not change before the transfer is awaited.
+
+        Raises:
+            ValueError: the tensor is larger than the link was made for.
+            CommunicationError: the peer died or fell silent.
+        """
+        raise ValueError(f"rank {self.rank} is the receiving end of {self.edge} and cannot send on it")
+
+    def receive(self, into: Tensor) -> Transfer:
+        """Start receiving the link's next message into the contiguous tensor `into`.
+
+        Raises:
+            ValueError: the tensor is not contiguous.
+        """
+        raise ValueError(f"rank {self.rank} is the sending end of {self.edge} and cannot receive on it")
+
+    def borrow(self, like: Tensor) -> Loan:
+        """Start receiving the link's next message where the link puts it, which saves a copy.
+
+        No more than `edge.loans` may be out at a time, or the sender runs out of slots.
+
+        Args:
+            like: has the message's shape and dtype; it may be on the meta device.
+        """
+        raise ValueError(f"{self.edge} does not lend memory to rank {self.rank}: give it a tensor to receive into")
+
+    def close(self) -> None:
+        """Release what the link holds outside torch. The peer may still receive what was sent."""
+
+    def check_size(self, tensor: Tensor) -> None:
+        """Refuse a tensor that the link was not made for."""
+        if tensor.nbytes > self.edge.maximum_bytes:
+            raise ValueError(
+                f"a {tuple(tensor.shape)} {tensor.dtype} tensor has {tensor.nbytes} bytes, but {self.edge} was made "
+                f"for at most {self.edge.maximum_bytes}: give the edge a larger maximum_bytes"
+            )
+
+    def check_buffer(self, into: Tensor) -> None:
+        """Refuse a receive buffer that memory cannot be copied into."""
+        if not into.is_contiguous():
+            raise ValueError(f"{self.edge} receives into contiguous tensors, not strides {into.stride()}")
+
+    def waiting(self, number: int) -> str:
+        """The start of an error about message `number`: who waited for whom, in what."""
+        verb = "take" if self._sends else "send"
+        return f"rank {self.rank} waited for rank {self.peer} to {verb} message {number} of {self.edge}"
+
+    def failure(self, number: int, reason: str) -> CommunicationError:
+        """The error that message `number` ended in."""
+        return CommunicationError(f"{self.waiting(number)}, but {reason}")

@@ -1,0 +1,312 @@
+"""Times from a machine's own measurements, where a hardware file has them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from math import log
+from typing import TypeVar, cast
+
+from megapipe.config.memory import RecomputedPart
+from megapipe.config.parallel import recompute_method
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware, IntraNodeLink, NodeGroup
+from megapipe.layout.hardware.measured import MeasuredLayer, MeasuredWait, Measurements
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.scheduling import splits_backwards
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.units import Unit, UnitCosts
+from megapipe.planner.cost.layer_times import LayerSeconds, PhaseSeconds, RooflineTimes
+from megapipe.schedules import Costs, Schedule, Simulation
+from megapipe.schedules.actions import COMPUTE_STREAM
+from megapipe.schedules.simulation.contended import simulate_contended
+from megapipe.spec.parameters import LayerSpec
+
+WITHOUT_EFFECT = (
+    "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling", "tie_embeddings", "init_std",
+    "scale_residual_init", "expert_bias",
+)  # fmt: skip
+"""Fields of a model that change no layer's time."""
+OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
+"""Fields that matter only for a model with experts."""
+RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
+ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "sequence_chunks": "tensor"}
+"""Parts of a shape that do not matter for a layer that one rank has alone."""
+LAYOUT = {"sequence_parallel", "sequence_chunks", "context_attention", "recomputed_parts", "recompute_logits"}
+"""Parts of a shape that layouts of one run may differ in."""
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """`LayerTimes` of a machine with measurements.
+
+    contended: times while all ranks of the run on a node compute at once, for estimates; else those of a rank by
+    itself, for simulations that know who computes when.
+
+    Rows are found by the ranks that share a layer, and interpolated between micro-batch sizes. A number of ranks or a
+    recomputation that was not measured gets the roofline's times in proportion to rows of the same layer, and another
+    shape the roofline's alone; `source` says so.
+    """
+
+    hardware: Hardware
+    contended: bool = True
+
+    @cached_property
+    def measured(self) -> Measurements:
+        """Return the measurements, which the hardware must have."""
+        return cast(Measurements, self.hardware.measured)
+
+    def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
+        """Return the seconds of one micro-batch on one rank. Raises ConfigError as `RooflineTimes`."""
+        why = self._why_not(config, layer)
+        if why:
+            return self._roofline(config, layer, why)
+        rows = self._rows(config, layer)
+        parallel, size = config.parallel, float(config.batch.micro_size)
+        busy = self._busy(config)
+        slower = self.measured.slowdown(busy) if self.contended else 1.0
+
+        def seconds(name: str) -> float:
+            return slower * between([(row.micro_size, getattr(row, name)) for row in rows], size)
+
+        backward_input, backward_weight = seconds("backward_input"), seconds("backward_weight")
+        if not splits_backwards(config):
+            # Halves that run apart repeat some work; here the whole backward counts.
+            share = seconds("backward") / (backward_input + backward_weight)
+            backward_input, backward_weight = share * backward_input, share * backward_weight
+        again = seconds("recompute") if recompute_method(config, layer.name) == "full" else 0.0
+        beside = f", with {busy} ranks of a node computing" if self.contended and slower > 1.0 else ""
+        source = (
+            f"measured {self.measured.date} on {self.hardware.name}: tensor {parallel.tensor}, context "
+            f"{parallel.context}{beside}"
+        )
+        waits = self._waits(config, layer, slower)
+        return LayerSeconds(seconds("forward"), backward_input, backward_weight, again, source, waits)
+
+    def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
+        """Return the seconds of the optimizer's step on what a rank updates of a state unit: as measured by element,
+        or the roofline's if nothing like the layer was measured."""
+        now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
+        if self._why_not(config, layer) and self._like(config, layer) is None:
+            found = RooflineTimes(self.hardware.groups[0].device).update(config, layer, unit)
+            return found * now / self.measured.contention[-1].factor
+        replicas = (config.parallel.data or 1) * config.parallel.context
+        elements = UnitCosts(config, replicas, VOCABULARY_ALIGNMENT).own_elements(unit, 1)
+        return now * elements * self.measured.update_seconds
+
+    def _busy(self, config: PretrainConfig) -> int:
+        """Return the ranks of the run on one node."""
+        parallel = config.parallel
+        ranks = (parallel.data or 1) * parallel.pipeline * parallel.context * parallel.tensor
+        return min(ranks, self.hardware.groups[0].devices_per_node)
+
+    def _why_not(self, config: PretrainConfig, layer: LayerSpec) -> str:
+        """Return why no row holds for a layer; empty if one does."""
+        parallel = config.parallel
+        found, wanted = dict(self.measured.shape), shape_of(config)
+        for name, dimension in ONLY_SHARED.items():
+            if getattr(parallel, dimension) == 1:
+                wanted.pop(name)
+        if layer.kind != "head":  # the only layer that makes logits
+            wanted.pop("recompute_logits")
+        different = differences(found, wanted)
+        if different:
+            return f"measured for another shape ({', '.join(different)})"
+        if not self._rows(config, layer):
+            return f"tensor {parallel.tensor} with context {parallel.context} was not measured"
+        return ""
+
+    def _rows(self, config: PretrainConfig, layer: LayerSpec) -> list[MeasuredLayer]:
+        return _of_layer(self.measured.layers, config, layer)
+
+    def _waits(self, config: PretrainConfig, layer: LayerSpec, slower: float) -> PhaseSeconds | None:
+        """Return the waits inside a layer, if ranks share it and that was measured."""
+        rows = _of_layer(self.measured.waits, config, layer)
+        if not rows:
+            return None
+        names = (
+            ("forward", "backward_input", "backward_weight") if splits_backwards(config) else ("forward", "backward")
+        )
+        size = float(config.batch.micro_size)
+        return PhaseSeconds(
+            *(slower * between([(row.micro_size, getattr(row, name)) for row in rows], size) for name in names)
+        )
+
+    def _roofline(self, config: PretrainConfig, layer: LayerSpec, why: str) -> LayerSeconds:
+        """Return the times of a layer for which no row holds.
+
+        If the same layer was measured on another number of ranks or with other recomputation, the roofline is scaled
+        by the ratio of that measurement to its own roofline, so that layouts that were measured can be compared with
+        others. Without such rows, the file's devices are shares of a busy machine, and a rank by itself is as much
+        faster.
+        """
+        found = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
+        now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
+        like = self._like(config, layer)
+        if like is None:
+            ease = now / self.measured.contention[-1].factor
+            forward, backward_input, backward_weight, again = (ease * each for each in found[:4])
+            return LayerSeconds(forward, backward_input, backward_weight, again, f"{found.source}; {why}")
+        measured = replace(self, contended=False).of(like, layer)
+        expected = RooflineTimes(self.hardware.groups[0].device).of(like, layer)
+        forward = now * measured.forward / expected.forward
+        backward = now * (measured.backward_input + measured.backward_weight)
+        # A backward was measured including the recomputation within it.
+        backward /= expected.backward_input + expected.backward_weight + expected.recompute
+        parallel = replace(like.parallel, tensor=config.parallel.tensor, context=config.parallel.context)
+        waits = self._waits(config, layer, now) if parallel == config.parallel else None
+        return LayerSeconds(
+            forward * found.forward,
+            backward * found.backward_input,
+            backward * found.backward_weight,
+            forward * found.recompute,
+            f"{found.source}, scaled by times {measured.source}; {why}",
+            waits,
+        )
+
+    def _like(self, config: PretrainConfig, layer: LayerSpec) -> PretrainConfig | None:
+        """Return the run with the layer as it was measured, on the most similar number of ranks; None if more than the
+        layout differs."""
+        shape, parallel = self.measured.shape, config.parallel
+        shared = {(row.tensor, row.context) for row in self.measured.layers if row.kind == layer.kind}
+        if not shared or not shape.keys() >= LAYOUT:
+            return None
+        tensor, context = min(
+            shared,
+            key=lambda each: (abs(log(each[0] / parallel.tensor)) + abs(log(each[1] / parallel.context)), each),
+        )
+        remade = shape["recomputed_parts"]
+        parts = cast(list[RecomputedPart], remade.split() if remade != "none" else [])
+        like = replace(
+            config,
+            parallel=replace(
+                parallel,
+                tensor=tensor,
+                context=context,
+                sequence=shape["sequence_parallel"] == "True",
+                sequence_chunks=int(shape["sequence_chunks"]),
+                context_attention=shape["context_attention"],  # type: ignore[arg-type]
+            ),
+            recompute=replace(
+                config.recompute,
+                method="selective" if parts else "none",
+                parts=parts or config.recompute.parts,
+                logits=shape["recompute_logits"] == "True",
+            ),
+        )
+        return None if self._why_not(like, layer) else like
+
+
+Row = TypeVar("Row", MeasuredLayer, MeasuredWait)
+
+
+def _of_layer(rows: Iterable[Row], config: PretrainConfig, layer: LayerSpec) -> list[Row]:
+    """Return the rows of a layer on the run's tensor and context ranks, by micro-batch size."""
+    key = layer.kind, config.parallel.tensor, config.parallel.context
+    found = [row for row in rows if (row.kind, row.tensor, row.context) == key]
+    return sorted(found, key=lambda row: row.micro_size)
+
+
+def between(points: list[tuple[int, float]], at: float) -> float:
+    """Return the value on the line through the two nearest points, which ascend; with one point in proportion to it.
+
+    Below the first point it is at least the proportional share, above the last one at least its value.
+    """
+    if len(points) == 1:
+        return points[0][1] * at / points[0][0]
+    pairs = list(pairwise(points))
+    (low, one), (high, two) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
+    on_line = one + (at - low) / (high - low) * (two - one)
+    if at < low:
+        return max(on_line, one * at / low)
+    return max(on_line, two) if at > high else on_line
+
+
+def is_measured(placement: Placement) -> bool:
+    """Return whether all ranks are on nodes of the kind whose layers were measured."""
+    hardware = placement.hardware
+    return hardware.measured is not None and all(node.device is hardware.groups[0].device for node in placement.nodes)
+
+
+def shares_a_machine(placement: Placement) -> bool:
+    """Return whether all ranks are on one such node, so that it is known who computes when."""
+    return is_measured(placement) and len(placement.nodes) == 1
+
+
+def at_ease(hardware: Hardware) -> Hardware:
+    """Return the same machine with each measured collective as if its ranks had a machine each, because `contended`
+    multiplies it by the slowdown of the ranks that share one."""
+    measured = hardware.measured
+    if measured is None:
+        return hardware
+
+    def eased(group: NodeGroup) -> NodeGroup:
+        rows = tuple(
+            replace(row, latency=row.latency / factor, bandwidth=row.bandwidth * factor)
+            for row in group.inside.collectives
+            for factor in (measured.slowdown(row.ranks) if row.operation != "send" else 1.0,)
+        )
+        return replace(group, inside=replace(group.inside, collectives=rows))
+
+    return replace(hardware, groups=tuple(eased(group) for group in hardware.groups))
+
+
+def shape_of(config: PretrainConfig) -> dict[str, str]:
+    """Return all that the time of a layer depends on apart from its share of ranks and samples: name -> value.
+
+    Times that were measured under one shape do not hold for another.
+    """
+    model = config.model
+    found = {
+        each.name: getattr(model, RESOLVED.get(each.name, each.name))
+        for each in fields(model)
+        if each.name not in WITHOUT_EFFECT and (model.num_experts is not None or each.name not in OF_EXPERTS)
+    }
+    remade = " ".join(config.recompute.parts) if config.recompute.method == "selective" else "none"
+    found |= {
+        "kind": config.kind,
+        "sequence_length": config.data.sequence_length,
+        "isolate_documents": config.data.isolate_documents,
+        "precision": config.training.precision,
+        "fp8": config.training.fp8,
+        "compile": config.training.compile,
+        "sequence_parallel": config.parallel.sequence,
+        "sequence_chunks": config.parallel.sequence_chunks,
+        "context_attention": config.parallel.context_attention,
+        "recomputed_parts": remade,
+        "recompute_logits": config.recompute.logits,
+        "optimizer": config.optimizer.name,
+        "kernels": " ".join(f"{op}={name}" for op, name in sorted(config.kernels.backends.items())) or "default",
+    }
+    if config.parallel.layers:
+        found["layers"] = config.parallel.layers
+    return {name: str(value) for name, value in found.items()}
+
+
+def differences(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
+    """Return a phrase such as `hidden_size 512 instead of 256` for each value that differs."""
+    names = [name for name in wanted if measured.get(name) != wanted[name]]
+    return [f"{name} {wanted[name]} instead of {measured.get(name, 'nothing')}" for name in names]
+
+
+def simulate_measured(
+    schedule: Schedule,
+    costs: Costs,
+    measured: Measurements,
+    *,
+    processes: int,
+    traffic_share: float,
+    steps: int = 1,
+) -> Simulation:
+    """Run `simulate_contended` with a machine's own figures; every action includes the engine's own time."""
+    computing = {place: time for place, time in costs.times.items() if place.kind in COMPUTE_STREAM and time > 0}
+    costs = costs.with_times({place: time + measured.action_seconds for place, time in computing.items()})
+    return simulate_contended(
+        schedule, costs, measured.slowdown, processes=processes, traffic_share=traffic_share, steps=steps
+    )
+
+
+def traffic_share(link: IntraNodeLink, replicas: int) -> float:
+    """Return the part of a busy rank that a sum of gradients over that many replicas takes; 1 if not measured."""
+    row = link.measured("all_reduce", replicas)
+    return 1.0 if row is None else row.busy

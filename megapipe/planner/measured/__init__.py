@@ -1,1 +1,0 @@
-"""Times from a machine's own measurements, where a hardware file has them."""

@@ -1,0 +1,629 @@
+"""Galvatron's search: batch size, pipeline degree, micro-batches and a strategy for every layer.
+
+Miao et al. (2022), "Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic Parallelism", arXiv
+2211.13878. A decision tree has the strategies that a layer may take. The optimization algorithm tries growing batches
+until none fits; for every pipeline degree, it cuts layers into stages and chooses the strategies of each by dynamic
+programming over layers and memory.
+
+The costs of a layer under a strategy come from its ops in the configuration with this strategy (`OpCosts`): kernels
+from the times of layers, collectives from its exchanges on the links of the strategy's groups, bytes from what the ops
+keep and from the state of its unit. The trainer runs plans whose layers have the same tensor size and the same number
+of replicas; their sharding and recomputation may differ (`parallel.layers`). The gain of other plans shows whether
+more would be worthwhile.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, pairwise, permutations
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.parallel import ScheduleConfig, ZeroConfig, is_fp8
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.hardware.description import Hardware, hardware_device_type
+from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.stages import layers_of
+from megapipe.layout.units import Unit
+from megapipe.planner.cached import cached_method
+from megapipe.planner.cost.estimate import ENGINE
+from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
+from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, RooflineTimes, shared
+from megapipe.planner.cost.step_time import step_seconds
+from megapipe.planner.papers.two_buffered import single_device
+from megapipe.schedules.balance import balance_layers
+from megapipe.schedules.simulation.order_times import OrderCosts
+from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES
+from megapipe.spec.layers import tensor_problems
+from megapipe.spec.ops import Exchange
+
+Method = Literal["data", "sharded", "tensor"]
+"""Replicas with a whole state, replicas that share one (ZeRO stage 3), or devices that share the layer's compute."""
+METHODS: tuple[Method, ...] = ("data", "sharded", "tensor")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A leaf of a tree: how the devices of one pipeline stage work on a layer.
+
+    pipeline: stages of the whole machine. levels: (method, degree) from the outermost, whose groups reach farthest, to
+    the innermost, whose groups are neighbours. recompute: the layer's forward is recomputed in its backward.
+    """
+
+    pipeline: int
+    levels: tuple[tuple[Method, int], ...]
+    recompute: bool = False
+
+    def degree(self, method: Method) -> int:
+        """Return the degree of a method; 1 if the strategy does not use it."""
+        return dict(self.levels).get(method, 1)
+
+    @property
+    def replicas(self) -> int:
+        """Return the parts of a micro-batch: the degree of data or sharded data parallelism."""
+        return self.degree("data") * self.degree("sharded")
+
+    def block(self, device: int) -> int:
+        """Return which of the `replicas` parts of a micro-batch a device of the stage has, counted from 0."""
+        index, scale = 0, 1
+        for name, degree in reversed(self.levels):
+            device, place = divmod(device, degree)
+            if name != "tensor":
+                index += place * scale
+                scale *= degree
+        return index
+
+
+def stage_strategies(
+    devices: int, pipeline: int, pruned: bool = True, recompute: bool = False
+) -> tuple[Strategy, ...]:
+    """Return all strategies of one pipeline degree, which divides the devices; both are powers of 2.
+
+    pruned: leave out those that mix data with sharded data parallelism, because sharding alone has less memory and
+    traffic (the paper's takeaways). recompute: each with and without recomputation.
+    """
+    power = (devices // pipeline).bit_length() - 1
+    found = []
+    for count in range(len(METHODS) + 1):
+        for methods in permutations(METHODS, count):
+            if pruned and {"data", "sharded"} <= set(methods):
+                continue
+            for powers in _compositions(power, count):
+                levels = tuple((method, 2**part) for method, part in zip(methods, powers, strict=True))
+                found += [Strategy(pipeline, levels, again) for again in ((False, True) if recompute else (False,))]
+    return tuple(found)
+
+
+def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ordered ways to write `total` as a sum of `parts` numbers of at least 1."""
+    if total == parts == 0:
+        yield ()
+    if not 1 <= parts <= total:
+        return
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(last - first for first, last in pairwise((0, *cuts, total)))
+
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+ROUNDING = 1e-9
+"""Relative difference up to which sums of the same numbers in another order may differ."""
+
+
+class StrategyCost(NamedTuple):
+    """Costs of a layer under a strategy on one device.
+
+    forward, backward: seconds of a micro-batch, with everything that they wait for. reduction: seconds that the sums
+    of gradients add to an iteration. state: bytes kept for the whole iteration; activations: bytes of each micro-batch
+    in flight; working: bytes while the layer runs.
+    """
+
+    forward: float
+    backward: float
+    reduction: float
+    state: float
+    activations: float
+    working: float
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Layers first to last - 1 of a stage, a strategy for each, and bytes of a device."""
+
+    first: int
+    last: int
+    strategies: tuple[Strategy, ...]
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An iteration of `batch_size` sequences in `microbatches` per pipeline, and its seconds."""
+
+    batch_size: int
+    microbatches: int
+    stages: tuple[StagePlan, ...]
+    seconds: float
+
+    @property
+    def sequences_per_second(self) -> float:
+        """Return the objective of the search."""
+        return self.batch_size / self.seconds
+
+
+def search(costs: "OpCosts", batch_sizes: Iterable[int], *, recompute: bool = True, units: int = 512) -> Plan:
+    """Return the plan with the most sequences per second over batch sizes in growing order, up to the first that does
+    not fit.
+
+    recompute: try strategies with recomputation too. units: number of parts into which the dynamic programming divides
+    the memory. The numbers of micro-batches are powers of 2.
+
+    Raises:
+        ValueError: the number of devices is not a power of 2, or there is no batch size for which a plan fits.
+    """
+    if costs.devices & (costs.devices - 1):
+        raise ValueError(f"devices must be a power of 2, got {costs.devices}")
+    best: Plan | None = None
+    sizes = sorted(set(batch_sizes))
+    for batch_size in sizes:
+        fastest = _fastest(costs, batch_size, recompute, units)
+        if fastest is None:
+            break
+        if best is None or fastest.sequences_per_second > best.sequences_per_second:
+            best = fastest
+    if best is None:
+        raise ValueError(
+            f"no strategy of {costs.devices} devices fits {costs.memory_bytes:.4g} bytes per device at a batch of "
+            f"{min(sizes, default=0)}; use more memory or devices, or smaller batch sizes that powers of 2 divide"
+        )
+    return best
+
+
+def iteration_seconds(
+    forward: npt.ArrayLike, backward: npt.ArrayLike, reduction: npt.ArrayLike, microbatches: int
+) -> float:
+    """Return the seconds of an iteration by a walk of the default schedule, which flushes.
+
+    forward, backward: seconds of a micro-batch by stage. reduction: seconds by stage that follow its last backward.
+    """
+    first, second, after = (np.array([each], dtype=np.float64) for each in (forward, backward, reduction))
+    none, links = np.zeros_like(first), np.zeros((1, first.size, first.size))
+    costs = OrderCosts(none, first, none, second, none, none, links, links)
+    return float(step_seconds(ScheduleConfig.name, {}, costs, microbatches, after)[0])
+
+
+def _fastest(costs: "OpCosts", batch_size: int, recompute: bool, units: int) -> Plan | None:
+    """Return the fastest plan of one batch size, over all pipeline degrees and numbers of micro-batches; of equal
+    plans the first, None where none fits. Shapes whose lower bound is too slow are not planned."""
+    shapes = [
+        _Shape(costs, _options(costs, depth, batch_size // microbatches, recompute), depth, microbatches, batch_size)
+        for depth in (2**power for power in range(costs.devices.bit_length()))
+        if depth <= len(costs.kinds)
+        for microbatches in (2**power for power in range(batch_size.bit_length()))
+        if batch_size % microbatches == 0
+    ]
+    bounds = [shape.least_seconds() for shape in shapes]
+    best: Plan | None = None
+    place = len(shapes)
+    for at in sorted(range(len(shapes)), key=bounds.__getitem__):
+        if best is not None and bounds[at] > best.seconds:
+            break
+        plan = shapes[at].plan(units, float("inf") if best is None else best.seconds)
+        if plan is not None and (best is None or (plan.seconds, at) < (best.seconds, place)):
+            best, place = plan, at
+    return best
+
+
+def _options(costs: "OpCosts", depth: int, micro_size: int, recompute: bool) -> tuple[Strategy, ...]:
+    """Return the strategies that split the model and a micro-batch."""
+    every = stage_strategies(costs.devices, depth, recompute=recompute)
+    return tuple(each for each in every if micro_size % each.replicas == 0 and costs.valid(each))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One pipeline degree and number of micro-batches."""
+
+    costs: "OpCosts"
+    options: tuple[Strategy, ...]
+    depth: int
+    microbatches: int
+    batch_size: int
+
+    def least_seconds(self) -> float:
+        """Return a lower bound of all plans: their first stage's layers one by one, without memory and transitions.
+
+        An iteration takes at least as long as all micro-batches in the first stage and the reduction that follows.
+        """
+        if not self.options:
+            return float("inf")
+        seconds = self._tables(0).seconds
+        return self.microbatches * float(seconds.min(axis=1).sum()) * (1.0 - ROUNDING)
+
+    def plan(self, units: int, most: float) -> Plan | None:
+        """Return the stages, each by dynamic programming; None where one does not fit, or needs more than `most`
+        seconds for the iteration."""
+        if not self.options:
+            return None
+        limit = most / self.microbatches * (1.0 + ROUNDING)
+        stages, times = [], []
+        known: dict[tuple[object, ...], LayerStrategies | None] = {}
+        for index, (first, last) in enumerate(self._cuts):
+            key = self.costs.kinds[first:last], self._in_flight(index), index == self.depth - 1
+            if key not in known:
+                known[key] = choose(self._tables(index), self.costs.memory_bytes, units, limit)
+            choice = known[key]
+            if choice is None:
+                return None
+            picked = self._by_kind[self.costs.kinds[first:last], choice.strategies]
+            forward, reduction = picked[:, :3:2].sum(axis=0)
+            times.append((forward, choice.seconds - reduction / self.microbatches - forward, reduction))
+            own = tuple(self.options[number] for number in choice.strategies)
+            stages.append(StagePlan(first, last, own, choice.memory_bytes))
+        forwards, backwards, reductions = np.array(times).T
+        seconds = iteration_seconds(forwards, backwards, reductions, self.microbatches)
+        return Plan(self.batch_size, self.microbatches, tuple(stages), seconds)
+
+    @cached_property
+    def _cuts(self) -> tuple[tuple[int, int], ...]:
+        return balance_layers(self.costs.weights, self.depth)
+
+    def _in_flight(self, stage: int) -> int:
+        return min(self.depth - stage, self.microbatches)
+
+    @property
+    def _micro_size(self) -> int:
+        return self.batch_size // self.microbatches
+
+    @cached_property
+    def _by_kind(self) -> Floats:
+        """Return the fields of `StrategyCost`, shape [kinds, strategies, fields]."""
+        kinds = range(max(self.costs.kinds) + 1)
+        return np.array([[self.costs.of(kind, each, self._micro_size) for each in self.options] for kind in kinds])
+
+    @cached_property
+    def _transitions(self) -> Floats:
+        return self.costs.transitions(self.options, self._micro_size)
+
+    def _tables(self, stage: int) -> "Tables":
+        """Return what the dynamic programming chooses from: a stage that is not the last one also sends."""
+        own = self._by_kind[self.costs.kinds[slice(*self._cuts[stage])], :]
+        forward, backward, reduction, state, activations, working = np.moveaxis(own, 2, 0)
+        seconds = forward + backward + reduction / self.microbatches
+        if stage < self.depth - 1:
+            seconds[-1] += [self.costs.send(each, self._micro_size) for each in self.options]
+        return Tables(seconds, state + self._in_flight(stage) * activations, working, self._transitions)
+
+
+@dataclass(frozen=True)
+class LayerStrategies:
+    """The strategy of each layer by its index, their seconds with transitions, and the bytes that they take."""
+
+    strategies: tuple[int, ...]
+    seconds: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Costs of every layer under every strategy; infinite seconds rule a strategy out.
+
+    seconds: c, [layers, strategies]. kept: O, bytes that a layer keeps, [layers, strategies]. working: bytes that it
+    needs while it runs, of which a stage needs the largest, [layers, strategies]. transitions: R, seconds from a
+    strategy to another before the next layer, [strategies, strategies].
+    """
+
+    seconds: Floats
+    kept: Floats
+    working: Floats
+    transitions: Floats
+
+
+def choose(
+    tables: Tables, budget_bytes: float, units: int = 512, most: float = float("inf")
+) -> LayerStrategies | None:
+    """Return the fastest strategies within the budget, None where none fit in at most `most` seconds.
+
+    C(L, E) = min over S_j of [ min over S_i of ( C(L - 1, E - O(L, S_j)) + R(L, S_i, S_j) ) + c(L, S_j) ]. In addition
+    to the paper's memory O, which every layer keeps, the layer that runs needs working memory, which the next one
+    reuses. Where the fastest of all does not fit, kept bytes are rounded up to `units` equal parts of the budget that
+    working memory leaves: the answer never exceeds it, is exact where kept bytes are whole units, and leaves at most
+    layers / units of it unused.
+    """
+    best: LayerStrategies | None = None
+    nothing = np.zeros(tables.kept.shape, dtype=np.int64)
+    classes = _classes(tables.transitions)
+    for working in np.unique(tables.working[np.isfinite(tables.seconds)]):
+        left = budget_bytes - working
+        if left < 0:
+            break
+        seconds = np.where(tables.working <= working, tables.seconds, np.inf)
+        if np.where(np.isfinite(seconds), tables.kept, np.inf).min(axis=1).sum() > left * (1 + ROUNDING):
+            continue  # even the strategies that keep least exceed the budget
+        least = seconds.min(axis=1).sum()
+        if least * (1 - ROUNDING) > most or (best is not None and least >= best.seconds):
+            continue  # too slow even if transitions took no time
+        picked = _within(seconds, nothing, tables.transitions, classes, units=1)
+        if picked is None or picked[1] > most or (best is not None and picked[1] >= best.seconds):
+            continue  # too slow even without the bound on memory
+        layers = np.arange(len(picked[0]))
+        if tables.kept[layers, picked[0]].sum() > left:
+            picked = _within(seconds, _in_units(tables.kept, left, units), tables.transitions, classes, units)
+        if picked is None or picked[1] > most or (best is not None and picked[1] >= best.seconds):
+            continue
+        memory = tables.kept[layers, picked[0]].sum() + tables.working[layers, picked[0]].max()
+        best = LayerStrategies(tuple(picked[0]), picked[1], float(memory))
+    return best
+
+
+def _in_units(kept: Floats, left: float, units: int) -> Counts:
+    """Return kept bytes in whole units, rounded up; more than all units for what cannot fit."""
+    if left == 0:
+        return np.where(kept > 0, units + 1, 0).astype(np.int64)
+    # Slightly below the quotient, so that a whole number of units does not become one more by rounding.
+    return np.minimum(np.ceil(kept / (left / units) * (1 - 1e-12)), units + 1).astype(np.int64)
+
+
+def _within(
+    seconds: Floats,
+    kept: Counts,
+    transitions: Floats,
+    alike: tuple[Counts, Floats],
+    units: int,
+) -> tuple[list[int], float] | None:
+    """Return the fastest strategies within a number of units, and their seconds. alike: by `_classes`."""
+    classes, between = alike
+    num_layers, num_strategies = seconds.shape
+    order = np.argsort(classes, kind="stable")
+    first_of_class = np.searchsorted(classes[order], np.arange(len(between)))
+    places = np.arange(units + 1)
+    # fastest[l][j, e]: seconds of the layers up to l, which is under strategy j, in at most e units.
+    fastest: list[Floats] = []
+    for layer in range(num_layers):
+        if layer == 0:
+            before = np.zeros((num_strategies, units + 1))
+        else:
+            grouped = np.minimum.reduceat(fastest[-1][order], first_of_class, axis=0)
+            before = (grouped[:, None] + between[:, :, None]).min(axis=0)[classes]
+        left = places - kept[layer, :, None]
+        spent = np.take_along_axis(before, np.maximum(left, 0), axis=1) + seconds[layer, :, None]
+        fastest.append(np.where(left >= 0, spent, np.inf))
+    strategy, left_units = int(fastest[-1][:, units].argmin()), units
+    total = float(fastest[-1][strategy, units])
+    if np.isinf(total):
+        return None
+    picked = [strategy]
+    for layer in range(num_layers - 1, 0, -1):
+        left_units -= int(kept[layer, strategy])
+        strategy = int((fastest[layer - 1][:, left_units] + transitions[:, strategy]).argmin())
+        picked.append(strategy)
+    return picked[::-1], total
+
+
+def _classes(transitions: Floats) -> tuple[Counts, Floats]:
+    """Merge strategies whose transitions all take the same: return the class of each, and seconds from class to
+    class."""
+    both = np.concatenate([transitions, transitions.T], axis=1)
+    _, first, classes = np.unique(both, axis=0, return_index=True, return_inverse=True)
+    return classes.reshape(-1), transitions[np.ix_(first, first)]
+
+
+INSIDE = ("tensor", "context")
+"""Dimensions of a mesh inside the pipeline's: they represent a strategy's methods, the innermost first."""
+ADVICE = (
+    "this is a paper's method; megapipe can train it only if all layers have the same tensor size and number of "
+    "replicas (parallel.layers sets their sharding and recomputation)"
+)
+
+
+def per_layer(
+    config: PretrainConfig,
+    hardware: Hardware,
+    devices: int,
+    *,
+    times: LayerTimes | None = None,
+    recompute: bool = True,
+    units: int = 128,
+) -> dict[str, Any]:
+    """Return the plan of Galvatron's search (`papers.galvatron.search`) for batches of batch.global_size, for JSON.
+
+    times: of layers; by default the roofline of the first group's device. recompute: try strategies with recomputation
+    too. units: number of parts into which memory is divided.
+
+    Raises:
+        ConfigError: the number of devices is not a power of 2, a precision without a peak, or nothing fits.
+    """
+    times = shared(RooflineTimes(hardware.groups[0].device) if times is None else times)
+    costs = OpCosts(config, hardware, devices, times)
+    try:
+        plan = search(costs, [config.batch.global_size], recompute=recompute, units=units)
+    except ValueError as error:
+        raise ConfigError(f"per-layer plan: {error}") from error
+    return _as_json(plan, [each.name for each in costs.layers], config)
+
+
+class OpCosts:
+    """Costs of layers under strategies on equal devices, or the smallest of unequal ones.
+
+    devices, memory_bytes: number of devices, bytes of one. kinds: number of every layer's kind; layers of one kind
+    cost the same. weights: relative times of the layers, by which they are cut into stages.
+    """
+
+    def __init__(self, config: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
+        self.whole, self.hardware, self.devices, self.times = single_device(config, 1), hardware, devices, times
+        self.memory_bytes = min(node.device.memory_bytes for node in hardware.nodes(devices))
+        self.layers = layers_of(self.whole)
+        self.slow_down = ENGINE.on(hardware).slow_down
+        numbers: dict[tuple[object, ...], int] = {}
+        keys = [(each.kind, each.kind == "block" and is_fp8(config, each.index)) for each in self.layers]
+        self.kinds = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+        self._one_of = [self.layers[self.kinds.index(kind)] for kind in range(len(numbers))]
+        forward = [times.of(self.whole, layer).forward for layer in self._one_of]
+        self.weights = tuple(forward[kind] for kind in self.kinds)
+
+    def valid(self, strategy: Strategy) -> bool:
+        """Return whether tensor ranks can divide the model."""
+        return not tensor_problems(self.whole.model, strategy.degree("tensor"))
+
+    def transitions(self, options: Sequence[Strategy], micro_size: int) -> Floats:
+        """Return the seconds of moving activations, then their gradients back, between two splits of a micro-batch
+        over the devices of a stage: the most bytes that one of them lacks and gives away, over its slowest link."""
+        extent = self.devices // options[0].pipeline
+        groups = Placement(self.hardware, {"pipeline": options[0].pipeline, "tensor": extent}).groups("tensor")
+        links = [each.crossing / max(each.members) if each.crosses else each.inside.bandwidth for each in groups]
+        return missing_shares(options, extent) * micro_size * self._laid(Strategy(1, ()), 1).stream / min(links)
+
+    def send(self, strategy: Strategy, micro_size: int) -> float:
+        """Return the seconds of a message and its gradient between the stages in the middle of the machine."""
+        stream = self._laid(strategy, micro_size // strategy.replicas).stream
+        return 2 * self._placed(strategy).send(stream, strategy.pipeline // 2 - 1).seconds
+
+    def of(self, kind: int, strategy: Strategy, micro_size: int) -> StrategyCost:
+        """Return the costs of a layer for a micro-batch of `micro_size` sequences on all replicas together."""
+        own, tensor = micro_size // strategy.replicas, strategy.degree("tensor")
+        again = strategy.recompute and self._one_of[kind].kind == "block"
+        sizes = self._sizes(kind, tensor, own, strategy.recompute)
+        kernels = sizes.kernels
+        computed = kernels.backward_input + kernels.backward_weight + (kernels.recompute if again else 0.0)
+        once, twice = (self._exchanged(strategy, "tensor", each) for each in (sizes.once, sizes.twice))
+        sharded = strategy.degree("sharded") > 1
+        replicas: Method = "sharded" if sharded else "data"
+        state = self._state(kind, tensor, strategy.replicas, sharded)
+        # Sharded weights are gathered before the forward and before the backward.
+        gather = self._exchanged(strategy, replicas, state.gather)
+        reduction = self._exchanged(strategy, replicas, state.reduction)
+        return StrategyCost(
+            kernels.forward + twice - once + gather,
+            computed + (once if again else 2 * once - twice) + gather,
+            overlapped(computed, reduction, self.slow_down) - computed,
+            state.num_bytes,
+            sizes.stream if again else sizes.kept,
+            sizes.stream + sizes.temporaries + (sizes.kept if again else 0) + state.working,
+        )
+
+    @cached_method
+    def _sizes(self, kind: int, tensor: int, own: int, recompute: bool) -> "_Sizes":
+        """Return what a micro-batch of `own` sequences takes in a layer, whatever its replicas."""
+        layer = self._one_of[kind]
+        costs = self._laid(Strategy(1, _levels(("tensor", tensor)), recompute), own)
+        once, twice = (costs.within_layer(layer, forwards=forwards, halves=False) for forwards in (1, 2))
+        temporaries = costs.temporaries(layer, "backward")
+        kernels = self.times.of(costs.config, layer)
+        return _Sizes(kernels, once, twice, costs.kept(layer), costs.stream, temporaries)
+
+    @cached_method
+    def _state(self, kind: int, tensor: int, replicas: int, sharded: bool) -> "_State":
+        """Return what the weights of a layer take, whatever the micro-batch."""
+        method: Method = "sharded" if sharded else "data"
+        costs = self._laid(Strategy(1, _levels(("tensor", tensor), (method, replicas))), 1)
+        unit, units, zero = Unit(tuple(self._one_of[kind].parameters.values())), costs.of_units, costs.config.zero
+        whole = zero.weight_buffers * ELEMENT_BYTES[costs.precision] + zero.gradient_buffers * FULL_BYTES
+        working = units.elements(unit) * whole if sharded else 0
+        return _State(units.gather(unit), units.reduction(unit), units.state(unit).total, working)
+
+    @cached_method
+    def _laid(self, strategy: Strategy, own: int) -> LayoutCosts:
+        """Return the sizes of the model whose layers all have a strategy. own: sequences of a micro-batch on one
+        device."""
+        method: Literal["full", "none"] = "full" if strategy.recompute else "none"
+        config = replace(
+            self.whole,
+            parallel=replace(self.whole.parallel, data=strategy.replicas, tensor=strategy.degree("tensor")),
+            zero=ZeroConfig(stage=3 if strategy.degree("sharded") > 1 else 0),
+            recompute=replace(self.whole.recompute, method=method),
+            batch=replace(self.whole.batch, micro_size=own),
+        )
+        return layout_costs(config, device=hardware_device_type(self.hardware))
+
+    @cached_method
+    def _placed(self, strategy: Strategy) -> Placement:
+        """Return the devices of a pipeline with the strategy's groups, those of a stage next to each other."""
+        degrees = [degree for _, degree in reversed(strategy.levels)]
+        return Placement(self.hardware, {"pipeline": strategy.pipeline} | dict(zip(INSIDE, degrees, strict=False)))
+
+    def _exchanged(self, strategy: Strategy, method: Method, exchanges: "_Exchanges") -> float:
+        """Return the seconds of exchanges within the groups of a method."""
+        place = [name for name, _ in reversed(strategy.levels)].index(method) if strategy.degree(method) > 1 else None
+        if place is None:
+            return 0.0
+        every = [each for group in exchanges.values() for each in group]
+        return exchanges_seconds(self._placed(strategy), every, INSIDE[place])
+
+
+_Exchanges = Mapping[str, Sequence[Exchange]]
+
+
+class _Sizes(NamedTuple):
+    """A micro-batch in a layer. once, twice: exchanges of a forward and a backward, and with one more forward."""
+
+    kernels: LayerSeconds
+    once: _Exchanges
+    twice: _Exchanges
+    kept: int
+    stream: int
+    temporaries: int
+
+
+class _State(NamedTuple):
+    """Weights of a layer. num_bytes: between steps. working: of whole weights and gradients that ranks shard."""
+
+    gather: _Exchanges
+    reduction: _Exchanges
+    num_bytes: int
+    working: int
+
+
+def _levels(*degrees: tuple[Method, int]) -> tuple[tuple[Method, int], ...]:
+    return tuple(each for each in degrees if each[1] > 1)
+
+
+def missing_shares(options: Sequence[Strategy], extent: int) -> Floats:
+    """Return the largest share of a micro-batch that any of the `extent` devices of a stage gets and gives away, from
+    each strategy to each; shape [strategies, strategies]. options: of one pipeline degree."""
+    replicas = np.array([each.replicas for each in options], dtype=np.float64)
+    start = np.array([[each.block(device) for device in range(extent)] for each in options]) / replicas[:, None]
+    stop = start + 1 / replicas[:, None]
+    common = np.minimum(stop[:, None], stop[None]) - np.maximum(start[:, None], start[None])
+    both = 1 / replicas[:, None] + 1 / replicas[None]
+    missing = np.maximum(0.0, both[..., None] - 2 * np.maximum(0.0, common)).max(axis=2)
+    # A device with the whole micro-batch before and after has nothing to move, which rounding may hide.
+    return np.where((replicas[:, None] == 1) & (replicas[None] == 1), 0.0, missing)
+
+
+def _as_json(plan: Plan, names: list[str], config: PretrainConfig) -> dict[str, Any]:
+    stages = []
+    for stage in plan.stages:
+        members = zip(names[stage.first : stage.last], stage.strategies, strict=True)
+        stages.append(
+            {
+                "memory_bytes": stage.memory_bytes,
+                "layers": [{"name": name} | _strategy(strategy) for name, strategy in members],
+            }
+        )
+    strategies = {(each.levels, each.recompute) for stage in plan.stages for each in stage.strategies}
+    return {
+        "note": ADVICE,
+        "source": "Galvatron's search, arXiv 2211.13878",
+        "step_time_s": plan.seconds,
+        "tokens_per_s": plan.sequences_per_second * config.data.sequence_length,
+        "pipeline": len(plan.stages),
+        "microbatches": plan.microbatches,
+        "one_strategy": len(strategies) == 1,
+        "stages": stages,
+    }
+
+
+def _strategy(strategy: Strategy) -> dict[str, Any]:
+    """Return the degrees by method, and their order from groups that reach far to groups of neighbors."""
+    return {
+        "data": strategy.degree("data"),
+        "sharded_data": strategy.degree("sharded"),
+        "tensor": strategy.degree("tensor"),
+        "placement": [method for method, _ in strategy.levels],
+        "recompute": strategy.recompute,
+    }

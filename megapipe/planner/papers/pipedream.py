@@ -1,0 +1,128 @@
+"""PipeDream's partitioners: cut layers into stages, each on its own number of workers, by dynamic programming.
+
+`flat` has all workers on equal links: Harlap et al. (2018), "PipeDream: Fast and Efficient Pipeline Parallel DNN
+Training", arXiv 1806.03377, partitioning algorithm. `hierarchical` has links that slow down from level to level:
+Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, partitioning
+algorithm. Both minimise the time of the slowest stage per mini-batch; both use every worker, as the papers do. The
+formulas are taken from accounts of the papers (the second's as recalled), not read again in them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, product
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Profile of one layer and mini-batch: seconds of forward and backward, bytes of its output and of its weights."""
+
+    seconds: float
+    activation_bytes: float
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of the machine, from the innermost: how many of the level below one of it has, over which link.
+
+    width: m_k. bytes_per_second: B_k, between those.
+    """
+
+    width: int
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class PartitionStage:
+    """Layers first to last - 1, replicated over `workers` of a level.
+
+    inner: how each of these runs the stage over the level below; empty at the innermost, where they are devices.
+    """
+
+    first: int
+    last: int
+    workers: int
+    inner: tuple["PartitionStage", ...] = ()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages in order, and the seconds per mini-batch of the slowest stage or transfer between two."""
+
+    seconds: float
+    stages: tuple[PartitionStage, ...]
+
+    @property
+    def in_flight(self) -> int:
+        """Return NOAM, the mini-batches that fill the pipeline: workers by replicas of the first stage, rounded up."""
+        return -(-sum(stage.workers for stage in self.stages) // self.stages[0].workers)
+
+
+def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Partition:
+    """Return the best partition over `workers` on equal links: arXiv 1806.03377, partitioning algorithm.
+
+    T(i..j, m) = max(sum of seconds, sum of W_l) / m, where `W_l = 4 (m - 1) |w_l| / (m x bandwidth)`; a transfer takes
+    twice the activation over the bandwidth.
+    """
+    return _best(layers, [Level(workers, bytes_per_second)], lambda count: 4 * (count - 1) / count)
+
+
+def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
+    """Return the best partition over levels of links, SOSP'19, partitioning algorithm; `levels` from the innermost.
+
+    `T^k(i..j, m) = max(A^(k-1)(i..j, m_(k-1)), 2 (m - 1) sum of |w_l| / B_k) / m`, and A^0 the sum of seconds; a
+    transfer of level k takes twice the activation over B_k.
+    """
+    return _best(layers, levels, lambda count: 2 * (count - 1))
+
+
+def _best(layers: Sequence[Layer], levels: Sequence[Level], passes: Callable[[int], float]) -> Partition:
+    """Return the best partition. passes: by replicas, how often weights cross a link in a sum of their gradients."""
+    seconds, weights = (
+        list(accumulate((getattr(layer, name) for layer in layers), initial=0.0))
+        for name in ("seconds", "weight_bytes")
+    )
+
+    def on_one(first: int, last: int) -> Partition:
+        return Partition(math.fsum((seconds[last], -seconds[first])), ())
+
+    inner: Callable[[int, int], Partition] = on_one
+    for level in levels:
+        inner = _level(layers, level, inner, weights, passes)
+    return inner(0, len(layers))
+
+
+def _level(
+    layers: Sequence[Layer],
+    level: Level,
+    inner: Callable[[int, int], Partition],
+    weights: Sequence[float],
+    passes: Callable[[int], float],
+) -> Callable[[int, int], Partition]:
+    """Return A^k with all of the level's width, of any consecutive layers. weights: bytes of all layers before one."""
+
+    @cache
+    def stage(first: int, last: int, count: int) -> Partition:
+        of_one = inner(first, last)
+        synchronised = passes(count) * math.fsum((weights[last], -weights[first])) / level.bytes_per_second
+        seconds = max(of_one.seconds, synchronised) / count
+        return Partition(seconds, (PartitionStage(first, last, count, of_one.stages),))
+
+    @cache
+    def best_from(first: int) -> dict[tuple[int, int], Partition]:
+        """Return A(first..last, m) by last and m: a last stage on m' workers after the best partition of the rest."""
+        best: dict[tuple[int, int], Partition] = {}
+        for last, count in product(range(first + 1, len(layers) + 1), range(1, level.width + 1)):
+            found = stage(first, last, count)
+            for cut, own in product(range(first + 1, last), range(1, count)):
+                before, after = best[cut, count - own], stage(cut, last, own)
+                transfer = 2 * layers[cut - 1].activation_bytes / level.bytes_per_second
+                seconds = max(before.seconds, transfer, after.seconds)
+                if seconds < found.seconds:
+                    found = Partition(seconds, before.stages + after.stages)
+            best[last, count] = found
+        return best
+
+    return lambda first, last: best_from(first)[last, level.width]

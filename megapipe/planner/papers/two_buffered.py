@@ -1,0 +1,287 @@
+"""The planner of PipeDream-2BW: width, depth, micro-batch size and recomputation of a model of equal blocks.
+
+Narayanan et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503, section 4, appendix A and
+algorithm 1. Width is the number of replicas, depth the number of stages. Algorithm 1 and the throughput that it
+maximizes are the paper's. For a model of this project, times are those of its layers, and memory is that of a walk
+through the schedule, not the closed form of appendix A.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any, Literal, get_args
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.memory import RecomputeConfig
+from megapipe.config.parallel import LayerStrategy, ScheduleConfig, ZeroConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware, hardware_device_type
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.stages import layers_of
+from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
+from megapipe.planner.cost.memory import rank_memories
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.cost.run_layout import lay_run
+from megapipe.schedules.registry import find_published
+from megapipe.spec.dtypes import FULL_BYTES
+
+PAPER = "arXiv 2006.09503"
+Execution = Literal["no_pipelining", "pipelined", "recomputed"]
+"""The planner's r: one micro-batch in the pipeline at a time, a full pipeline, or that with recomputation."""
+
+
+@dataclass(frozen=True)
+class BlockModel:
+    """A model of equal blocks; a micro-batch has b sequences.
+
+    num_blocks: equal blocks, the same number in every stage. block_seconds: (b, recomputed) -> seconds of one block's
+    forward and backward, and of its recomputed forward. boundary_bytes: b -> bytes of a stage's input. memory_bytes:
+    (depth, b, execution) -> bytes of the fullest stage. gradient_bytes: of the whole model, which replicas reduce once
+    per batch.
+    """
+
+    num_blocks: int
+    block_seconds: Callable[[int, bool], float]
+    boundary_bytes: Callable[[int], float]
+    memory_bytes: Callable[[int, int, Execution], float]
+    gradient_bytes: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal devices in equal servers: bytes of memory of one, and bytes per second of a device's links.
+
+    fast: inside a server, B_high. slow: between servers, B_low.
+    """
+
+    devices: int
+    devices_per_server: int
+    memory_bytes: float
+    fast: float
+    slow: float
+
+    def width_bandwidth(self, width: int) -> float:
+        """Return the bandwidth among replicas of a stage: B_high if there are fewer than a server's devices."""
+        return self.fast if width < self.devices_per_server else self.slow
+
+    def depth_bandwidth(self, depth: int) -> float:
+        """Return the bandwidth between stages, which are on different servers if there are several."""
+        return self.fast if self.devices <= self.devices_per_server or depth == 1 else self.slow
+
+    @classmethod
+    def of(cls, hardware: Hardware, devices: int) -> "Machine":
+        """Return the lowest figures of unequal devices, while all of a node send to other nodes; ConfigError with more
+        devices than there are."""
+        nodes = hardware.nodes(devices)
+        return cls(
+            devices,
+            min(node.devices_per_node for node in nodes),
+            min(node.device.memory_bytes for node in nodes),
+            min(node.inside.bandwidth for node in nodes),
+            min(node.outside.of_device(node.devices_per_node) for node in nodes),
+        )
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """An answer of the planner: w, d, b, r, memory in bytes of a device, and sequences per second."""
+
+    width: int
+    depth: int
+    micro_size: int
+    execution: Execution
+    batch_size: int
+    memory_bytes: float = 0.0
+    sequences_per_second: float = 0.0
+
+    @property
+    def microbatches(self) -> int:
+        """Return m(b) = B / (w b), micro-batches of a replica in one batch."""
+        return self.batch_size // (self.width * self.micro_size)
+
+    @property
+    def accumulation(self) -> int:
+        """Return g = B / (w d b): m = d g, so that 2BW has m >= d."""
+        return self.microbatches // self.depth
+
+
+def sequences_per_second(
+    model: BlockModel, machine: Machine, batch_size: int, width: int, depth: int, micro_size: int, execution: Execution
+) -> float:
+    """Return THROUGHPUT of algorithm 1, of all replicas together: the paper's objective, by appendix A.
+
+    A stage takes max(compute + sends, all-reduce / m(b)); a full pipeline is as fast as its slowest stage, one without
+    pipelining takes the sum of all stages. Sends are `2 |A_in + A_out|` bytes. The paper's b / t is of one pipeline:
+    different widths are compared by the sum over replicas.
+    """
+    compute = model.num_blocks // depth * model.block_seconds(micro_size, execution == "recomputed")
+    sends = 2 * 2 * model.boundary_bytes(micro_size) / machine.depth_bandwidth(depth) if depth > 1 else 0.0
+    reduced = 2 * (width - 1) / width * model.gradient_bytes / depth / machine.width_bandwidth(width)
+    stage = max(compute + sends, reduced * width * micro_size / batch_size)
+    return width * micro_size / (depth * stage if execution == "no_pipelining" else stage)
+
+
+def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iterator[Configuration]:
+    """Yield the configurations that algorithm 1 compares: of every width, depth and execution the one with the largest
+    micro-batch that fits.
+
+    Widths and depths have w d <= devices, the depth divides the blocks, and b divides the batch into w d b g, or
+    without pipelining into w b g.
+    """
+    numbers = range(1, machine.devices + 1)
+    for width, depth, execution in product(numbers, numbers, get_args(Execution)):
+        share, rest = divmod(batch_size, width * (1 if execution == "no_pipelining" else depth))
+        if width * depth > machine.devices or model.num_blocks % depth or rest:
+            continue
+        for micro_size in (size for size in range(share, 0, -1) if not share % size):
+            memory = model.memory_bytes(depth, micro_size, execution)
+            if memory <= machine.memory_bytes:
+                rate = sequences_per_second(model, machine, batch_size, width, depth, micro_size, execution)
+                yield Configuration(width, depth, micro_size, execution, batch_size, memory, rate)
+                break
+
+
+def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
+    """Return the fastest configuration for a global batch of `batch_size` sequences (algorithm 1).
+
+    Equal to trying all micro-batch sizes if a block's time per sequence does not increase with the size.
+
+    Raises:
+        ValueError: nothing fits into memory.
+    """
+    found = max(configurations(model, machine, batch_size), key=lambda each: each.sequences_per_second, default=None)
+    if found is None:
+        raise ValueError(
+            f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device and a "
+            f"batch of {batch_size} sequences; use more devices, more memory, or a number of blocks that more stages "
+            "divide"
+        )
+    return found
+
+
+def two_buffered_plan(
+    config: PretrainConfig, hardware: Hardware, devices: int, *, times: LayerTimes | None = None
+) -> dict[str, Any]:
+    """Return the answer of algorithm 1 for batches of batch.global_size, ready for JSON.
+
+    The paper's blocks are equal: the time of embedding and head is spread over them. `memory_bytes` is that of the
+    fullest stage. `settings` are the fields that run the plan; `by_cost_model` is the estimate of this project's own
+    cost model. The two differ: the paper's model ignores the update that the next forwards wait for.
+
+    times: of layers; by default the roofline of the first group's device.
+
+    Raises:
+        ConfigError: nothing fits, or a precision without a peak.
+    """
+    times = RooflineTimes(hardware.groups[0].device) if times is None else times
+    try:
+        found = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
+    except ValueError as error:
+        raise ConfigError(f"2bw plan: {error}") from error
+    return {
+        "source": f"PipeDream-2BW's planner, {PAPER}, algorithm 1",
+        "width": found.width,
+        "depth": found.depth,
+        "micro_size": found.micro_size,
+        "execution": found.execution,
+        "accumulation": found.accumulation,
+        "devices": found.width * found.depth,
+        "memory_bytes": found.memory_bytes,
+        "tokens_per_s": found.sequences_per_second * config.data.sequence_length,
+        "step_time_s": found.batch_size / found.sequences_per_second,
+        "settings": _settings(found),
+        "by_cost_model": estimate(_configured(config, found), hardware, times=times).as_json(),
+    }
+
+
+def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> BlockModel:
+    """Return times of the layers, and memory by a walk: of depth micro-batches in flight, or of one at a time."""
+    blocks = config.model.num_layers
+
+    @cache
+    def seconds(micro_size: int, recomputed: bool) -> float:
+        whole = single_device(config, micro_size)
+        whole = replace(whole, recompute=replace(whole.recompute, method="full" if recomputed else "none"))
+        found = [times.of(whole, layer) for layer in layers_of(whole)]
+        return sum(sum(each[:4]) for each in found) / blocks  # forward, both halves of the backward, forward again
+
+    @cache
+    def memory(depth: int, micro_size: int, execution: Execution) -> int:
+        batch_size = micro_size * (1 if execution == "no_pipelining" else depth)
+        run = _configured(config, Configuration(1, depth, micro_size, execution, batch_size))
+        return max(each.total for each in rank_memories(lay_run(run, hardware)))
+
+    layers = layers_of(single_device(config, 1))
+    elements = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
+    return BlockModel(
+        blocks,
+        seconds,
+        lambda size: layout_costs(single_device(config, size), device=hardware_device_type(hardware)).stream,
+        memory,
+        FULL_BYTES * sum(elements.values()),
+    )
+
+
+def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
+    """Return the same model on one device, without the sharding and recomputation that a planner chooses.
+
+    Of `parallel.layers` remains which layers multiply in fp8. Raises ConfigError where no time can be predicted.
+    """
+    if config.training.precision == "auto":
+        raise ConfigError(
+            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 to plan "
+            "with"
+        )
+    fixed = config.parallel.layers
+    parallel = replace(
+        config.parallel,
+        data=1,
+        tensor=1,
+        pipeline=1,
+        context=1,
+        sequence=False,
+        sequence_chunks=1,
+        layers_per_stage=None,
+        layers={name: LayerStrategy(fp8=own.fp8) for name, own in fixed.items() if own.fp8 is not None},
+    )
+    return replace(
+        config,
+        parallel=parallel,
+        zero=ZeroConfig(),
+        recompute=RecomputeConfig(logits=config.recompute.logits),
+        schedule=replace(
+            config.schedule, name=ScheduleConfig.name, chunks=None, group_size=None, update=None, file=""
+        ),
+        batch=replace(config.batch, micro_size=micro_size),
+    )
+
+
+def _configured(config: PretrainConfig, found: Configuration) -> PretrainConfig:
+    """Return the run with `_settings`, and nothing else that would change its layout."""
+    settings = _settings(found)
+    whole = single_device(config, found.micro_size)
+    return replace(
+        whole,
+        batch=replace(whole.batch, global_size=found.batch_size),
+        parallel=replace(whole.parallel, data=found.width, pipeline=found.depth),
+        schedule=replace(whole.schedule, name=settings["schedule.name"]),
+        recompute=replace(whole.recompute, method=settings["recompute.method"]),
+    )
+
+
+def _settings(found: Configuration) -> dict[str, Any]:
+    """Return the fields of a run.
+
+    Without pipelining one micro-batch at a time is in the pipeline, as in no schedule here: a depth of 1 is then plain
+    accumulation, and deeper ones run with the default schedule, which is never slower.
+    """
+    pipelined = found.execution != "no_pipelining"
+    return {
+        "parallel.data": found.width,
+        "parallel.pipeline": found.depth,
+        "parallel.tensor": 1,
+        "batch.micro_size": found.micro_size,
+        "schedule.name": find_published(PAPER).name if pipelined else ScheduleConfig.name,
+        "recompute.method": "full" if found.execution == "recomputed" else "none",
+    }

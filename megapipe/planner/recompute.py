@@ -1,0 +1,254 @@
+"""How much to recompute: as little as a memory budget allows. `recompute.method auto` is resolved by it.
+
+Candidates are nothing, parts of every block, and the first 1, 2, ... whole blocks of each stage. They are tried from
+the fastest to the slowest, until every rank, along its own schedule's actions, holds no more than the budget. So more
+memory never means more recomputation.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.memory import OffloadConfig, RecomputeConfig, RecomputedPart
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Device, Hardware, hardware_device_type, with_named_precision
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.scheduling import splits_backwards
+from megapipe.layout.stages import StageLayout, layers_of
+from megapipe.layout.validation import run_problems
+from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.cost.run_layout import with_data
+from megapipe.planner.measured import MeasuredTimes
+
+GIB = 2**30
+PARTS: tuple[list[RecomputedPart], ...] = (["norms"], ["mlp"], ["mlp", "norms"], ["attention", "mlp", "norms"])
+RESERVE = 0.1
+"""Fraction of a device's memory left to the framework, and to predictions that are a tenth too low."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The least recomputation within a budget.
+
+    config: the run with its recompute group set, and parallel.data. peak_bytes: tensors on the fullest rank at its
+    fullest moment. step_seconds: as the cost model estimates it. plain_seconds, plain_bytes: the same without
+    recomputation. source: where the times of layers come from.
+    """
+
+    config: PretrainConfig
+    peak_bytes: int
+    step_seconds: float
+    plain_seconds: float
+    plain_bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """config: with another recompute group. remark: what was chosen and why; None if the method was not auto."""
+
+    config: PretrainConfig
+    remark: str | None = None
+
+
+def resolved(
+    config: PretrainConfig,
+    hardware: Hardware,
+    world_size: int,
+    *,
+    device_bytes: float | None = None,
+    amx: bool = False,
+) -> Resolved:
+    """Return a run with a method in place of auto; without auto the run itself.
+
+    hardware: for its times, and without `device_bytes` for the least memory of a device. amx: as in `faster_path`.
+
+    Raises ConfigError if nothing fits, or the run cannot be laid out on this number of ranks.
+    """
+    if config.recompute.method != "auto":
+        return Resolved(config)
+    budget, where = _budget(config, hardware, world_size, device_bytes)
+    try:
+        found = least_recomputation(config, hardware, budget, world_size=world_size, amx=amx)
+    except ConfigError as error:
+        raise ConfigError([f"recompute.method auto: {problem} ({where})" for problem in error.problems]) from None
+    return Resolved(replace(config, recompute=found.config.recompute), _told(found, where))
+
+
+def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig, Hardware]:
+    """Return, for a search over layouts, the run with its method open, on devices with the memory of auto."""
+    groups = tuple(
+        replace(group, device=replace(group.device, memory_bytes=allowed_bytes(config, group.device.memory_bytes)))
+        for group in hardware.groups
+    )
+    plain = RecomputeConfig(logits=config.recompute.logits)
+    memory = config.recompute.memory
+    share = f"{1 - RESERVE:.0%} of its memory" if memory is None else f"recompute.memory {memory:g} GiB"
+    return replace(config, recompute=plain), replace(hardware, name=f"{hardware.name}, {share}", groups=groups)
+
+
+def allowed_bytes(config: PretrainConfig, device_bytes: float) -> float:
+    """Return the bytes of a device that tensors may take."""
+    memory = config.recompute.memory
+    return (1 - RESERVE) * device_bytes if memory is None else memory * GIB
+
+
+def _budget(
+    config: PretrainConfig, hardware: Hardware, world_size: int, device_bytes: float | None
+) -> tuple[float, str]:
+    """Return the bytes of the budget, and their source in words."""
+    if device_bytes is None:
+        device_bytes = min(node.device.memory_bytes for node in hardware.nodes(world_size))
+    budget = allowed_bytes(config, device_bytes)
+    if config.recompute.memory is not None:
+        return budget, f"recompute.memory {config.recompute.memory:g} GiB"
+    return budget, f"{1 - RESERVE:.0%} of a device's {device_bytes / GIB:.3g} GiB"
+
+
+def _told(found: Recomputation, where: str) -> str:
+    slower = found.step_seconds / found.plain_seconds - 1
+    cost = (
+        "all is kept"
+        if found.config.recompute.method == "none"
+        else (
+            f"a step takes {slower:.1%} longer than without recomputation, by {found.source}, which would need "
+            f"{found.plain_bytes / GIB:.3g} GiB"
+        )
+    )
+    return (
+        f"recompute auto: {_chosen_text(found.config.recompute)}: at most {found.peak_bytes / GIB:.3g} GiB of tensors "
+        f"per rank, {where}; {cost}"
+    )
+
+
+def _chosen_text(recompute: RecomputeConfig) -> str:
+    if recompute.method == "selective":
+        return f"selective ({', '.join(recompute.parts)})"
+    if recompute.method == "full":
+        blocks = "block" if recompute.num_blocks == 1 else f"{recompute.num_blocks} blocks"
+        return f"full for the first {blocks} of each stage"
+    return "none"
+
+
+def least_recomputation(
+    config: PretrainConfig,
+    hardware: Hardware,
+    budget: float | None = None,
+    *,
+    world_size: int | None = None,
+    amx: bool = False,
+) -> Recomputation:
+    """Return the fastest recomputation with which every rank stays within a budget.
+
+    config: of its recompute group, only `logits` is read. budget: bytes of a device that tensors may take, by default
+    all of the smallest one's; the caller subtracts what a framework takes. world_size: ranks, needed if parallel.data
+    is open. amx: as in `faster_path`.
+
+    Raises:
+        ConfigError: the run cannot be laid out, or not even whole recomputation fits.
+    """
+    config = _laid_out(config, world_size)
+    devices = [node.device for node in hardware.nodes(MeshShape.of(config.parallel).world_size)]
+    config, _ = with_named_precision(config, devices)
+    if budget is None:
+        budget = min(device.memory_bytes for device in devices)
+    if budget <= 0:
+        raise ConfigError(f"the memory budget is {budget:g} bytes; it must be above 0")
+    device = hardware_device_type(hardware)
+    plain, *_ = candidates = list(_candidates(config))
+    times, source = _step_seconds(candidates, hardware, devices)
+    # Ties go to what recomputes least: candidates come in that order, and sorting keeps it.
+    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda found: found[0]):
+        peak = peak_bytes(candidate, device, amx, budget)
+        if peak <= budget:
+            nothing = peak if candidate is plain else peak_bytes(plain, device, amx)
+            return Recomputation(candidate, peak, seconds, times[0], nothing, source)
+    least = math.inf
+    for candidate in candidates:
+        least = min(least, peak_bytes(candidate, device, amx, least))
+    raise ConfigError(
+        f"a rank needs at least {least / GIB:.3g} GiB with any recomputation, but the budget is {budget / GIB:.3g}; "
+        "lower batch.micro_size, raise parallel.tensor, parallel.pipeline or zero.stage, or allow more memory"
+    )
+
+
+def peak_bytes(config: PretrainConfig, device: str, amx: bool = False, budget: float = math.inf) -> int:
+    """Return the bytes of tensors on the fullest rank of a run at its fullest moment, by `predict_rank`.
+
+    If ranks exceed the budget, return those of the first one that does: each rank takes a while.
+
+    config: with parallel.data filled in. device: type of the ranks' devices. amx: as in `faster_path`.
+    """
+    shape, layout, most = MeshShape.of(config.parallel), StageLayout.of(config), 0
+    schedule = lowered_schedule(config, layout)
+    # Ranks of one pipeline coordinate are alike, except for Muon's shards of whole matrices.
+    apart = config.optimizer.name == "muon" and config.zero.stage > 0
+    for rank in range(shape.world_size):
+        if apart or all(shape.coordinates(rank)[name] == 0 for name in DIMENSIONS if name != "pipeline"):
+            most = max(most, predict_rank(config, schedule, rank, device=device, amx=amx).device_bytes())
+            if most > budget:
+                break
+    return most
+
+
+def _step_seconds(
+    candidates: Sequence[PretrainConfig], hardware: Hardware, devices: Iterable[Device]
+) -> tuple[list[float], str]:
+    """Return the time of a step with each candidate, the first of which recomputes nothing, and the times' source.
+
+    Layers are not measured with recomputed parts of a block: these take as much longer as by the roofline.
+    """
+    precision = candidates[0].training.precision
+    slowest = min(devices, key=lambda device: device.peak(precision))
+    roofline = [_seconds(each, hardware, RooflineTimes(slowest)) for each in candidates]
+    measured = _measured(candidates[0], hardware)
+    if measured is None:
+        return roofline, f"the roofline of {slowest.name}"
+    plain = _seconds(candidates[0], hardware, measured)
+    seconds = [
+        plain * own / roofline[0] if each.recompute.method == "selective" else _seconds(each, hardware, measured)
+        for each, own in zip(candidates, roofline, strict=True)
+    ]
+    return seconds, f"layer times measured on {hardware.name}"
+
+
+def _seconds(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> float:
+    """Return the time of a step without copies to host memory, which recomputation does not change."""
+    return estimate(replace(config, offload=OffloadConfig()), hardware, times=times).step_seconds
+
+
+def _measured(config: PretrainConfig, hardware: Hardware) -> MeasuredTimes | None:
+    """Return measured times, if the machine has them for all layers of a run that recomputes nothing."""
+    if hardware.measured is None:
+        return None
+    times, layers = MeasuredTimes(hardware), layers_of(config)
+    one_of_each = {layer.kind: layer for layer in layers}.values()
+    answered = all(times.of(config, layer).source.startswith("measured") for layer in one_of_each)
+    return times if answered else None
+
+
+def _laid_out(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
+    filled = with_data(config, world_size)
+    problems = run_problems(config, world_size or MeshShape.of(filled.parallel).world_size)
+    problems += replace(config, recompute=RecomputeConfig(method="auto")).budget_problems()
+    if problems:
+        raise ConfigError(problems)
+    return filled
+
+
+def _candidates(config: PretrainConfig) -> Iterator[PretrainConfig]:
+    """Yield what the run's other fields allow, the least recomputation first: none at all is always allowed."""
+    logits = config.recompute.logits and not splits_backwards(config)
+    wanted = [RecomputeConfig(logits=logits)]
+    wanted += [RecomputeConfig(method="selective", parts=list(parts), logits=logits) for parts in PARTS]
+    layout = StageLayout.of(config)
+    most = max(len(layout.blocks(stage)) for stage in range(len(layout.ranges)))
+    wanted += [RecomputeConfig(method="full", num_blocks=count, logits=logits) for count in range(1, most + 1)]
+    for recompute in wanted:
+        candidate = replace(config, recompute=recompute)
+        if not any("recompute" in problem for problem in candidate.problems()):
+            yield candidate

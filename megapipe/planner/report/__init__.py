@@ -1,1 +1,0 @@
-"""What the planner found, as terminal tables, pictures and one HTML page."""

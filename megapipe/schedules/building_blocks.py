@@ -1,0 +1,252 @@
+"""Building blocks of generators: placements of stages, orders of rows, policies of updates, bounds of memory.
+
+A generator may use them or do without; the built-in ones show how.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind, Rows, rows_of
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Sections, StagePlace
+
+Floats = npt.NDArray[np.float64]
+Step = tuple[Kind, int, int]
+"""Kind, stage, micro-batch."""
+
+
+class StagePlacement(NamedTuple):
+    """Stages in the order of their ids, and the routes over them."""
+
+    stages: tuple[StagePlace, ...]
+    routes: tuple[tuple[int, ...], ...]
+
+
+class Policy(NamedTuple):
+    """When weights are written: versions kept on each rank, updates per step, and gradient buffers.
+
+    With 2 gradient buffers, an update waits for the next step's first forward that needs it.
+    """
+
+    versions_by_rank: tuple[int, ...]
+    updates_per_step: int = 1
+    gradient_buffers: int = 1
+
+    @property
+    def flushes(self) -> bool:
+        """Whether every step ends with an empty pipeline."""
+        return max(self.versions_by_rank) == 1 and self.updates_per_step == 1
+
+
+def flush_policy(num_ranks: int, num_microbatches: int) -> Policy:
+    """Keep one version, and write it when the step's gradients are complete."""
+    return Policy((1,) * num_ranks)
+
+
+def linear(num_ranks: int, chunks: int) -> StagePlacement:
+    """Place one stage on each rank: stage s on rank s."""
+    _require_chunks("linear", chunks, 1)
+    return _single_route(range(num_ranks))
+
+
+def round_robin(num_ranks: int, chunks: int) -> StagePlacement:
+    """Place ``chunks`` stages on each rank: stage s on rank ``s % num_ranks``."""
+    return _single_route(stage % num_ranks for stage in range(num_ranks * chunks))
+
+
+def v_shape(num_ranks: int, chunks: int) -> StagePlacement:
+    """Place two stages on each rank, down the ranks and back up: rank r has stages r and ``2 * num_ranks - 1 - r``."""
+    _require_chunks("v_shape", chunks, 2)
+    return _single_route([*range(num_ranks), *reversed(range(num_ranks))])
+
+
+def _require_chunks(name: str, chunks: int, wanted: int) -> None:
+    if chunks != wanted:
+        raise ScheduleError(f"placement {name} puts {wanted} chunk{'s' * (wanted > 1)} on each rank, not {chunks}")
+
+
+def _single_route(ranks: Iterable[int]) -> StagePlacement:
+    stages = tuple(StagePlace(part, 0, rank) for part, rank in enumerate(ranks))
+    return StagePlacement(stages, (tuple(range(len(stages))),))
+
+
+def alternate(forwards: Rows, backwards: Rows, warmup: int) -> Rows:
+    """Return ``warmup`` forwards, then forwards and backwards in turn, then the remaining backwards.
+
+    Both tables have the same number of rows n; with a warmup above n, all forwards come first.
+    """
+    count = len(forwards)
+    warmup = min(warmup, count)
+    index = np.arange(count)
+    forward_places = np.where(index < warmup, index, 2 * index - warmup)
+    backward_places = np.where(index < count - warmup, warmup + 2 * index + 1, count + index)
+    rows = np.empty((2 * count, forwards.shape[1]), dtype=forwards.dtype)
+    rows[forward_places], rows[backward_places] = forwards, backwards
+    return rows
+
+
+def rows_from_steps(steps: list[Step]) -> Rows:
+    """Return the rows of (kind, stage, micro-batch) triples."""
+    kind, stage, microbatch = np.array(steps, dtype=np.int64).reshape(-1, 3).T
+    return rows_of(kind, stage, microbatch)
+
+
+def held_after_warmup(num_ranks: int, num_microbatches: int, chunks: int, options: Mapping[str, Any]) -> Floats:
+    """Return a lower bound of the micro-batches of each chunk that ranks hold at their peak, shape [ranks, 1].
+
+    For one chunk per rank, where rank r runs p - r forwards before its first backward.
+    """
+    ahead = num_ranks - np.arange(num_ranks)
+    return np.minimum(ahead, num_microbatches).astype(np.float64)[:, None]
+
+
+def held_after_all_forwards(num_ranks: int, num_microbatches: int, chunks: int, options: Mapping[str, Any]) -> Floats:
+    """Return the same bound as `held_after_warmup`, where all forwards run before the first backward; halves of split
+    backwards may run in any order."""
+    return np.full((num_ranks, chunks), 0.0 if options.get("two_bp", False) else float(num_microbatches))
+
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of one whole rank's share of the model that an order is made for, in any one unit."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.forward, self.backward_input, self.backward_weight) <= 0 or self.latency < 0:
+            raise ScheduleError(f"{self}: compute times must be above 0, and the latency must be at least 0")
+
+    def of(self, kind: Kind, chunks: int) -> float:
+        """Time of one stage of a rank that holds ``chunks``."""
+        whole = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward_input + self.backward_weight,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+        }
+        return whole[kind] / chunks
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Programs with the weight halves placed, and the longest time on any one rank from its first start to its end."""
+
+    programs: tuple[list[Step], ...]
+    cost: float
+
+
+def split_backwards(sections: Sections, placement: StagePlacement, times: Times, max_pending: int | None) -> Sections:
+    """A flushing schedule with every backward in halves, weight halves oldest first: in idle time where they fit, at
+    the latest when ``max_pending`` wait, the rest at the end."""
+    if max_pending is not None and max_pending < 1:
+        raise ScheduleError(
+            f"max_pending is {max_pending}; it must be at least 1, because each backward's weight half is postponed "
+            "at least once"
+        )
+    programs = tuple(_as_steps(rows) for rows in sections.body)
+    timed = fill_idle_time(programs, placement, times, max_pending)
+    return Sections.flushing(tuple(rows_from_steps(steps) for steps in timed.programs))
+
+
+def _as_steps(rows: Rows) -> list[Step]:
+    columns = rows[:, [KIND, STAGE, MICROBATCH]].tolist()
+    return [
+        (Kind.BACKWARD_INPUT if kind == Kind.BACKWARD else Kind(kind), stage, microbatch)
+        for kind, stage, microbatch in columns
+    ]
+
+
+def fill_idle_time(
+    programs: tuple[list[Step], ...], placement: StagePlacement, times: Times, max_pending: int | None
+) -> Timed:
+    """Run forwards and input halves in their order, adding a weight half for each input half. Weight halves that the
+    programs already hold stay where they are."""
+    filler = _Filler(programs, placement, times, max_pending)
+    ranks = range(len(programs))
+    while sum(filler.advance(rank) for rank in ranks):
+        pass
+    return Timed(tuple(filler.out), max(filler.finish(rank) for rank in ranks))
+
+
+class _Filler:
+    """Clocks of all ranks over their programs."""
+
+    def __init__(
+        self, programs: tuple[list[Step], ...], placement: StagePlacement, times: Times, max_pending: int | None
+    ) -> None:
+        self._programs, self._stages, self._times, self._max = programs, placement.stages, times, max_pending
+        self._chunks = len(placement.stages) // len(programs)
+        self._next, self._clock = [0] * len(programs), [0.0] * len(programs)
+        self._started: list[float | None] = [None] * len(programs)
+        self._pending: list[deque[Step]] = [deque() for _ in programs]
+        self._placed = {step for steps in programs for step in steps if step[0] == Kind.BACKWARD_WEIGHT}
+        self._ends: dict[Step, float] = {}
+        self.out: list[list[Step]] = [[] for _ in programs]
+
+    def advance(self, rank: int) -> bool:
+        """Run a rank's program until it waits for another rank."""
+        begin = self._next[rank]
+        program = self._programs[rank]
+        while self._next[rank] < len(program):
+            step = program[self._next[rank]]
+            ready = self._ready(rank, step)
+            if ready is None:
+                break
+            self._fill(rank, step, ready)
+            self._run(rank, step, ready)
+            self._next[rank] += 1
+        return self._next[rank] > begin
+
+    def finish(self, rank: int) -> float:
+        """Run the weight halves that are left; the rank's time from its first start."""
+        while self._pending[rank]:
+            self._run(rank, self._pending[rank].popleft(), 0.0)
+        return self._clock[rank] - (self._started[rank] or 0.0)
+
+    def _ready(self, rank: int, step: Step) -> float | None:
+        kind, stage, microbatch = step
+        if kind == Kind.BACKWARD_WEIGHT:
+            return 0.0
+        last = len(self._stages) - 1
+        if kind == Kind.FORWARD:
+            source = None if stage == 0 else (kind, stage - 1, microbatch)
+        else:
+            source = (Kind.FORWARD, stage, microbatch) if stage == last else (kind, stage + 1, microbatch)
+        if source is None:
+            return 0.0
+        if source not in self._ends:
+            return None
+        hop = self._stages[source[1]].rank != rank
+        return self._ends[source] + (self._times.latency if hop else 0.0)
+
+    def _fill(self, rank: int, step: Step, ready: float) -> None:
+        """Weight halves that fit before the step is ready, and those that may wait no longer."""
+        pending = self._pending[rank]
+        duration = self._times.of(Kind.BACKWARD_WEIGHT, self._chunks)
+        while pending:
+            fits = self._clock[rank] + duration <= ready + ROUNDING
+            full = step[0] == Kind.BACKWARD_INPUT and self._max is not None and len(pending) >= self._max
+            if not (fits or full):
+                return
+            self._run(rank, pending.popleft(), 0.0)
+
+    def _run(self, rank: int, step: Step, ready: float) -> None:
+        start = max(self._clock[rank], ready)
+        if self._started[rank] is None:
+            self._started[rank] = start
+        self._clock[rank] = self._ends[step] = start + self._times.of(step[0], self._chunks)
+        self.out[rank].append(step)
+        weight = (Kind.BACKWARD_WEIGHT, step[1], step[2])
+        if step[0] == Kind.BACKWARD_INPUT and weight not in self._placed:
+            self._pending[rank].append(weight)

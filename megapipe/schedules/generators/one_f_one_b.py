@@ -1,0 +1,27 @@
+"""1F1B: one forward, one backward."""
+
+import numpy as np
+
+from megapipe.schedules.actions import Kind, rows_of
+from megapipe.schedules.building_blocks import alternate, held_after_warmup
+from megapipe.schedules.registry import schedule
+from megapipe.schedules.schedule import Sections
+
+
+@schedule(
+    "1f1b", "A", takes_two_bp=True, repeats=True, looped="interleaved_1f1b", held=held_after_warmup, search="all"
+)
+def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Sections:
+    """One forward, one backward: at most ``num_ranks - rank`` activations are kept (PipeDream-Flush, arXiv 2006.09503,
+    section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2)."""
+    microbatches = np.arange(num_microbatches)
+    return Sections.flushing(
+        tuple(
+            alternate(
+                rows_of(Kind.FORWARD, rank, microbatches),
+                rows_of(Kind.BACKWARD, rank, microbatches),
+                warmup=num_ranks - 1 - rank,
+            )
+            for rank in range(num_ranks)
+        )
+    )

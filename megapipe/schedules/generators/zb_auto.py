@@ -1,0 +1,133 @@
+"""The automatic zero-bubble schedule: greedy orders under a memory limit, the cheapest of a few rules of thumb."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from megapipe.schedules.actions import Kind
+from megapipe.schedules.building_blocks import ROUNDING, Step, Timed, Times, fill_idle_time, linear, rows_from_steps
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.generators._zero_bubble import FORWARD, INPUT, WEIGHT
+from megapipe.schedules.generators.zb_h1 import zb_h1
+from megapipe.schedules.generators.zb_h2 import zb_h2
+from megapipe.schedules.registry import schedule
+from megapipe.schedules.schedule import Sections
+
+
+class Rules(NamedTuple):
+    """One rule of thumb: forwards past the first backward's arrival, forwards before backwards when both can start,
+    weight halves in gaps too small for them."""
+
+    late_first_backward: bool
+    forward_first: bool
+    overfill_gaps: bool
+
+
+@schedule("zb_auto", "A", splits=True)
+def zb_auto(
+    num_ranks: int, num_microbatches: int, *, memory_limit: float | None = None, times: Times | None = None
+) -> Sections:
+    """The cheapest order found for given times and memory (the heuristic of arXiv 2401.10241, section 3.1).
+
+    ``memory_limit`` is the most micro-batches that a rank may hold between forward and weight half, ``num_ranks`` by
+    default (that is 1F1B's memory). Eight greedy orders and the hand-made ones within the limit compete.
+    """
+    times = Times() if times is None else times
+    limit = float(num_ranks) if memory_limit is None else memory_limit
+    if not 1 <= limit < math.inf:
+        raise ScheduleError(
+            f"memory_limit is {limit:g}; it must be a finite number of at least 1, because a rank holds at least one "
+            "micro-batch"
+        )
+    best = min(_candidates(num_ranks, num_microbatches, int(limit), times), key=lambda timed: timed.cost)
+    return Sections.flushing(tuple(rows_from_steps(steps) for steps in best.programs))
+
+
+def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times) -> Iterator[Timed]:
+    placement = linear(num_ranks, 1)
+    for rules in product((False, True), repeat=3):
+        programs = _Greedy(num_ranks, num_microbatches, limit, times, Rules(*rules)).programs()
+        yield fill_idle_time(programs, placement, times, None)
+    for sections in (zb_h1(num_ranks, num_microbatches), zb_h2(num_ranks, num_microbatches)):
+        programs = tuple([(Kind(row[0]), row[1], row[3]) for row in rows.tolist()] for rows in sections.body)
+        if max(_most_held(steps) for steps in programs) <= limit:
+            yield fill_idle_time(programs, placement, times, None)
+
+
+def _most_held(steps: list[Step]) -> int:
+    held = most = 0
+    for kind, _, _ in steps:
+        held += {FORWARD: 1, WEIGHT: -1}.get(kind, 0)
+        most = max(most, held)
+    return most
+
+
+class _Greedy:
+    """Ranks that take, whenever they are free, the best thing that they can start."""
+
+    def __init__(self, num_ranks: int, count: int, limit: int, times: Times, rules: Rules) -> None:
+        self._ranks, self._count, self._limit, self._times, self._rules = num_ranks, count, limit, times, rules
+        self._out: list[list[Step]] = [[] for _ in range(num_ranks)]
+        self._done = [dict.fromkeys((FORWARD, INPUT, WEIGHT), 0) for _ in range(num_ranks)]
+        self._clock = [0.0] * num_ranks
+        self._ends: dict[Step, float] = {}
+
+    def programs(self) -> tuple[list[Step], ...]:
+        """Every rank's order."""
+        total = 3 * self._count
+        choices = {rank: self._choose(rank) for rank in range(self._ranks)}
+        while choices:
+            # The rank that is free first moves first, so that no rank decides on actions that have not happened yet.
+            start, rank = min((start, rank) for rank, (start, _) in choices.items())
+            kind = choices[rank][1]
+            step = (kind, rank, self._done[rank][kind])
+            self._clock[rank] = self._ends[step] = start + self._times.of(kind, 1)
+            self._done[rank][kind] += 1
+            self._out[rank].append(step)
+            if len(self._out[rank]) == total:
+                del choices[rank]
+            for affected in choices.keys() & {rank - 1, rank, rank + 1}:
+                choices[affected] = self._choose(affected)
+        return tuple(self._out)
+
+    def _choose(self, rank: int) -> tuple[float, Kind]:
+        """The rank's next kind and when it can start; never (infinity) where all it has waits for others."""
+        clock, done = self._clock[rank], self._done[rank]
+        forward, backward = self._forward_ready(rank), self._input_ready(rank)
+        if self._held_back(rank, backward):
+            forward = float("inf")
+        forward, backward = max(clock, forward), max(clock, backward)
+        first = (forward, FORWARD) if forward <= backward and self._rules.forward_first else (backward, INPUT)
+        if first[1] == INPUT and forward < backward:
+            first = (forward, FORWARD)
+        if done[WEIGHT] < done[INPUT]:
+            gap = first[0] - clock
+            if gap >= self._times.backward_weight - ROUNDING or (gap > 0 and self._rules.overfill_gaps):
+                return clock, WEIGHT
+            if done[FORWARD] < self._count and self._full(rank) and self._input_ready(rank) > clock:
+                return clock, WEIGHT
+        return first
+
+    def _full(self, rank: int) -> bool:
+        return self._done[rank][FORWARD] - self._done[rank][WEIGHT] >= self._limit
+
+    def _held_back(self, rank: int, backward: float) -> bool:
+        """Whether a forward must wait so that the first backward can start as soon as it arrives."""
+        if self._rules.late_first_backward or self._done[rank][INPUT] > 0:
+            return False
+        return backward < self._clock[rank] + self._times.forward - ROUNDING
+
+    def _forward_ready(self, rank: int) -> float:
+        index = self._done[rank][FORWARD]
+        if index >= self._count or self._full(rank):
+            return float("inf")
+        return 0.0 if rank == 0 else self._ends.get((FORWARD, rank - 1, index), float("inf")) + self._times.latency
+
+    def _input_ready(self, rank: int) -> float:
+        index = self._done[rank][INPUT]
+        if index >= self._done[rank][FORWARD]:
+            return float("inf")
+        if rank == self._ranks - 1:
+            return self._ends[FORWARD, rank, index]
+        return self._ends.get((INPUT, rank + 1, index), float("inf")) + self._times.latency

@@ -1,0 +1,17 @@
+"""ZB-H1: weight halves fill the drain of 1F1B."""
+
+from megapipe.schedules.building_blocks import held_after_warmup, rows_from_steps
+from megapipe.schedules.generators._zero_bubble import one_stage
+from megapipe.schedules.registry import schedule
+from megapipe.schedules.schedule import Sections
+
+
+@schedule("zb_h1", "A", splits=True, repeats=True, held=held_after_warmup, search="promising")
+def zb_h1(num_ranks: int, num_microbatches: int) -> Sections:
+    """1F1B with late weight halves: a third of its bubble at the same activation memory (arXiv 2401.10241,
+    section 2.1).
+
+    Rank r keeps up to r weight halves waiting and runs them in the drain.
+    """
+    programs = [one_stage(rank, num_microbatches, num_ranks - 1 - rank, rank, True) for rank in range(num_ranks)]
+    return Sections.flushing(tuple(map(rows_from_steps, programs)))

@@ -1,0 +1,257 @@
+"""The traces of a run: the file that each rank writes, and the whole run read from a folder."""
+
+import hashlib
+import json
+import os
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, Final, NamedTuple, get_type_hints
+
+from megapipe.config.untrusted import DECODING_ERRORS, is_of_type, read_json
+from megapipe.schedules.actions import Action, Kind, write_action
+from megapipe.schedules.build import read_file
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
+from megapipe.schedules.text import dumps
+
+FORMAT: Final = "megapipe trace 1"
+SCHEDULE_FILE: Final = "schedule.txt"
+RANK_FILE: Final = re.compile(r"rank-(\d+)\.json")
+
+
+class Event(NamedTuple):
+    """The measured times of one action, in nanoseconds.
+
+    ``section`` and ``position`` identify the action of its rank; ``step`` is the section's own step, from 0, and
+    ``action`` the action's word, counted from there. The rank reached it at ``start`` and finished it at ``end``; of
+    that time it waited ``wait`` for other ranks.
+    """
+
+    section: SectionName
+    step: int
+    position: int
+    action: str
+    start: int
+    wait: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's file.
+
+    ``run`` names the run and ``fingerprint`` the schedule's text: both are the same on all ranks. ``layout`` has the
+    size of each parallel dimension, ``coordinates`` the rank's place in it. ``about`` says what ran: model, versions,
+    steps.
+    ``clock_error`` is how far this rank's times may be off from rank 0's, in nanoseconds; 0 on the same host.
+    """
+
+    run: str
+    fingerprint: str
+    rank: int
+    layout: Mapping[str, int]
+    coordinates: Mapping[str, int]
+    about: Mapping[str, Any]
+    clock_error: int
+    events: Sequence[Event]
+
+
+def fingerprint(schedule_text: str) -> str:
+    """Return a digest that differs between schedules."""
+    return hashlib.sha256(schedule_text.encode()).hexdigest()[:16]
+
+
+def write_rank(directory: Path, trace: RankTrace) -> None:
+    """Write a rank's file, whole or not at all."""
+    document = {"format": FORMAT, **vars(trace), "event_fields": Event._fields}
+    write_whole(directory / f"rank-{trace.rank}.json", json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text aside, flush it to disk and rename it; creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def rank_files(directory: Path) -> dict[int, Path]:
+    """The rank files of a folder, by rank. Raises ScheduleError where there are none."""
+    if not directory.is_dir():
+        raise ScheduleError(f"{directory} is not a folder; pass the folder of --profile.trace")
+    matches = ((RANK_FILE.fullmatch(path.name), path) for path in directory.iterdir())
+    found = {int(match[1]): path for match, path in matches if match}
+    if not found:
+        raise ScheduleError(f"{directory} has no rank-N.json; pass the folder of --profile.trace")
+    return dict(sorted(found.items()))
+
+
+def read_rank(path: Path) -> RankTrace:
+    """The trace in a rank's file. Raises ScheduleError for one that is cut off, or is something else."""
+    try:
+        document = read_json(path, ScheduleError)
+    except OSError as error:
+        raise ScheduleError(f"cannot read {path}: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise ScheduleError(f"{path} has format {found!r}, but this version reads {FORMAT!r}")
+    try:
+        fields = {name: document[name] for name in RankTrace.__dataclass_fields__}
+        for name, declared in get_type_hints(RankTrace).items():
+            if not is_of_type(fields[name], declared):
+                raise ScheduleError(f"{path}: its {name} is {reprlib.repr(fields[name])}")
+        return RankTrace(**(fields | {"events": [_event(row) for row in fields["events"]]}))
+    except KeyError as error:
+        raise ScheduleError(f"{path} lacks {error}") from None
+    except DECODING_ERRORS as error:
+        raise ScheduleError(f"{path} contains an invalid event: {error}") from None
+
+
+def _event(row: Any) -> Event:
+    event = Event(*row)
+    if event.section not in SECTIONS or not all(isinstance(value, int) for value in (*event[1:3], *event[4:])):
+        raise ValueError(f"{row}; its fields are {', '.join(Event._fields)}")
+    return event
+
+
+class Execution(NamedTuple):
+    """One run through a section of the schedule: the section and its own step, from 0."""
+
+    section: SectionName
+    step: int
+
+
+Recorded = Mapping[Execution, tuple[Mapping[int, Event], ...]]
+"""Per execution and pipeline rank, the events by position in the section."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The traces of the ranks of one pipeline; ``recorded`` has only steps that every rank finished."""
+
+    schedule: Schedule
+    layout: Mapping[str, int]
+    about: Mapping[str, Any]
+    clock_error: int
+    recorded: Recorded
+
+    @cached_property
+    def episodes(self) -> list[list[Execution]]:
+        """Executions that followed one another without the pipeline running empty between them, in order."""
+        found: list[list[Execution]] = []
+        for each in sorted(self.recorded, key=lambda one: (one.step, SECTIONS.index(one.section))):
+            if found and self._follows(found[-1][-1], each):
+                found[-1].append(each)
+            else:
+                found.append([each])
+        return found
+
+    def _follows(self, first: Execution, second: Execution) -> bool:
+        if self.schedule.flushes or first.section == "epilogue" or second.section == "prologue":
+            return False
+        return second.step == first.step + (first.section == "body")
+
+
+def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
+    """Return the run whose trace is in a folder.
+
+    pipeline: which replica of the pipeline, by number in the order of their first ranks.
+
+    Raises ScheduleError for files that are missing, cut off, or not of one run.
+    """
+    files = rank_files(directory)
+    traces = [read_rank(path) for path in files.values()]
+    chosen = _pipeline(directory, traces, pipeline)
+    schedule = read_file(directory / SCHEDULE_FILE)
+    first = chosen[0]
+    if fingerprint(dumps(schedule)) != first.fingerprint:
+        raise ScheduleError(
+            f"{directory / SCHEDULE_FILE} is not the schedule of {files[first.rank]}; record again into an empty "
+            "folder"
+        )
+    recorded = _recorded(schedule, chosen)
+    if not recorded:
+        raise ScheduleError(
+            f"{directory} has no step that all ranks finished; record more steps (--profile.steps), or earlier ones "
+            "(--profile.first_step)"
+        )
+    return MeasuredRun(schedule, first.layout, first.about, max(trace.clock_error for trace in chosen), recorded)
+
+
+def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[RankTrace]:
+    """The ranks of one pipeline in order, all there and all of one run."""
+    first = traces[0]
+    for trace in traces:
+        for name in ("run", "fingerprint"):
+            if getattr(trace, name) != getattr(first, name):
+                what = "run" if name == "run" else "schedule"
+                raise ScheduleError(
+                    f"{directory}: rank-{trace.rank}.json and rank-{first.rank}.json were recorded in different "
+                    f"{what}s; record again into an empty folder"
+                )
+    layout, world = first.layout, prod(first.layout.values())
+    missing = sorted(set(range(world)) - {trace.rank for trace in traces})
+    if missing:
+        raise ScheduleError(
+            f"{directory} lacks {', '.join(f'rank-{rank}.json' for rank in missing)}: the run had {world} ranks, each "
+            "of which writes its file on its own host; copy all files into one folder"
+        )
+    pipelines: dict[tuple[int, ...], dict[int, RankTrace]] = {}
+    for trace in sorted(traces, key=lambda one: one.rank):
+        replica = tuple(trace.coordinates[name] for name in layout if name != "pipeline")
+        pipelines.setdefault(replica, {})[trace.coordinates["pipeline"]] = trace
+    if not 0 <= number < len(pipelines):
+        raise ScheduleError(f"pipeline {number} does not exist: the run had {len(pipelines)}, numbered from 0")
+    ranks = list(pipelines.values())[number]
+    return [ranks[rank] for rank in range(layout["pipeline"])]
+
+
+def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
+    """The executions that every rank has whole."""
+    words = {
+        section: [
+            [write_action(_bare(action)) for action in schedule.actions(section, rank)] for rank in range(len(traces))
+        ]
+        for section in SECTIONS
+    }
+    found: list[dict[Execution, dict[int, Event]]] = []
+    for rank, trace in enumerate(traces):
+        mine: dict[Execution, dict[int, Event]] = {}
+        for event in trace.events:
+            expected = words[event.section][rank]
+            if not 0 <= event.position < len(expected) or expected[event.position] != event.action:
+                raise ScheduleError(
+                    f"rank-{trace.rank}.json has {event.action} as action {event.position} of its {event.section}, "
+                    f"which the schedule {schedule.header.name} in the same folder does not have; record again into "
+                    "an empty folder"
+                )
+            mine.setdefault(Execution(event.section, event.step), {})[event.position] = event
+        found.append(mine)
+    return {
+        execution: tuple(mine[execution] for mine in found)
+        for execution in found[0]
+        if all(
+            execution in mine and _is_whole(schedule, rank, execution.section, mine[execution])
+            for rank, mine in enumerate(found)
+        )
+    }
+
+
+def _is_whole(schedule: Schedule, rank: int, section: SectionName, events: Mapping[int, Event]) -> bool:
+    """Whether every action has its event; of updates in a row the first one's may cover all."""
+    return all(
+        position in events or action.kind == Kind.UPDATE
+        for position, action in enumerate(schedule.actions(section, rank))
+    )
+
+
+def _bare(action: Action) -> Action:
+    return action._replace(version=-1, slot=-1)

@@ -1,0 +1,214 @@
+"""A schedule on ranks that share a machine: ranks that compute at the same time slow each other down.
+
+`simulate` gives every rank a device of its own. Here the work of an action is the seconds that it
+takes by itself, and between two events every running action does the time that passed, divided by the slowdown of that
+many busy ranks. This is processor sharing (Kleinrock 1976, Queueing Systems vol. 2, section
+4.4), with a measured rate instead of an ideal one.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from megapipe.schedules.actions import COMPUTE_STREAM, Kind
+from megapipe.schedules.dependencies import Dependencies
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.simulation.costs import Costs
+from megapipe.schedules.simulation.simulate import Simulation
+from megapipe.schedules.table import Table
+
+SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+TRAFFIC = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS)
+"""One after the other, overlapping with compute; the sum of scalars needs those of gradients before it."""
+COLLECTIVES = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
+WORK = (*COMPUTE_STREAM, Kind.UPDATE)
+NEVER = float("inf")
+ROUNDING = 1e-9
+"""Fraction of an action's work that counts as none."""
+
+
+def simulate_contended(
+    schedule: Schedule,
+    costs: Costs,
+    slowdown: Callable[[float], float],
+    *,
+    processes: int = 1,
+    traffic_share: float = 1.0,
+    steps: int = 1,
+) -> Simulation:
+    """Run `steps` steps of a lowered schedule on ranks that share a machine.
+
+    costs: seconds of everything by itself. slowdown: number of busy ranks -> how many times longer work takes.
+    processes: ranks of the run at each pipeline coordinate, which do the same at the same time. traffic_share: the
+    part of a busy rank that a sum or gather takes while compute runs.
+
+    Raises:
+        ScheduleError: the schedule is not lowered, moves tensors to host memory, or deadlocks; blocking sends.
+    """
+    if not schedule.header.lowered:
+        raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it before simulating it")
+    if costs.blocking_sends:
+        raise ScheduleError("blocking sends are not simulated on ranks that share a machine; use `simulate`")
+    table = Table.unroll(schedule, steps)
+    if table.is_kind(Kind.OFFLOAD, Kind.RELOAD).any():
+        raise ScheduleError("copies to host memory are not simulated on ranks that share a machine; use `simulate`")
+    durations = costs.durations(table)
+    run = _Run(Dependencies(table), costs, durations.tolist(), slowdown, processes, traffic_share)
+    run.to_the_end()
+    return Simulation(
+        table, np.array(run.start), np.array(run.end), np.array(run.cause, dtype=np.int64), durations > 0.0, durations
+    )
+
+
+@dataclass
+class _Rank:
+    """One pipeline rank: its next row, and those that run on its streams of compute and of traffic."""
+
+    next: int
+    last: int
+    working: int = -1
+    traffic: deque[int] = field(default_factory=deque)
+    freed_by: int = -1
+
+
+class _Run:
+    def __init__(
+        self,
+        dependencies: Dependencies,
+        costs: Costs,
+        durations: list[float],
+        slowdown: Callable[[float], float],
+        processes: int,
+        traffic_share: float,
+    ) -> None:
+        table, messages = dependencies.table, dependencies.messages
+        count = len(table.rows)
+        self._table, self._costs, self._durations = table, costs, durations
+        self._slowdown, self._processes, self._share = slowdown, processes, traffic_share
+        self._kind: list[int] = table.kind.tolist()
+        self.start, self.end, self.cause = [NEVER] * count, [NEVER] * count, [-1] * count
+        self._left = list(durations)
+        self._awaits: dict[int, list[int]] = {}
+        for rows, needed in (
+            (messages.use, messages.send),
+            (dependencies.gathers.row, dependencies.gathers.needed),
+            (dependencies.gradient_buffers.row, dependencies.gradient_buffers.needed),
+            (dependencies.reduced.row, dependencies.reduced.needed),
+        ):
+            self._note(rows.tolist(), needed.tolist())
+        collectives = dependencies.collective_needs()
+        self._note(collectives.row.tolist(), collectives.needed.tolist())
+        ranks = table.rank
+        self._link_of = {
+            send: (int(ranks[send]), int(ranks[receive]))
+            for send, receive in zip(messages.send.tolist(), messages.receive.tolist(), strict=True)
+        }
+        self._link_free: dict[tuple[int, int], float] = {}
+        offsets = table.offsets.tolist()
+        self._ranks = [_Rank(first, last) for first, last in pairwise(offsets)]
+        self._now = 0.0
+
+    def _note(self, rows: list[int], needed: list[int]) -> None:
+        for row, other in zip(rows, needed, strict=True):
+            if row != other:
+                self._awaits.setdefault(row, []).append(other)
+
+    def to_the_end(self) -> None:
+        """Compute the times of every row."""
+        while True:
+            self._begin_all()
+            busy = sum(rank.working >= 0 for rank in self._ranks)
+            talking = sum(bool(rank.traffic) for rank in self._ranks)
+            factor = self._slowdown(max(1.0, self._processes * (busy + self._share * talking)))
+            under_way = [rank.working for rank in self._ranks if rank.working >= 0]
+            under_way += [rank.traffic[0] for rank in self._ranks if rank.traffic]
+            arrival = min((self._ready(rank.next) for rank in self._ranks if self._is_idle(rank)), default=NEVER)
+            done = min((self._now + self._left[row] * factor for row in under_way), default=NEVER)
+            following = min(arrival, done)
+            if following == NEVER:
+                break
+            passed = (following - self._now) / factor
+            self._now = following
+            for row in under_way:
+                left = self._left[row] - passed
+                self._left[row] = left if left > ROUNDING * self._durations[row] else 0.0
+            self._finish()
+        if any(rank.next < rank.last for rank in self._ranks):
+            raise ScheduleError(f"{self._table.header.name} deadlocks; validate it to see where it blocks")
+
+    def _begin_all(self) -> None:
+        """Start all that can start now; what starts may free another rank at the same moment."""
+        moved = True
+        while moved:
+            moved = any(self._advance(rank) for rank in self._ranks)
+
+    def _is_idle(self, rank: _Rank) -> bool:
+        return rank.working < 0 and rank.next < rank.last
+
+    def _finish(self) -> None:
+        """End the rows without work left."""
+        for rank in self._ranks:
+            if rank.working >= 0 and self._left[rank.working] == 0.0:
+                self.end[rank.working] = self._now
+                rank.freed_by, rank.working = rank.working, -1
+            while rank.traffic and self._left[rank.traffic[0]] == 0.0:
+                row = rank.traffic.popleft()
+                self.end[row] = self._now + (self._delay(row) if self._kind[row] in COLLECTIVES else 0.0)
+                if rank.traffic:
+                    self._open(rank.traffic[0])
+
+    def _advance(self, rank: _Rank) -> bool:
+        """Start a rank's next row if possible, and return whether it started."""
+        row = rank.next
+        if not self._is_idle(rank) or self._ready(row) > self._now:
+            return False
+        kind = self._kind[row]
+        rank.next += 1
+        self.cause[row] = max([rank.freed_by, *self._awaits.get(row, ())], key=self._result)
+        if kind in WORK:
+            self._open(row)
+            rank.working = row
+            self._finish()
+        elif kind in TRAFFIC:
+            rank.traffic.append(row)
+            if len(rank.traffic) == 1:
+                self._open(row)
+            self._finish()
+        elif kind in SENDS:
+            self._send(row)
+        else:
+            self.start[row] = self._now
+            self.end[row] = self._now + (self._delay(row) if kind in COLLECTIVES else 0.0)
+        return True
+
+    def _open(self, row: int) -> None:
+        """Start the work of a row. The time of a collective starts once all ranks are there, and is not its work."""
+        self.start[row] = self._now
+        if self._kind[row] in COLLECTIVES:
+            self._left[row] = 0.0
+
+    def _ready(self, row: int) -> float:
+        """Return when all that the row awaits is there; NEVER while that is unknown."""
+        return max((self._result(other) for other in self._awaits.get(row, ())), default=0.0)
+
+    def _result(self, row: int) -> float:
+        """Return when a row's result is there; for collectives, this rank's own part."""
+        return 0.0 if row < 0 else self.end[row]
+
+    def _delay(self, row: int) -> float:
+        """Return the time from a collective's last start to its result; the sum of scalars follows a tied one."""
+        busy = self._slowdown(float(self._processes * len(self._ranks)))
+        follows = self._kind[row] == Kind.REDUCE_TIED and self._table.header.updates_per_step == 1
+        after = self._costs.reduce_scalars if follows else 0.0
+        return busy * (self._durations[row] + after)
+
+    def _send(self, row: int) -> None:
+        pair = self._link_of[row]
+        link = self._costs.links.get(pair, self._costs.link)
+        begin = max(self._now, self._link_free.get(pair, 0.0))
+        self._link_free[pair] = begin + link.transfer
+        self.start[row], self.end[row] = begin, begin + link.transfer + link.latency

@@ -1,0 +1,192 @@
+"""Checks of what ranks hold: filled receive slots, gathered weights, unreduced gradients, data in host memory."""
+
+import numpy as np
+
+from megapipe.schedules.actions import Ints, Kind, Mask, describe
+from megapipe.schedules.dependencies import BACKWARDS
+from megapipe.schedules.gathers import ADDING, USES, StateRows, of_states
+from megapipe.schedules.lowering.slots import GRADIENT_RELEASES, activation_releases, receive_lives
+from megapipe.schedules.offload import STATES_ON_DEVICE, activations_moved, state_places, states_moved, unit_places
+from megapipe.schedules.table import Table
+from megapipe.schedules.validation.failure import action_at, failure, refuse
+
+
+def check_buffers(table: Table) -> None:
+    """Raise ScheduleError at the first receive into a live or unknown slot, or reader of another slot."""
+    header = table.header
+    opens = table.opens_chunk()
+    for receive, readers, releases, slots in (
+        (Kind.RECV_ACTIVATION, (Kind.FORWARD,), activation_releases(header.mode), header.activation_slots),
+        (Kind.RECV_GRADIENT, BACKWARDS, GRADIENT_RELEASES, header.gradient_slots),
+    ):
+        lives = receive_lives(table, receive, releases)
+        slot = table.slot[lives.start].astype(np.int64)
+        count = np.array(slots, dtype=np.int64)[lives.stage]
+        if (slot >= count).any():
+            row = int(np.argmax(slot >= count))
+            raise failure(table, int(lives.start[row]), f"the stage has {count[row]} slots of this direction")
+        order = np.lexsort((lives.start, slot, lives.stage))
+        same = (lives.stage[order][1:] == lives.stage[order][:-1]) & (slot[order][1:] == slot[order][:-1])
+        early = same & (lives.start[order][1:] < lives.end[order][:-1])
+        if early.any():
+            index = int(np.argmax(early))
+            first, second = int(order[index]), int(order[index + 1])
+            user = describe(action_at(table, int(lives.end[first])))
+            problem = f"the slot is used by micro-batch {lives.microbatch[first]} until {user} ends"
+            raise failure(table, int(lives.start[second]), problem)
+        _check_readers(table, receive, table.is_kind(*readers), opens)
+
+
+def _check_readers(table: Table, receive: Kind, reading: Mask, opens: Mask) -> None:
+    received = table.rows_with(receive)
+    slot_of = np.full(table.num_stages * table.num_microbatches, -1, dtype=np.int64)
+    slot_of[table.key[received]] = table.slot[received]
+    rows = np.flatnonzero(reading)
+    expected = np.where(opens[rows], slot_of[table.key[rows]], -1)
+    wrong = table.slot[rows] != expected
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        problem = f"slot {expected[index]} was filled for it" if expected[index] >= 0 else "it reads no receive buffer"
+        raise failure(table, int(rows[index]), problem)
+
+
+GATHERS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
+
+
+def check_gathers(table: Table) -> None:
+    """Raise ScheduleError at the first use without gathered weights, or gather or release out of place."""
+    header = table.header
+    rows = table.rows_with(*USES, *GATHERS)
+    if not header.gathered_weights.any():
+        wrong = table.is_kind(*GATHERS)[rows]
+        refuse(table, rows, wrong, "the schedule keeps all weights whole: no state unit of its header says otherwise")
+        return
+    refuse(table, rows, table.unit[rows] < 0, "weights are gathered unit by unit, and this is a whole chunk")
+    whole = of_states(table, table.rows_with(*GATHERS), ~header.gathered_weights).row
+    refuse(table, whole, np.full(len(whole), True), "the weights of its unit are whole: its header says so")
+    every = of_states(table, rows, header.gathered_weights)
+    place = every.places(table)
+    order = np.lexsort((every.row, place))
+    _check_gather_turns(table, every.row[order], place[order])
+    _check_weight_pool(table)
+
+
+def _check_gather_turns(table: Table, rows: Ints, place: Ints) -> None:
+    """Each unit's rows, in order, are a gather, its uses, its release, and so on."""
+    gather, release = (table.is_kind(kind)[rows] for kind in GATHERS)
+    use = ~gather & ~release
+    same = place[1:] == place[:-1]
+    # Whether the row before (after) is of the same unit and releases (gathers) it; the ends of a unit's rows count as
+    # if they did.
+    after_release, after_gather = (np.append(end, np.where(same, mark[:-1], end)) for mark, end in (
+        (release, True), (gather, False)))  # fmt: skip
+    before_gather = np.append(np.where(same, gather[1:], True), True)
+    refuse(table, rows, use & after_release, "the weights of its unit are not gathered here")
+    refuse(table, rows, gather & ~after_release, "the weights of its unit are already gathered")
+    refuse(table, rows, release & after_release, "the weights of its unit are not gathered here")
+    refuse(table, rows, release & after_gather, "nothing uses the weights between their gather and this")
+    refuse(table, rows, ~release & before_gather, "the weights of its unit are never released after it")
+    microbatch = table.microbatch[rows]
+    before, after = np.append(microbatch[:1], microbatch[:-1]), np.append(microbatch[1:], microbatch[-1:])
+    refuse(table, rows, gather & (microbatch != after), "it must name the micro-batch that first uses the weights")
+    refuse(table, rows, release & (microbatch != before), "it must name the micro-batch that last used the weights")
+
+
+def _check_weight_pool(table: Table) -> None:
+    """At no time more units' weights on a rank than fit into its pool."""
+    rows = table.rows_with(*GATHERS)
+    sizes = table.header.state_sizes[table.stage[rows], table.unit[rows]]
+    change = np.where(table.is_kind(Kind.GATHER_WEIGHTS)[rows], sizes, -sizes)
+    held = np.cumsum(change)  # every rank's gathers are all released, so each rank starts from 0
+    pool = table.header.states.weight_pool
+    refuse(table, rows, held > pool, f"the rank's weight_pool of {pool} has no room for it")
+
+
+def check_gradients(table: Table) -> None:
+    """Raise ScheduleError at the first misplaced reduction of sharded gradients, or gradient without reduction."""
+    header = table.header
+    if header.mode == "forward" or not header.sharded_gradients.any():
+        return
+    rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS)
+    refuse(table, rows, table.unit[rows] < 0, "gradients are reduced unit by unit, and this is a whole chunk")
+    every = of_states(table, rows, header.sharded_gradients)
+    place = every.places(table)
+    order = np.lexsort((every.row, place))
+    _check_reduction_turns(table, every.row[order], place[order])
+    _check_gradient_pool(table, every.where(order), place[order])
+
+
+def _check_reduction_turns(table: Table, rows: Ints, place: Ints) -> None:
+    """Each unit's rows, in order, are backwards, a reduction, and so on, a reduction last."""
+    reduces = table.is_kind(Kind.REDUCE_GRADIENTS)[rows]
+    same = place[1:] == place[:-1]
+    after_addition = np.append(False, same & ~reduces[:-1])
+    last = np.append(~same, True)
+    refuse(table, rows, reduces & ~after_addition, "nothing was added to the gradient since its last reduction")
+    refuse(table, rows, last & ~reduces, "the gradient of its unit is not reduced after it")
+    microbatch = table.microbatch[rows]
+    before = np.append(microbatch[:1], microbatch[:-1])
+    refuse(table, rows, reduces & (microbatch != before), "it must name the last micro-batch that it includes")
+
+
+def _check_gradient_pool(table: Table, every: StateRows, place: Ints) -> None:
+    """At no time more unreduced gradients on a rank than fit into its pool."""
+    rows, sizes = every.row, table.header.state_sizes[table.stage[every.row], every.unit]
+    reduces = table.is_kind(Kind.REDUCE_GRADIENTS)[rows]
+    opens = ~reduces & np.append(True, (place[1:] != place[:-1]) | reduces[:-1])
+    change = np.zeros(len(table.rows), dtype=np.int64)
+    np.add.at(change, rows[opens], sizes[opens])
+    np.subtract.at(change, rows[reduces], sizes[reduces])
+    held = np.cumsum(change)  # every rank's gradients are all reduced, so each rank starts from 0
+    pool = table.header.states.gradient_pool
+    refuse(table, np.arange(len(held)), held > pool, f"the rank's gradient_pool of {pool} has no room for another")
+
+
+def check_offload(table: Table) -> None:
+    """Raise ScheduleError at the first row that moves what is not there, or moves it twice, or leaves it away."""
+    updates = table.rows_with(Kind.UPDATE)
+    if table.header.host_weights.any() and len(states_moved(table, Kind.RELOAD)) == 0:
+        everything = np.ones(len(updates), dtype=np.bool_)
+        refuse(table, updates, everything, "weights are in host memory, but this updates them on the device")
+    if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
+        return
+    out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
+    places = unit_places(table)
+    _require_once(table, (out, back), places)
+    forward, again = (places[table.rows_with(kind)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
+    refuse(table, out, ~np.isin(places[out], forward), "no forward of this chunk or unit leaves activations")
+    refuse(table, out, np.isin(places[out], again), "these activations are recomputed and must not be offloaded")
+    _check_pairs(table, out, back, places)
+    _check_states(table)
+
+
+def _check_states(table: Table) -> None:
+    out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
+    if len(out) + len(back) == 0:
+        return
+    places = state_places(table)
+    updates = table.rows_with(Kind.UPDATE)
+    _require_once(table, (out, back), places)
+    _check_pairs(table, out, back, places)
+    refuse(table, out, ~np.isin(places[out], places[updates]), "no update changes this state")
+    refuse(
+        table,
+        updates,
+        ~np.isin(places[updates], places[out]),
+        "the state of other updates is moved, but not that of this one",
+    )
+    moves = np.sort(np.concatenate([out, back]))
+    there = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of a rank's leave: each starts from 0
+    refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
+
+
+def _require_once(table: Table, kinds: tuple[Ints, ...], places: Ints) -> None:
+    for rows in kinds:
+        ordered = rows[np.argsort(places[rows], kind="stable")]
+        again = np.append(False, places[ordered][1:] == places[ordered][:-1])
+        refuse(table, ordered, again, "it appears a second time")
+
+
+def _check_pairs(table: Table, out: Ints, back: Ints, places: Ints) -> None:
+    refuse(table, out, ~np.isin(places[out], places[back]), "the data that it offloads is never reloaded")
+    refuse(table, back, ~np.isin(places[back], places[out]), "the data that it reloads is never offloaded")

@@ -1,0 +1,162 @@
+"""Moments of a backward: peak bytes within it that an op declares, beyond what the rank held when it started.
+
+A matrix's gradient is computed in the compute dtype, and a second copy of it in fp32 exists while it is added to its
+accumulator; the gradients of the operation's inputs and the tensors that the forward saved are there at the same time.
+So the peak of a step is within an action, not after it. `layout.walk` adds these bytes to what each action starts
+with. Forwards need less than the backward of the same layer, and are not counted.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.linear import chunk_rows
+from megapipe.spec.ops import BackwardPhase, MicrobatchShape, Moment, Op
+from megapipe.spec.parameters import ParameterSpec
+
+
+def peaks_within(ops: Sequence[Op], shape: MicrobatchShape) -> dict[BackwardPhase, int]:
+    """Return the peak bytes of a layer's backward, and of each half of it, beyond those held before it.
+
+    A weight half adds each gradient to its accumulator without a cast.
+    """
+    found = [each for op in ops for each in op.moments()]
+    found += [Moment("weight half", _elements(shape, spec) * shape.width) for op in ops for spec in op.weights]
+    phases: tuple[BackwardPhase, ...] = "backward", "input half", "weight half"
+    return {phase: max((each.bytes for each in found if each.phase == phase), default=0) for phase in phases}
+
+
+def table_moments(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[Moment, ...]:
+    """Return those of an embedding. Rows of its gradient are summed in fp32; tensor ranks mask those of others' tokens
+    in a copy."""
+    largest = max(_elements(shape, spec) for spec in tables)
+    needed = FULL_BYTES * largest + _gathered(shape) + (shape.stream if shape.tensor > 1 else 0)
+    if shape.width != FULL_BYTES:
+        needed += max(shape.tokens * shape.model.hidden_size * FULL_BYTES, shape.width * largest)
+    return Moment("backward", needed), Moment("weight half", needed)
+
+
+def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
+    """Return those of a head: gradients of the last hidden states and of the output matrix, which the logits' gradient
+    makes. columns: of the logits on this rank."""
+    rows, elements = shape.rows, columns * shape.model.hidden_size
+    hidden = rows * shape.model.hidden_size * shape.width
+    if shape.recompute_logits:
+        logits = min(rows, chunk_rows(columns, shape.width)) * columns * shape.width
+        whole = hidden + elements * (FULL_BYTES + shape.width) + logits
+    elif shape.width == FULL_BYTES:
+        whole = 2 * hidden + _gradient(shape, elements)  # rows are scaled before the product
+    else:
+        whole = hidden + max(hidden + elements * shape.width, _gradient(shape, elements))
+    return (
+        Moment("backward", whole),
+        Moment("input half", hidden),
+        Moment("weight half", elements * shape.width + hidden + _gathered(shape)),
+    )
+
+
+class _FeedForward(NamedTuple):
+    """Bytes of tensors of a block's MLP or experts, which the backward of a block starts with.
+
+    hidden, inner: a tensor of its output and of its activation. outer: the activation's input. freed: what later
+    operations saved, freed when the gradient of `down` starts. activated: what the gradient of `down` frees. again: a
+    recomputed activation.
+    """
+
+    hidden: int
+    inner: int
+    outer: int
+    freed: int
+    activated: int
+    again: int
+
+
+def _feed_forward(shape: MicrobatchShape, *, whole: bool) -> _FeedForward:
+    """Return the sizes for a whole backward, or for the input half, which leaves what was saved to the other half."""
+    model, experts = shape.model, shape.model.num_experts is not None
+    rows = shape.expert_rows if experts else shape.tokens
+    hidden = rows * model.hidden_size * shape.width // (1 if experts else shape.shards)
+    inner = rows * model.ffn_size * shape.width // (1 if experts else shape.tensor)
+    again = inner if "mlp" in shape.recompute else 0
+    return _FeedForward(
+        hidden,
+        inner,
+        inner * (1 + model.activation_kind.gated),
+        hidden if experts and whole else 0,
+        inner - again if whole else 0,
+        again,
+    )
+
+
+def down_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
+    """Return those of an MLP's second matrix. A product's output gradient is freed before its weight's gradient is
+    cast, unless it is the residual stream's."""
+    keeps = shape.model.num_experts is not None or bool(shape.model.hidden_dropout)
+
+    def of(whole: bool) -> int:
+        sizes, elements = _feed_forward(shape, whole=whole), _elements(shape, weight) if whole else 0
+        product = sizes.hidden * keeps + _gathered(shape) + sizes.again + elements * shape.width
+        return sizes.inner + max(product, _gradient(shape, elements)) - sizes.freed
+
+    return _both(of)
+
+
+def activation_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
+    """Return those of an MLP's activation: the gradients of its result and of its input."""
+
+    def of(whole: bool) -> int:
+        sizes = _feed_forward(shape, whole=whole)
+        return sizes.inner + sizes.outer - sizes.activated - sizes.freed
+
+    return _both(of)
+
+
+def up_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
+    """Return those of an MLP's first matrix."""
+
+    def of(whole: bool) -> int:
+        sizes, elements = _feed_forward(shape, whole=whole), _elements(shape, weight) if whole else 0
+        product = sizes.outer + 2 * _gathered(shape) + elements * shape.width
+        return sizes.hidden + max(product, _gradient(shape, elements)) - sizes.activated - sizes.outer - sizes.freed
+
+    return _both(of)
+
+
+def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
+    """Return those of attention without a fused kernel: the weights and mixed values if recomputed, and the weights'
+    gradients before and after the softmax. It comes after the MLP's ops, which have freed what they saved."""
+    if shape.attention != "unfused":
+        return ()
+    weights = shape.tokens * shape.local_length * shape.model.num_heads * shape.width // shape.tensor
+    if "attention" in shape.recompute:
+        needed = 3 * weights + shape.stream // shape.tensor
+    elif shape.model.attention_dropout:  # the dropped weights have been freed
+        needed = weights
+    else:  # so have what the second norm and its product saved
+        needed = 2 * (weights - shape.stream // shape.shards)
+
+    def of(whole: bool) -> int:
+        sizes = _feed_forward(shape, whole=whole)
+        return needed - sizes.activated - sizes.outer - sizes.freed
+
+    return _both(of)
+
+
+def _both(of: Callable[[bool], int]) -> tuple[Moment, ...]:
+    """Return the moments of a whole backward and of the input half. of: bytes, given whether the backward is whole."""
+    return Moment("backward", of(True)), Moment("input half", of(False))
+
+
+def _elements(shape: MicrobatchShape, spec: ParameterSpec) -> int:
+    return prod(spec.local_shape(shape.tensor, shape.alignment))
+
+
+def _gathered(shape: MicrobatchShape) -> int:
+    """Return the bytes of tokens that tensor ranks gather: what a matrix product reads while they shard the tokens."""
+    return shape.stream if shape.sequence_parallel and shape.tensor > 1 else 0
+
+
+def _gradient(shape: MicrobatchShape, elements: int) -> int:
+    """Return the bytes of a weight's gradient, and of its cast to fp32 if it has another dtype."""
+    return elements * (FULL_BYTES if shape.width == FULL_BYTES else shape.width + FULL_BYTES)

@@ -1,0 +1,165 @@
+"""Which tokens of a sample each rank of a context-parallel group holds, and the pieces of a ring's attention.
+
+Under a causal mask late tokens see more than early ones. `head_tail` cuts a sample into twice as many chunks as ranks
+and pairs an early with a late one, so that all ranks have the same work (Llama 3, arXiv 2407.21783, section 3.3.2).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megapipe.spec.dtypes import ContextAttention
+
+TokenOrder = Literal["head_tail", "contiguous"]
+PieceKind = Literal["full", "causal", "masked"]
+
+STRIP = 1024
+"""Most queries of a masked piece, so that its scores never take the square of a long sample."""
+
+
+def order_of(attention: ContextAttention, causal: bool) -> TokenOrder:
+    """The order that balances the work: head_tail for a ring under a causal mask.
+
+    Otherwise chunks are in rank order: all_to_all distributes heads, which cost the same, and without a causal mask
+    tokens cost the same too.
+    """
+    return "head_tail" if attention == "ring" and causal else "contiguous"
+
+
+def chunks_per_rank(order: TokenOrder) -> int:
+    """Stretches of neighbouring tokens that a rank holds."""
+    return 2 if order == "head_tail" else 1
+
+
+def chunks_of(order: TokenOrder, rank: int, size: int) -> tuple[int, ...]:
+    """Numbers of the chunks of rank `rank` of `size`, of chunks_per_rank x size in all: i and 2 size - 1 - i, or i."""
+    return (rank, 2 * size - 1 - rank) if order == "head_tail" else (rank,)
+
+
+def token_numbers(order: TokenOrder, rank: int, size: int, length: int) -> np.ndarray:
+    """int64 [length / size], ascending: places in a sample of `length` tokens of those that a rank holds.
+
+    Raises ValueError where the chunks do not come out even.
+    """
+    parts = chunks_per_rank(order) * size
+    if length % parts:
+        raise ValueError(
+            f"a sample of {length} tokens cannot be divided into {parts} equal chunks for {size} context ranks; use a "
+            f"multiple of {parts} tokens"
+        )
+    chunk = length // parts
+    return np.concatenate(
+        [np.arange(each * chunk, (each + 1) * chunk, dtype=np.int64) for each in chunks_of(order, rank, size)]
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every sample that rank `rank` of `size` holds."""
+
+    order: TokenOrder
+    rank: int
+    size: int
+
+    def numbers(self, length: int) -> np.ndarray:
+        """As `token_numbers`, of samples of `length` tokens."""
+        return token_numbers(self.order, self.rank, self.size, length)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some queries of a rank against some keys of the same or another rank, as ranges of what each holds.
+
+    kind: full, every query sees every key; causal, both are the same tokens and a query sees those up to itself;
+    masked, a mask says what is seen.
+    """
+
+    queries: range
+    keys: range
+    kind: PieceKind
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that are computed; kernels skip what a causal piece hides."""
+        rows, columns = len(self.queries), len(self.keys)
+        return rows * (rows + 1) // 2 if self.kind == "causal" else rows * columns
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The rules of visibility that hold for every sample.
+
+    causal: no token sees later ones. window: each sees itself and this many minus one before it. masked: the samples
+    decide too, by documents or padding.
+    """
+
+    causal: bool
+    window: int | None = None
+    masked: bool = False
+
+
+def pieces(
+    visibility: Visibility, order: TokenOrder, query_rank: int, key_rank: int, size: int, num_local: int
+) -> list[Piece]:
+    """The work of rank `query_rank` on the keys of `key_rank`, each holding num_local tokens of a sample.
+
+    Chunks that the causal mask or the window hides are left out, and neighbouring rectangles joined.
+    """
+    chunk = num_local // chunks_per_rank(order)
+    if query_rank == key_rank and visibility.causal and not _cuts(visibility, size * num_local):
+        return [Piece(range(num_local), range(num_local), "causal")]
+    found: list[Piece] = []
+    for row, query in enumerate(chunks_of(order, query_rank, size)):
+        for column, key in enumerate(chunks_of(order, key_rank, size)):
+            kind = _kind(visibility, query * chunk, key * chunk, chunk)
+            if kind is not None:
+                rows, columns = (range(place * chunk, (place + 1) * chunk) for place in (row, column))
+                found.append(Piece(rows, columns, kind))
+    return [strip for piece in _joined(found) for strip in _strips(piece)]
+
+
+def _cuts(visibility: Visibility, length: int) -> bool:
+    """Whether anything but the causal mask hides tokens."""
+    return visibility.masked or (visibility.window is not None and visibility.window < length)
+
+
+def _kind(visibility: Visibility, query: int, key: int, chunk: int) -> PieceKind | None:
+    """How the chunk of queries from `query` on sees the keys from `key` on; None: not at all."""
+    window = visibility.window
+    if visibility.causal and key > query:
+        return None
+    if visibility.causal and window is not None and query - (key + chunk - 1) >= window:
+        return None
+    if visibility.masked:
+        return "masked"
+    if not visibility.causal:
+        return "full"
+    if window is not None and query + chunk - 1 - key >= window:
+        return "masked"
+    return "causal" if key == query else "full"
+
+
+def _joined(found: Sequence[Piece]) -> list[Piece]:
+    """Join adjacent pieces of one kind; causal ones stay separate."""
+    joined: list[Piece] = []
+    for piece in found:
+        last = joined[-1] if joined else None
+        if last is None or last.kind != piece.kind or piece.kind == "causal":
+            joined.append(piece)
+        elif last.queries == piece.queries and last.keys.stop == piece.keys.start:
+            joined[-1] = Piece(piece.queries, range(last.keys.start, piece.keys.stop), piece.kind)
+        elif last.keys == piece.keys and last.queries.stop == piece.queries.start:
+            joined[-1] = Piece(range(last.queries.start, piece.queries.stop), piece.keys, piece.kind)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _strips(piece: Piece) -> Iterator[Piece]:
+    if piece.kind != "masked":
+        yield piece
+        return
+    for start in range(piece.queries.start, piece.queries.stop, STRIP):
+        yield Piece(range(start, min(start + STRIP, piece.queries.stop)), piece.keys, "masked")

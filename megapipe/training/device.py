@@ -1,0 +1,150 @@
+"""The device of a rank: its speed, the precision that is faster on it, reproducible bits, host memory."""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.spec.dtypes import Precision
+
+SIZES = {"cpu": 512, "cuda": 4096}
+"""Rows and columns: like the products of a micro-batch, but only milliseconds long without bf16 instructions."""
+REPEATS = 8
+COPIED = 64 * 2**20
+"""Bytes of a copy that is timed."""
+COPIES = 5
+
+
+def product_size(device: torch.device) -> int:
+    """Return the rows and columns of the matrices that `product_seconds` multiplies on this kind of device."""
+    return SIZES[device.type]
+
+
+def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the seconds of a product of two square matrices of `product_size`, the best of several after a
+    warm-up."""
+    size = product_size(device)
+    # Random, because a GPU draws less power on constant matrices and then runs at a higher clock.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, dtype=dtype, device=device) for _ in range(2))
+    return min(seconds_of(lambda: left @ right, device, REPEATS))
+
+
+def product_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of that product; multiplications and additions count separately."""
+    return 2.0 * product_size(device) ** 3 / product_seconds(dtype, device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second of a copy to page-locked host memory, or within the memory of a CPU; best of
+    several."""
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return COPIED / min(seconds_of(lambda: target.copy_(source), device, COPIES))
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 1) -> list[float]:
+    """Return the seconds of each of several runs, after `warm_up` runs, until the device has finished them."""
+    times = []
+    for _ in range(warm_up + repeats):
+        wait_for(device)
+        start = time.perf_counter()
+        run()
+        wait_for(device)
+        times.append(time.perf_counter() - start)
+    return times[warm_up:]
+
+
+def wait_for(device: torch.device) -> None:
+    """Return once a GPU has finished its work; a CPU has nothing in progress."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def with_precision(
+    config: PretrainConfig, mesh: Mesh, resumed: str | None, say: Callable[[str], None]
+) -> PretrainConfig:
+    """Return the configuration with training.precision `auto` replaced: bf16 if the device multiplies faster in it,
+    else fp32. A processor without bf16 instructions emulates them, and is several times slower in bf16. A collective
+    call.
+
+    resumed: precision of the checkpoint that the run continues from, which `auto` keeps on any device. Rank 0 chooses
+    for all ranks, because their timings may differ.
+    """
+    if config.training.precision != "auto":
+        return config
+    if resumed is not None:
+        say(f"precision: {resumed}, as in the checkpoint")
+        choice = cast(Precision, resumed)
+    else:
+        choice = mesh.world.all_gather_object(_faster(mesh.device, say) if mesh.rank == 0 else None)[0]
+    return replace(config, training=replace(config.training, precision=choice))
+
+
+def _faster(device: torch.device, say: Callable[[str], None]) -> Precision:
+    bf16, fp32 = product_seconds(torch.bfloat16, device), product_seconds(torch.float32, device)
+    choice: Precision = "bf16" if bf16 < fp32 else "fp32"
+    size = product_size(device)
+    say(
+        f"precision: {choice} is faster (a {size} x {size} product takes {bf16 * 1e3:.2f} ms in bf16, "
+        f"{fp32 * 1e3:.2f} ms in fp32)"
+    )
+    return choice
+
+
+if __name__ == "__main__":
+    print(_faster(torch.device("cuda" if torch.cuda.is_available() else "cpu"), lambda line: None))
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def require_determinism() -> None:
+    """Refuse every operation whose result may differ between two runs on one device, as training.deterministic asks.
+    Call it before the first product on a GPU.
+
+    cuBLAS reads its workspace setting once, when it starts; without a fixed workspace its results depend on which
+    streams ran before.
+    """
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # That also fills uninitialised tensors, with one kernel launch each. No code here reads them before it writes
+    # them.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+"""Numbers of options of mallopt(3): the free memory at the end of the heap above which it is returned, and the size
+above which a block is a mapping of its own."""
+NEVER = 2**31 - 1
+LARGEST = (2**30, 2**25)
+"""Thresholds for mappings. The first one that the C library accepts is used; some accept none above 32 MiB."""
+CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+"""Environment variables with which a user chooses an allocator or its options."""
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
+    """Let this process keep the host memory that it frees, and return whether it will.
+
+    glibc returns large freed blocks to the operating system, which clears their pages when they are allocated again.
+    Every step allocates the same blocks: sharded weights and gradients of a layer, activations of a micro-batch. If
+    they are kept, they cost nothing the second time, as with the caching allocator of a GPU.
+
+    Nothing changes if the C library has no such options, or if the environment chooses otherwise.
+    """
+    if any(environment.get(name) for name in CHOSEN_BY_USER):
+        return False
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    kept = any(set_option(M_MMAP_THRESHOLD, size) for size in LARGEST)
+    return bool(set_option(M_TRIM_THRESHOLD, NEVER)) and kept

@@ -1,0 +1,1 @@
+"""The training loop: samples, the model of a rank, steps, evaluations and saves."""

@@ -1,0 +1,506 @@
+"""The checkpoints of a run: when to save, between two steps or in the background; which to resume from."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megapipe.checkpoint.background import BackgroundSaver, EndedSave
+from megapipe.checkpoint.directory import (
+    DirectoryLock,
+    keep_last,
+    make_durable_folder,
+    newest_valid,
+    newest_whole,
+    quarantine,
+    set_aside,
+    step_folder,
+    steps,
+)
+from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError, agreed, on_first_rank
+from megapipe.checkpoint.fit import RunFit, check_model, check_run, model_differences
+from megapipe.checkpoint.frequency import SaveTimer
+from megapipe.checkpoint.hugging_face import is_hugging_face, load_hugging_face
+from megapipe.checkpoint.manifest import MANIFEST, DataChange, Manifest, RunState, read_manifest
+from megapipe.checkpoint.save_and_load import load, load_weights, save
+from megapipe.checkpoint.storage import explained
+from megapipe.config.run import CheckpointConfig, PretrainConfig
+from megapipe.data.identity import DataIdentity, data_identity
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.training.loop.replica import Replica
+from megapipe.training.observe.records import print_line
+
+PATIENCE_AFTER_ERROR = 2.0
+"""Seconds that a failing run waits for the save in progress, because the ranks that it waits for may be gone."""
+
+PATIENCE_SHARE = 0.5
+"""Fraction of the timeout of collectives after which rank 0 gives up a save to which no rank writes: a rank that waits
+for a disk must never look lost to its peers."""
+
+NOTED_WAIT_SECONDS = 1.0
+"""A save that waits longer than this for the previous one prints a note."""
+
+
+class Saves:
+    """The saves of one run, seen from every rank."""
+
+    def __init__(
+        self, config: CheckpointConfig, directory: Path, mesh: Mesh, timeout: float, say: Callable[[str], None]
+    ) -> None:
+        """Save nothing yet.
+
+        timeout: seconds that a collective waits for its peers. say: called with lines for the user.
+        """
+        self._config = config
+        self._directory = directory
+        self._first = mesh.rank == 0
+        self._say = say
+        patience = PATIENCE_SHARE * timeout
+        self._background = BackgroundSaver(directory, mesh, patience=patience, after=self.delete_older)
+        # Rank 0 decides for all ranks, and its decision is reduced together with the step's sums.
+        self._timer = save_timer(config) if self._first else None
+        self._ended: list[EndedSave] = []
+        self._noted_wait = False
+        self._deadline: float | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._background.under_way
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this rank, and other ranks may not know yet."""
+        return self._background.failed
+
+    def is_due(self, step: int, last: bool, stopped: bool = False) -> bool:
+        """Return whether the configuration asks for a checkpoint after `step`, on all ranks. last: this is the last
+        step. stopped: a signal ends the run here."""
+        every, config = self._config.every, self._config
+        return (last and config.at_end) or (stopped and config.saves) or (isinstance(every, int) and step % every == 0)
+
+    def requests(self, asked: bool) -> bool:
+        """Return whether this rank asks all ranks to save after the next step. Not a collective call.
+
+        asked: a signal asked this rank for a save, which a run without checkpoints ignores.
+        """
+        if asked and not self._config.saves:
+            print_line(
+                "note: SIGUSR1 asks for a checkpoint, but this run does not save: set checkpoint.at_end true, or "
+                "checkpoint.every"
+            )
+            return False
+        return asked or (self._timer is not None and self._timer.is_due)
+
+    def plan(self, states: Sequence[UnitState]) -> None:
+        """Prepare to save these states, before the first step. A collective call."""
+        if self._config.saves_between and self._config.asynchronous:
+            self._background.plan(states)
+
+    def step_ended(self, seconds: float) -> None:
+        """Record the duration of a step. Not a collective call."""
+        self._background.prepare()
+        if self._timer is not None:
+            self._timer.step(seconds)
+
+    def begin(
+        self,
+        states: Sequence[UnitState],
+        applied: Mapping[str, int],
+        run: RunState,
+        between_steps: Callable[[], Path],
+        *,
+        last: bool,
+        within: float | None,
+    ) -> Path:
+        """Save as configured, and return the checkpoint's folder. A collective call.
+
+        between_steps: saves durably, for runs that are not asynchronous. last: `finish` is the next call and states do
+        not change before it, so nothing is copied. within: seconds from now after which that `finish` gives up.
+        """
+        start = time.perf_counter()
+        self.give_up_after(within)
+        started = False
+        try:
+            if within is not None or self._config.asynchronous:
+                path = self._background.start(states, applied, run, copied=not last, within=within)
+                self._note_wait(self._background.waited)
+            else:
+                path = between_steps()
+                if self._first:
+                    self.delete_older()
+                self._ended.append(EndedSave(run.step, path, time.perf_counter() - start))
+            started = True
+        finally:
+            if self._timer is not None:
+                self._timer.begun(time.perf_counter() - start)
+                if not started:  # the next attempt is due after another interval, not after the next step
+                    self._timer.ended(None)
+        return path
+
+    def give_up_after(self, seconds: float | None) -> None:
+        """Set the seconds after which `finish` gives up the save in progress, None for never. Not collective."""
+        self._deadline = None if seconds is None else time.perf_counter() + seconds
+
+    def finish(self) -> None:
+        """Wait until the save in progress is durable; see `BackgroundSaver.finish`. A collective call."""
+        deadline = self._deadline
+        self._background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+
+    def ended(self) -> list[EndedSave]:
+        """Return the saves that ended since the last call, oldest first. Not collective: rank 0 knows the result
+        on all ranks, the others only their own."""
+        ended = [*self._ended, *self._background.poll()]
+        self._ended.clear()
+        if self._timer is not None and ended and not self._background.under_way:
+            self._timer.ended(ended[-1].seconds if ended[-1].error is None else None)
+        return ended
+
+    def close(self, failed: bool) -> None:
+        """End the last save. A collective call unless the run failed. Raises CheckpointError as `finish` does."""
+        if failed:
+            self._background.abandon(PATIENCE_AFTER_ERROR)
+        else:
+            self._background.finish()
+
+    def delete_older(self) -> None:
+        """Delete old checkpoints. If a deletion fails, the run continues, because that costs only space."""
+        if self._config.keep_last is None:
+            return
+        try:
+            keep_last(self._directory, self._config.keep_last, keep_every=self._config.keep_every)
+        except OSError as error:
+            self._say(f"warning: an old checkpoint in {self._directory} could not be deleted: {error}")
+
+    def _note_wait(self, waited: float) -> None:
+        if self._first and waited > NOTED_WAIT_SECONDS and not self._noted_wait:
+            self._noted_wait = True
+            self._say(
+                f"note: training waited {waited:.1f} s until the previous save was durable; save less often, or set "
+                "checkpoint.every auto (this note is printed once)"
+            )
+
+
+def save_timer(config: CheckpointConfig) -> SaveTimer | None:
+    """Return the timer that decides when to save; None where the configuration only names steps."""
+    if config.every != "auto" and config.every_minutes is None:
+        return None
+    return SaveTimer(
+        max_overhead=config.max_overhead if config.every == "auto" else None,
+        seconds_between=None if config.every_minutes is None else 60 * config.every_minutes,
+    )
+
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def checkpoint_directory(config: PretrainConfig) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return Path(config.training.directory) / "checkpoints"
+
+
+class Checkpointer:
+    """The checkpoints of one run, seen from every rank. Every method is a collective call.
+
+    path: the checkpoint that `restore` will resume from, None for a run that starts. precision: the one that it was
+    trained in, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
+    samples that the last `restore` accepted, or None.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        mesh: Mesh,
+        say: Callable[[str], None] = print,
+        lock: DirectoryLock | None = None,
+    ) -> None:
+        """Find the checkpoint to continue from.
+
+        Args:
+            say: called on rank 0 with what a user should know.
+            lock: lock of the run's folder, which rank 0 holds. It is kept if a save is still being written at the end.
+
+        Raises:
+            CheckpointError: the directory contains checkpoints of another run, or only damaged ones. The same on every
+                rank.
+        """
+        self._config = config
+        self._mesh = mesh
+        self._say = say
+        self._lock = lock
+        self.directory = checkpoint_directory(config)
+        on_first_rank(mesh.world, self._prepare_directory)
+        self.path = self._newest()
+        self._data: DataIdentity | None = None
+        self.data_change: DataChange | None = None
+        self._data_changes: tuple[DataChange, ...] = ()
+        self._saved_step: int | None = None
+        self._can_rewind = False
+        self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
+
+    @property
+    def precision(self) -> str | None:
+        """Precision of the checkpoint to resume from."""
+        path = self.path
+        return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
+
+    def describe(self, config: PretrainConfig) -> None:
+        """Store this configuration in checkpoints, in which `auto` is replaced by the choice that was made.
+
+        The data are identified now, before training reads them. A collective call.
+        """
+        self._config = config
+        if config.checkpoint.saves:
+            self._data_identity()
+
+    def restore(self, replica: Replica) -> RunState | None:
+        """Load the newest complete checkpoint, or else the weights of `init_from`; return None for a run that starts.
+
+        A checkpoint whose bytes are damaged is set aside, and the previous one is loaded.
+
+        Raises:
+            CheckpointError: the checkpoint, or the folder of weights, does not fit the model or the run, or the data
+                have changed and checkpoint.accept_other_data is false.
+        """
+        while self.path is not None:
+            try:
+                return self._resume(self.path, replica)
+            except DamagedCheckpointError as error:
+                self._set_aside(self.path, error)
+                self.path = self._newest()
+        if self._config.init_from:
+            self._initialize(Path(self._config.init_from), replica)
+        return None
+
+    def is_due(self, step: int, last: bool = False, stopped: bool = False) -> bool:
+        """Whether the configuration asks for a checkpoint after `step`; arguments as of `Saves.is_due`."""
+        return self.saves.is_due(step, last, stopped)
+
+    def save(
+        self,
+        replica: Replica,
+        step: int,
+        consumed: int,
+        losses: Sequence[tuple[int, float]],
+        skipped: Sequence[tuple[int, int]] = (),
+        *,
+        last: bool = False,
+        within: float | None = None,
+    ) -> Path:
+        """Save the state after `step`, then delete all but the last few checkpoints.
+
+        With checkpoint.asynchronous this returns once the state is copied, and `finish` once it is durable. A step
+        that is saved already is not saved again.
+
+        Args:
+            losses: the last (step, loss) pairs.
+            skipped: as in RunState.
+            last: `finish` comes next, so that nothing is copied.
+            within: seconds after which that `finish` gives the save up.
+
+        Raises:
+            CheckpointError: it could not be written. Older checkpoints are untouched, and the run may continue.
+        """
+        if self._saved_step == step:
+            self.saves.give_up_after(within)
+            return step_folder(self.directory, step)
+        states = replica.states()
+        run = RunState(
+            step=step,
+            consumed_samples=consumed,
+            random={"seed": self._config.training.seed},
+            precision=PRECISIONS[states[0].weights[0].dtype],
+            losses=tuple(losses),
+            config=asdict(self._config),
+            loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
+            skipped=tuple(skipped),
+            data=self._data_identity(),
+            data_changes=self._data_changes,
+        )
+        applied = replica.optimizer.applied
+        path = self.saves.begin(
+            states,
+            applied,
+            run,
+            lambda: save(self.directory, states, applied, run, self._mesh),
+            last=last,
+            within=within,
+        )
+        self._saved_step = step
+        self._can_rewind = True
+        return path
+
+    def finish(self) -> None:
+        """Return once the save in progress is durable.
+
+        Raises CheckpointError when it failed or was given up; older checkpoints are untouched, and `save` may try this
+        step again.
+        """
+        try:
+            self.saves.finish()
+        except CheckpointError:
+            self._saved_step = None
+            raise
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether there may be a checkpoint to go back to: one was loaded, or a save has started. `settle` finds out.
+        The same on all ranks."""
+        return self._can_rewind
+
+    def settle(self) -> Path | None:
+        """Wait for the save in progress, which may fail, and return the checkpoint that `restore` would load now."""
+        with suppress(CheckpointError):  # `ended` reports it
+            self.finish()
+        self.path = self._on_this_host(
+            on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
+        )
+        self._can_rewind = self.path is not None
+        return self.path
+
+    def ended(self) -> list[EndedSave]:
+        """Return the saves that ended since the last call, oldest first. Only rank 0 knows the result on all ranks."""
+        ended = self.saves.ended()
+        self.path = next((each.path for each in reversed(ended) if each.error is None), self.path)
+        return ended
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.saves.close(failed=kind is not None)
+        finally:
+            # While a thread still writes, the lock must exclude other jobs until this process ends.
+            if self._lock is not None and self.saves.under_way:
+                self._lock.keep()
+
+    def _prepare_directory(self) -> None:
+        """Create the directory if this run writes to it, and check that it may be used."""
+        if not self._config.checkpoint.saves:
+            return
+        try:
+            make_durable_folder(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.directory}: {explained(error, self.directory)}") from error
+        if not self._config.checkpoint.resume and steps(self.directory):
+            raise CheckpointError(
+                f"{self.directory} contains checkpoints, but checkpoint.resume is false; choose another "
+                "training.directory, or move the checkpoints away"
+            )
+
+    def _newest(self) -> Path | None:
+        if not self._config.checkpoint.resume:
+            return None
+        return self._on_this_host(on_first_rank(self._mesh.world, self._find_newest))
+
+    def _on_this_host(self, path: Path | None) -> Path | None:
+        """Return the path of rank 0's checkpoint on this host, which may have the folder at another path."""
+        return None if path is None else self.directory / path.name
+
+    def _find_newest(self) -> Path | None:
+        found = newest_valid(self.directory, self._say)
+        damaged = set_aside(self.directory)
+        if found is None and damaged:
+            raise CheckpointError(
+                f"every checkpoint in {self.directory} is damaged, the newest being {damaged[-1].name}; move them "
+                "away to start from the beginning, or choose another training.directory"
+            )
+        return found
+
+    def _set_aside(self, path: Path, error: DamagedCheckpointError) -> None:
+        on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
+
+    def _resume(self, path: Path, replica: Replica) -> RunState:
+        data = self._data_identity()
+        fit = agreed(self._mesh.world, lambda: self._check_fit(path, replica, data))
+        run = load(
+            path,
+            replica.states(),
+            replica.optimizer.applied,
+            self._mesh,
+            moments=replica.optimizer,
+            updates_per_step=replica.schedule.header.updates_per_step,
+        )
+        if replica.loss_scaler is not None:
+            replica.loss_scaler.restore(run.loss_scale, run.step)
+        self._saved_step = run.step
+        self._can_rewind = True
+        self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
+        self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
+        if self._mesh.rank == 0:
+            self._report(path, run, fit)
+        return run
+
+    def _report(self, path: Path, run: RunState, fit: RunFit) -> None:
+        self._say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
+        for difference in fit.reported:
+            self._say(f"note: {difference} in the checkpoint")
+        if fit.unknown_data:
+            self._say(
+                f"warning: {path} does not record which data it was trained on, so megapipe cannot check that the "
+                "data are the same; the next checkpoint records them"
+            )
+        if fit.other_data:
+            self._say(
+                f"warning: from step {run.step + 1}, the run uses other samples, which checkpoint.accept_other_data "
+                f"allows: {'; '.join(fit.other_data)}"
+            )
+
+    def _data_identity(self) -> DataIdentity:
+        """Return the identity of the run's data, as rank 0 saw it when it was first asked for. A collective call."""
+        if self._data is None:
+            self._data = on_first_rank(self._mesh.world, lambda: data_identity(self._config.data))
+        return self._data
+
+    def _check_fit(self, path: Path, replica: Replica, data: DataIdentity) -> RunFit:
+        """Raise CheckpointError when the checkpoint is of another model or of a run on other samples."""
+        manifest = read_manifest(path)
+        fit = check_run(path, manifest, self._config, data)
+        self._check_model(path, manifest, replica)
+        return fit
+
+    def _check_model(self, path: Path, manifest: Manifest, replica: Replica) -> None:
+        specs = [spec for layer in replica.layout.layers for spec in layer.parameters.values()]
+        try:
+            check_model(manifest, specs, asdict(self._config.model))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} does not fit: {error}") from error
+
+    def _initialize(self, folder: Path, replica: Replica) -> None:
+        """Load the weights alone, from a megapipe checkpoint or a Hugging Face folder."""
+        path = folder / on_first_rank(self._mesh.world, lambda: weights_folder(folder).relative_to(folder))
+        differences: list[str] = []
+        if is_hugging_face(path):
+            load_hugging_face(path, replica.states(), self._config.model, self._mesh)
+        else:
+            agreed(self._mesh.world, lambda: self._check_model(path, read_manifest(path), replica))
+            differences = model_differences(
+                load_weights(path, replica.states(), self._mesh), asdict(self._config.model)
+            )
+        if self._mesh.rank == 0:
+            for difference in differences:
+                self._say(f"note: {difference}")
+            self._say(f"initial weights from {path}")
+
+
+def weights_folder(folder: Path) -> Path:
+    """Return the folder that `init_from` means: itself, or the newest checkpoint of a run's folder.
+
+    Raises CheckpointError where there is neither.
+    """
+    if (folder / MANIFEST).is_file() or is_hugging_face(folder):
+        return folder
+    found = newest_whole(folder) or newest_whole(folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or the folder of a run "
+            "with complete checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
+            if folder.is_dir()
+            else f"init_from {folder} is not a folder"
+        )
+    return found

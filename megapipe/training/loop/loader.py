@@ -1,0 +1,208 @@
+"""A rank's share of every step: which samples, which of their tokens, loaded in the background."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.data.batches import Prefetcher
+from megapipe.engine.step import Counts
+from megapipe.layers.context import MicrobatchContext
+from megapipe.layout.batch_plan import BatchPlan
+from megapipe.layout.validation import token_order
+from megapipe.models.families import ModelFamily
+from megapipe.parallel.mesh import Mesh
+from megapipe.spec.token_order import token_numbers
+from megapipe.training.observe.records import LineFile, Listener
+
+SKIPPED_SAMPLES = "skipped_samples.jsonl"
+SKIPPED_EVENT = "skipped_samples"
+
+Range = tuple[int, int]
+"""Half-open range [first, end) of samples, in the order in which the run takes them, which no layout changes."""
+
+
+class SkippingPlan:
+    """A batch plan whose steps skip samples: a step that would take one of a range starts after that range."""
+
+    def __init__(self, plan: BatchPlan, ranges: tuple[Range, ...] = ()) -> None:
+        self._plan = plan
+        self.ranges = tuple(sorted(set(ranges)))
+
+    def begin(self, consumed: int) -> int:
+        """Return the first sample of the step that follows after `consumed` samples."""
+        for first, stop in self.ranges:
+            if consumed < stop and consumed + self._plan.size(consumed) > first:
+                consumed = stop
+        return consumed
+
+    def end(self, consumed: int) -> int:
+        """Return the samples consumed after that step, including those skipped before it."""
+        begin = self.begin(consumed)
+        return begin + self._plan.size(begin)
+
+    def size(self, consumed: int) -> int:
+        """Return the number of samples of that step."""
+        return self._plan.size(self.begin(consumed))
+
+    def cursors(self, consumed: int) -> Iterator[int]:
+        """Yield the first sample of that step and of all later ones, without an end."""
+        while True:
+            begin = self.begin(consumed)
+            yield begin
+            consumed = begin + self._plan.size(begin)
+
+    def last_batches(self, start: int, consumed: int, count: int) -> Range:
+        """Return the samples of the last `count` steps from `start` up to `consumed`; all of them where there are
+        fewer steps."""
+        begins = []
+        for begin in self.cursors(start):
+            if begin >= consumed:
+                break
+            begins.append(begin)
+        return begins[-count:][0], consumed
+
+    def without(self, skipped: Range) -> "SkippingPlan":
+        """Return the same plan with another range skipped."""
+        return SkippingPlan(self._plan, (*self.ranges, skipped))
+
+
+class SkippedSamplesFile(Listener):
+    """Writes every range that a run skipped to `skipped_samples.jsonl` in its folder: {"step", "first", "stop"}."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = LineFile(directory / SKIPPED_SAMPLES)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write the range of event `skipped_samples`; other events have no line."""
+        if name == SKIPPED_EVENT:
+            self._file.write(json.dumps(fields))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def runs_ring(parallel: ParallelConfig) -> bool:
+    """Return whether attention runs in a ring, which has its own kernels and code paths."""
+    return parallel.context > 1 and parallel.context_attention == "ring"
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """The tokens of every sample that this rank trains on.
+
+    numbers: int64 [s], their positions in a sample, ascending; None for all. gathers: attention gathers whole samples.
+    """
+
+    numbers: np.ndarray | None = None
+    gathers: bool = False
+
+    @classmethod
+    def of(cls, config: PretrainConfig, mesh: Mesh) -> "HeldTokens":
+        """Return the tokens of this rank."""
+        size = mesh.size("context")
+        if size == 1:
+            return cls()
+        length = config.data.sequence_length
+        numbers = token_numbers(token_order(config), mesh.coordinate("context"), size, length)
+        return cls(numbers, config.parallel.context_attention == "all_to_all")
+
+    def part(self, array: np.ndarray) -> np.ndarray:
+        """Return the columns [b, s] of this rank's tokens of an array [b, whole length]."""
+        return array if self.numbers is None else array[:, self.numbers]
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank has the first token of every sample."""
+        return self.numbers is None or bool(self.numbers[0] == 0)
+
+    def predictions(
+        self, positions: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray, length: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the predictions [b, n] of this rank's tokens, out of all predictions [b, p]: positions among the
+        tokens of this rank, labels and loss mask. n: maximum number of a sample, at least 1. length: of a whole
+        sample."""
+        if self.numbers is None:
+            return positions, labels, loss_mask
+        place = np.full(length, -1, dtype=np.int64)
+        place[self.numbers] = np.arange(len(self.numbers))
+        local = place[positions]
+        owned = (local >= 0) & (loss_mask > 0)
+        most = max(1, int(owned.sum(axis=1).max()))
+        first = np.argsort(~owned, axis=1, kind="stable")[:, :most]
+        local, labels, loss_mask, owned = (
+            np.take_along_axis(each, first, axis=1) for each in (local, labels, loss_mask, owned)
+        )
+        return np.where(owned, local, 0), labels, np.where(owned, loss_mask, 0).astype(loss_mask.dtype)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The micro-batches of one step on one rank.
+
+    num_samples: of the global batch. token_counts: number of tokens in the loss of each micro-batch, only on the last
+    stage.
+    """
+
+    contexts: list[MicrobatchContext]
+    num_samples: int
+    token_counts: tuple[Counts, ...]
+
+
+class Consumer(Protocol):
+    """The consumer of a loader's batches: a replica's part of the model, or a stand-in for it."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reads token ids."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        ...
+
+    @property
+    def family(self) -> ModelFamily:
+        """The kind of model."""
+        ...
+
+
+class Loader(ABC):
+    """Loads the steps of a plan. share: total samples of one micro-batch over all replicas."""
+
+    def __init__(self, plan: BatchPlan, share: int) -> None:
+        self._plan = plan
+        self._share = share
+
+    def load(self, consumed: int) -> StepBatch:
+        """Load the step that starts after `consumed` samples."""
+        num_samples = self._plan.size(consumed)
+        num_microbatches = num_samples // self._share
+        loaded = [self._microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
+        counts = tuple(count for _, count in loaded if count is not None)
+        return StepBatch([context for context, _ in loaded], num_samples, counts)
+
+    def each(self, consumed: int) -> Iterator[StepBatch]:
+        """Yield steps from `consumed` samples on, without an end; each is loaded when it is requested."""
+        return map(self.load, self._plan.cursors(consumed))
+
+    @contextmanager
+    def steps(self, consumed: int, plan: SkippingPlan | None = None) -> Iterator[Iterator[StepBatch]]:
+        """Yield an iterator over steps from `consumed` samples on, prefetched by a thread that ends with the block.
+
+        plan: which samples are skipped, by default none.
+        """
+        with Prefetcher(self.load, (self._plan if plan is None else plan).cursors(consumed)) as loaded:
+            yield loaded
+
+    @abstractmethod
+    def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, Counts | None]:
+        """Return the context of a micro-batch and, on the last stage, the number of tokens in its loss."""

@@ -1,0 +1,271 @@
+"""One rank's part of a model replica, connected to its neighbors: schedule, stages, links, engine, optimizer.
+
+Under offload.activations auto, the costs of blocks decide which activations are kept, moved to host memory or
+recomputed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.memory import OffloadConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress
+from megapipe.engine.engine import Engine
+from megapipe.engine.host_memory import Swaps
+from megapipe.engine.program import Instruction
+from megapipe.kernels.ops import OPS
+from megapipe.layers.attention import has_amx
+from megapipe.layout.batch_plan import num_microbatches
+from megapipe.layout.lowered import build_schedule
+from megapipe.layout.offload import BlockCost, DoesNotFit, Treatments, treat
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.scheduling import num_stages, splits_backwards
+from megapipe.layout.stages import StageLayout, lay_out
+from megapipe.layout.table import LayoutTable
+from megapipe.models.families import DTYPES, family_of
+from megapipe.optim.scaling import LossScaler
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules import Schedule
+from megapipe.schedules.memory import microbatches_held
+from megapipe.schedules.offload import NOTHING
+from megapipe.schedules.schedule import Mode
+from megapipe.spec.ops import total_flops
+from megapipe.spec.parameters import LayerSpec
+from megapipe.training.device import copy_bandwidth, product_flops
+from megapipe.training.resilience.watchdog import ActionPlaces, Heartbeat
+
+PREFETCHES = (1, 2, 3, 4)
+"""Values among which auto chooses."""
+GIB = 2**30
+
+
+def layout_table(
+    config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Callable[[], Schedule]
+) -> tuple[LayoutTable, tuple[str, ...]]:
+    """Return the layout table of a run, and remarks: what offload.activations auto decided and on which figures. A
+    collective call under offload.activations auto.
+
+    Args:
+        layout: layers of each stage.
+        plain: builds the run's schedule without recomputation and offload.
+
+    Raises:
+        ConfigError: no block is left to move, or auto has too little memory.
+    """
+    if config.offload.activations == "auto":
+        return _decided(config, mesh, layout, plain())
+    return LayoutTable.of(config, layout), ()
+
+
+def _decided(
+    config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Schedule
+) -> tuple[LayoutTable, tuple[str, ...]]:
+    offload = config.offload
+    flops, bandwidth = _rates(config, mesh)
+    held = microbatches_held(plain)
+    blocks = {stage: found for stage in range(len(layout.ranges)) if (found := layout.blocks(stage))}
+    costs = {
+        stage: [_block_cost(config, mesh, layout.layers[layout.ranges[stage][unit]], flops) for unit in found]
+        for stage, found in blocks.items()
+    }
+
+    def treated(prefetch: int) -> dict[int, Treatments]:
+        found = {}
+        for stage, own in costs.items():
+            neighbours = plain.header.stages_on(plain.rank_of(stage))
+            share = len(own) / sum(len(blocks.get(each, ())) for each in neighbours)
+            memory = share * cast(float, offload.memory) * GIB
+            found[stage] = _treated(config, own, stage, held[stage], memory, bandwidth, prefetch)
+        return found
+
+    prefetch, chosen = _least_recomputed(treated, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
+    without = replace(config, offload=replace(offload, activations="none"))
+    table = LayoutTable.of(without, layout)
+    strategies, told = list(table.strategies), []
+    for stage, treatments in chosen.items():
+        for unit, name in zip(blocks[stage], treatments.of_blocks, strict=True):
+            layer = layout.ranges[stage][unit]
+            strategies[layer] = strategies[layer]._replace(
+                recompute="full" if name == "recompute" else "none", offload=name == "move"
+            )
+        told.append(_told(treatments, costs[stage], stage, held[stage], bandwidth))
+    remark = (
+        f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} GB/s each way, "
+        f"{offload.memory:g} GiB of activations per rank, prefetch {prefetch}"
+    )
+    return replace(table, strategies=tuple(strategies), prefetch=prefetch), (remark, *told)
+
+
+def _least_recomputed(
+    treated: Callable[[int], dict[int, Treatments]], prefetches: Iterable[int]
+) -> tuple[int, dict[int, Treatments]]:
+    """Return the prefetch, and its treatments by stage, whose slowest stage recomputes least; the smallest of
+    equals."""
+    found: dict[int, dict[int, Treatments]] = {}
+    refused: ConfigError | None = None
+    for prefetch in prefetches:
+        try:
+            found[prefetch] = treated(prefetch)
+        except ConfigError as error:
+            refused = refused or error
+    if refused is not None and not found:
+        raise refused
+    best = min(found, key=lambda each: (max(stage.recomputed for stage in found[each].values()), each))
+    return best, found[best]
+
+
+def _treated(
+    config: PretrainConfig,
+    costs: Sequence[BlockCost],
+    stage: int,
+    held: float,
+    memory: float,
+    bandwidth: float,
+    prefetch: int,
+) -> Treatments:
+    try:
+        return treat(costs, microbatches=held, memory=memory, bandwidth=bandwidth, prefetch=prefetch)
+    except DoesNotFit as error:
+        raise ConfigError(
+            f"offload.memory {config.offload.memory:g}: activations of the blocks of stage {stage} need "
+            f"{error.least / GIB:.3g} GiB for {held:g} micro-batches whatever is moved or recomputed, and have "
+            f"{memory / GIB:.3g}; raise it, or lower batch.micro_size or data.sequence_length"
+        ) from None
+
+
+def _told(found: Treatments, costs: Sequence[BlockCost], stage: int, held: float, bandwidth: float) -> str:
+    count = {name: found.of_blocks.count(name) for name in ("keep", "move", "recompute")}
+    block = costs[0]
+    return (
+        f"offload auto: stage {stage}: of {len(costs)} blocks {count['keep']} keep, {count['move']} move, "
+        f"{count['recompute']} recompute ({''.join(name[0] for name in found.of_blocks)}); {held:g} micro-batches "
+        f"hold {found.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, copied in "
+        f"{1e3 * block.kept / bandwidth:.3g} ms, its forward takes {1e3 * block.forward:.3g} ms and its backward "
+        f"{1e3 * block.backward:.3g} ms; recomputation adds {1e3 * found.recomputed:.3g} ms to a micro-batch"
+    )
+
+
+def _rates(config: PretrainConfig, mesh: Mesh) -> tuple[float, float]:
+    """Return FLOP/s of a rank and bytes per second between its device and the host: the minimum over ranks if
+    measured."""
+    compute, bandwidth = config.offload.compute, config.offload.bandwidth
+    flops = product_flops(DTYPES[config.training.precision], mesh.device) if compute is None else 1e12 * compute
+    copied = copy_bandwidth(mesh.device) if bandwidth is None else 1e9 * bandwidth
+    every = mesh.world.all_gather_object((flops, copied))
+    return min(each[0] for each in every), min(each[1] for each in every)
+
+
+def _block_cost(config: PretrainConfig, mesh: Mesh, layer: LayerSpec, flops: float) -> BlockCost:
+    device = mesh.device.type
+    costs = layout_costs(config, device=device, amx=device == "cpu" and has_amx())
+    work, ranks = total_flops(costs.ops(layer)), costs.tensor * costs.context
+    backward = work.backward_input + (0 if splits_backwards(config) else work.backward_weight)
+    return BlockCost(work.forward / ranks / flops, backward / ranks / flops, costs.kept(layer), costs.stream)
+
+
+def muon_shards(states: Sequence[UnitState]) -> str | None:
+    """Return a note about Muon's shards: padding in this rank's buffers, and bytes that updates gather; None if
+    nothing is sharded."""
+    shared = [state for state in states if state.sharding.whole_matrices]
+    if not shared:
+        return None
+    count = shared[0].sharding.count
+    matrices = [segment for state in shared for segment in state.table if segment.spec.matrix]
+    held = sum(segment.stop - segment.start for state in shared for segment in state.table)
+    buffers = sum(state.table.num_elements for state in shared)
+    cut = sum(len(state.table.cut) for state in shared)
+    gathered = sum(state.table.num_elements * state.accumulate_dtype.itemsize for state in shared if state.table.cut)
+    told = f"muon over {count} shards: {buffers / held - 1:.1%} of padding in addition to the parameters"
+    if not cut:
+        return f"{told}; every matrix is whole on one rank"
+    return f"{told}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"
+
+
+class Replica:
+    """This rank's part of one model replica, ready to run steps with `engine`."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        mesh: Mesh,
+        swaps: Swaps | None = None,
+        heartbeat: Heartbeat | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """swaps: moves tensors to host memory and back; by default for this rank's device.
+
+        heartbeat: notified of every action. say: prints the progress of building if that takes more than two seconds.
+        """
+        self._heartbeat = heartbeat
+        self._config = config
+        self._mesh = mesh
+        self.rank = mesh.coordinate("pipeline")
+        by_hand = config.parallel.layers_per_stage
+        self.family = family_of(config)
+        length, predictions = config.data.sequence_length, self.family.predictions
+        recompute = config.recompute.logits
+        self.layout = lay_out(
+            self.family.layers, config.model, num_stages(config), length, by_hand, predictions, recompute
+        )
+        self.table, self.remarks = layout_table(
+            config, mesh, self.layout, partial(self._schedule, replace(config, offload=OffloadConfig()), None)
+        )
+        self.schedule = self._schedule(config, self.table)
+        self.kernels = OPS.with_overrides(config.kernels.backends)
+        built = building_progress(say, self.layout, self.schedule.header.stages_on(self.rank))
+        model, header = ModelTable.of(config, self.layout, mesh, self.kernels), self.schedule.header
+        self.assembly = Assembly(
+            model, Holding.of(self.table), mesh, header, kernels=self.kernels, swaps=swaps, built=built
+        )
+        self.stages, self.optimizer = self.assembly.stages, self.assembly.optimizer
+        lag = 0 if self.schedule.flushes else 1
+        scaled = config.training.precision == "fp16"
+        self.loss_scaler = LossScaler(config.loss_scale, lag) if scaled else None
+        self.engine = self._engine(self.schedule)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the stage that reads token ids."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the stage that computes the loss."""
+        return len(self.layout.ranges) - 1 in self.stages
+
+    def states(self) -> list[UnitState]:
+        """Return the unit states of this rank, tied ones once."""
+        return self.assembly.states
+
+    def forward_engine(self) -> Engine:
+        """Return an engine over the same stages that only runs forwards, for evaluation."""
+        return self._engine(self._schedule(self._config, self.table, mode="forward"))
+
+    def engine_for(self, global_size: int) -> Engine:
+        """Return an engine over the same stages for steps of `global_size` samples. A collective call."""
+        config = replace(self._config, batch=replace(self._config.batch, global_size=global_size))
+        return self._engine(self._schedule(config, self.table))
+
+    def _schedule(self, config: PretrainConfig, table: LayoutTable | None, mode: Mode = "train") -> Schedule:
+        return build_schedule(
+            config,
+            num_microbatches(config, self._mesh.world_size),
+            self.layout,
+            replicas=self._mesh.group("data", "context").size,
+            recompute=table.recomputed if table is not None and mode == "train" else (),
+            offload=NOTHING if table is None else table.offload,
+            mode=mode,
+        )
+
+    def _engine(self, schedule: Schedule) -> Engine:
+        return self.assembly.engine(schedule, wrap=self._teller(schedule))
+
+    def _teller(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
+        heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
+        if heartbeat is None:
+            return None
+        return lambda instruction: heartbeat.told(instruction, places.words(instruction))

@@ -1,0 +1,1 @@
+"""Runs that survive faults: signals, the watchdog, checks between steps, failures, the identity of a run."""

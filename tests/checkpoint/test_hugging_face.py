@@ -1,0 +1,274 @@
+"""Initial weights from folders of transformers: every family, any layout, and clear refusals.
+
+tests/models compares the mapping of names with transformers' logits. tests/conversion has hostile folders, and every
+key of config.json.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.hugging_face import INDEX, SINGLE, with_stored_head
+from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.models import bert_hugging_face, gpt_hugging_face
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.loop.checkpoints import Checkpointer
+from megapipe.training.loop.replica import Replica
+from tests.checkpoint.runs import config_in
+from tests.checkpoint.toy import alone
+from tests.models.hugging_face import CASES, FOLDERS
+from tests.models.test_bert_hugging_face import case_of
+from tests.support.gpt_runs import Shard, assembled, shards
+from tests.support.meshes import run_threads
+
+BERTS = {
+    "bert": {},
+    "bert_without_sentence_head": {"sentence_head": False, "activation": "gelu_tanh"},
+    "megatron_bert": {"norm_position": "pre"},
+}
+LAYOUT = {"tensor": 2, "pipeline": 2}
+
+
+def case(name: str) -> Any:
+    if name in BERTS:
+        return case_of(**BERTS[name])
+    return {**CASES, **FOLDERS}[name]()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Case -> its folder, as `save_pretrained` writes it."""
+    base = tmp_path_factory.mktemp("hugging-face")
+    for name in (*CASES, *BERTS):
+        case(name).theirs.save_pretrained(base / name)
+    return {name: base / name for name in (*CASES, *BERTS)}
+
+
+def configured(directory: Path, model: Any, source: Path) -> PretrainConfig:
+    if not isinstance(model, BertModelConfig):
+        config = config_in(directory, "unused", model, data={"sequence_length": 16})
+        return replace(config, init_from=str(source))
+    data = BertDataConfig(prefix="unused", sequence_length=16, pairs="order" if model.sentence_head else "none")
+    config = BertPretrainConfig(model=model, data=data, init_from=str(source))
+    config.training = replace(config.training, directory=str(directory))
+    return config
+
+
+def initial(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
+    sizes = mesh.shape.sizes
+    config.parallel = replace(config.parallel, tensor=sizes["tensor"], pipeline=sizes["pipeline"])
+    with Checkpointer(config, mesh) as checkpointer:
+        replica = Replica(config, mesh)
+        assert checkpointer.restore(replica) is None
+    states = replica.states()
+    return shards(states, [state.master for state in states])
+
+
+def loaded(directory: Path, model: Any, source: Path) -> dict[str, Tensor]:
+    return assembled([initial(alone(), configured(directory, model, source))])
+
+
+def check(found: dict[str, Tensor], name: str, without: tuple[str, ...] = (), **changes: Any) -> None:
+    """Compare with the mapping of names. without: starts of transformers' names that the model does not have."""
+    each = case(name)
+    model = replace(each.model, **changes)
+    theirs = {key: value for key, value in each.theirs.state_dict().items() if not key.startswith(without or "\0")}
+    if isinstance(model, BertModelConfig):
+        wanted = bert_hugging_face.from_hugging_face(theirs, model)
+    else:
+        wanted = gpt_hugging_face.from_hugging_face(theirs, model, each.family)
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("name", [*CASES, *BERTS])
+def test_every_family(tmp_path: Path, folders: dict[str, Path], name: str) -> None:
+    check(loaded(tmp_path, case(name).model, folders[name]), name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_several_files_on_several_ranks(tmp_path: Path, name: str) -> None:
+    case(name).theirs.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    assert (tmp_path / "sharded" / INDEX).exists()
+    config = configured(tmp_path / "run", case(name).model, tmp_path / "sharded")
+    check(assembled(run_threads(LAYOUT, initial, config)), name)
+
+
+def test_balanced_experts_with_any_rate(tmp_path: Path) -> None:
+    """Files do not contain the rate. Without biases, the model would choose other experts."""
+    made = case("ernie4_5_moe")
+    made.theirs.save_pretrained(tmp_path / "theirs")
+    files = safetensors.torch.load_file(tmp_path / "theirs" / SINGLE)
+    wanted = gpt_hugging_face.from_hugging_face(files, made.model, made.family)
+    assert wanted["blocks.1.mlp.router.bias"].abs().min() > 0
+    config = configured(tmp_path / "run", replace(made.model, expert_balance_rate=0.02), tmp_path / "theirs")
+    found = assembled(run_threads(LAYOUT, initial, config))
+    assert all(torch.equal(found.pop(name), tensor) for name, tensor in wanted.items())
+    assert not found
+    config.model = replace(made.model, expert_balance_rate=0.0)
+    with pytest.raises(CheckpointError, match=r"set model\.expert_balance_rate to 0\.001 \(it is 0\.0\)"):
+        initial(alone(), config)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write other tensors to a folder."""
+    safetensors.torch.save_file(change(safetensors.torch.load_file(folder / SINGLE)), folder / SINGLE)
+
+
+def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name a BERT's tensors as TensorFlow does: gamma and beta for norms, one bias, and a buffer of positions."""
+    biases = [tensors.pop(f"cls.predictions.{name}", None) for name in ("bias", "decoder.bias")]
+    old = {
+        name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): tensors[name] for name in tensors
+    }
+    old["bert.embeddings.position_ids"] = torch.arange(64)
+    return {**old, "cls.predictions.decoder.bias": next(bias for bias in biases if bias is not None)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gpt2", lambda tensors: {key.removeprefix("transformer."): each for key, each in tensors.items()}),
+        ("llama", lambda tensors: {key.removeprefix("model."): each for key, each in tensors.items()}),
+        ("bert", as_published),
+    ],
+)
+def test_names_of_older_folders(tmp_path: Path, folders: dict[str, Path], name: str, change: Any) -> None:
+    shutil.copytree(folders[name], tmp_path / "older")
+    rewritten(tmp_path / "older", change)
+    check(loaded(tmp_path / "run", case(name).model, tmp_path / "older"), name)
+
+
+def test_a_sentence_head_may_be_ignored(tmp_path: Path, folders: dict[str, Path]) -> None:
+    model = replace(case("bert").model, sentence_head=False)
+    found = loaded(tmp_path, model, folders["bert"])
+    check(found, "bert", without=("bert.pooler.", "cls.seq_relationship."), sentence_head=False)
+
+
+def test_a_window_longer_than_sequences_is_none(tmp_path: Path, folders: dict[str, Path]) -> None:
+    shutil.copytree(folders["mistral"], tmp_path / "wide")
+    edit(tmp_path / "wide", sliding_window=4096)
+    model = replace(case("mistral").model, max_positions=16, sliding_window=16)
+    check(loaded(tmp_path / "run", model, tmp_path / "wide"), "mistral")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {"hidden_size": 32}, "set model.hidden_size to 64 (it is 32)"),
+        ("gpt2", {"num_layers": 1}, "set model.num_layers to 2"),
+        ("gpt2", {"activation": "gelu"}, "set model.activation to 'gelu_tanh'"),
+        ("gpt2", {"vocabulary_size": 128}, "set model.vocabulary_size to 97"),
+        ("gpt2", {"max_positions": 32}, "set model.max_positions to 64"),
+        ("gpt2", {"tie_embeddings": False}, "set model.tie_embeddings to True"),
+        ("llama", {"num_kv_heads": None}, "set model.num_kv_heads to 2"),
+        ("llama", {"rope_theta": 10000.0}, "set model.rope_theta to 500.0"),
+        ("llama", {"norm_epsilon": 1e-6}, "set model.norm_epsilon to 1e-05"),
+        ("llama_linear", {"ffn_hidden_size": 192}, "set model.ffn_hidden_size to 176"),
+        ("mistral", {"sliding_window": None}, "set model.sliding_window to 7"),
+        ("qwen2", {"bias": "none"}, "set model.bias to 'qkv'"),
+        ("qwen3", {"qk_norm": False}, "set model.qk_norm to True"),
+        ("bert", {"num_layers": 1}, "set model.num_layers to 2"),
+        ("bert", {"norm_position": "pre"}, "set model.norm_position to 'post'"),
+        ("bert", {"norm_epsilon": 1e-5}, "set model.norm_epsilon to 1e-12"),
+        ("bert", {"positions": "rotary"}, "set model.positions to 'learned'"),
+        ("bert_without_sentence_head", {"sentence_head": True}, "set model.sentence_head to False"),
+    ],
+)
+def test_another_configuration_is_refused_with_its_fields(
+    tmp_path: Path, folders: dict[str, Path], name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        loaded(tmp_path, replace(case(name).model, **changes), folders[name])
+    assert message in str(raised.value)
+    assert str(folders[name]) in str(raised.value)
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def drop(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+    return {**tensors, "adapter.weight": torch.zeros(2)}
+
+
+def narrow_keys(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    name = "transformer.h.0.attn.c_attn.weight"
+    return {**tensors, name: tensors[name][:, :-16].contiguous()}
+
+
+def old_and_new_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**tensors, "bert.embeddings.LayerNorm.gamma": 2 * tensors["bert.embeddings.LayerNorm.weight"]}
+
+
+def without_masked_token_head(folder: Path) -> None:
+    case("bert_without_sentence_head").theirs.bert.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("gpt2", {"model_type": "t5"}, "model_type 't5' .* gpt2, llama"),
+        ("gpt2", {"n_embd": None}, "a value that its model_type cannot have"),
+        ("gpt2", {"activation_function": "relu"}, "'relu' is not supported"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),
+        ("gpt2", {"quantization_config": {"bits": 4}}, "weights are quantized"),
+        ("bert", {"model_type": "gpt2"}, r"model_type 'gpt2' .* taken from bert, megatron-bert"),
+        ("bert", {"position_embedding_type": "relative_key"}, 'position_embedding_type is "relative_key"'),
+        ("bert", {"type_vocab_size": 3}, "type_vocab_size is 3"),
+        ("bert", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ("gpt2", lambda folder: (folder / SINGLE).write_bytes(b"cut"), "not a readable safetensors file"),
+        ("gpt2", lambda folder: (folder / SINGLE).unlink(), "contains neither"),
+        (
+            "gpt2",
+            lambda folder: rewritten(folder, drop),
+            r"'transformer\.h\.1\.mlp\.c_fc\.weight' is missing, .*adapter.* is unknown",
+        ),
+        (
+            "gpt2",
+            lambda folder: rewritten(
+                folder, lambda tensors: {**tensors, "lm_head.weight": 2.0 * tensors["transformer.wte.weight"]}
+            ),
+            "set model.tie_embeddings to False .*lm_head.weight differs from transformer.wte.weight",
+        ),
+        (
+            "gpt2",
+            lambda folder: rewritten(folder, narrow_keys),
+            r"h\.0\.attn\.c_attn\.weight has the shape \(64, 176\), but .* needs \(64, 192\)",
+        ),
+        (
+            "bert",
+            lambda folder: rewritten(folder, old_and_new_norm),
+            r"contain both '\S+Norm\.(weight|gamma)' and '\S+Norm\.(weight|gamma)', two names of the same tensor",
+        ),
+        ("bert_without_sentence_head", without_masked_token_head, r"'cls\.predictions\S* is missing"),
+    ],
+)
+def test_other_models_and_damage_are_refused(
+    tmp_path: Path, folders: dict[str, Path], name: str, damage: Any, message: str
+) -> None:
+    folder = shutil.copytree(folders[name], tmp_path / "damaged")
+    edit(folder, **damage) if isinstance(damage, dict) else damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path / "run", case(name).model, folder)
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", False), ("gpt2", True)])
+def test_only_families_that_tie_report_an_own_head(family: str, is_tied: bool) -> None:
+    """Llama's default is an untied head, so a config.json without the key is right."""
+    tensors = {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
+    _, note = with_stored_head({"model_type": family}, tensors, tensors.__getitem__)
+    assert bool(note) == is_tied

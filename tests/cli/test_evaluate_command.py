@@ -1,0 +1,114 @@
+"""megapipe evaluate: the numbers of an evaluation during training, on any layout and on other shards."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.cli.trained_models import evaluate as main
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.pretrain import pretrain
+from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.launch import environment
+
+pytestmark = pytest.mark.slow
+
+STEPS, SAMPLES = 4, 8
+
+
+def gpt_run(folder: Path) -> PretrainConfig:
+    """A run with dropout and documents kept apart, whose schedule and batch an evaluation does not have."""
+    model = replace(GPT2_SHAPE, hidden_dropout=0.1, attention_dropout=0.1)
+    config = make_config(write_shard(folder, documents=200), model, recompute={"method": "full"})
+    config.data.isolate_documents = True
+    return config
+
+
+def bert_run(folder: Path) -> PretrainConfig:
+    return make_bert_config(write_corpus(folder), PRE_NORM)
+
+
+RUNS = {"gpt": gpt_run, "bert": bert_run}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run, and the record of its last evaluation."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = RUNS[request.param](folder)
+    config.parallel = replace(config.parallel, device="cpu")
+    config.training = replace(config.training, steps=STEPS, directory=str(folder / "run"))
+    config.evaluation = replace(config.evaluation, every=STEPS, samples=SAMPLES)
+    assert pretrain(config, LaunchEnvironment()) == 0
+    events = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return folder, [each for each in events if each.get("event") == "evaluation"][-1]
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["--checkpoint", str(folder / "run"), "--device", "cpu", "--json", *words]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def check_same(found: dict[str, Any], record: dict[str, Any]) -> None:
+    for name in ("loss", "perplexity", "terms", "accuracies"):
+        assert found[name] == pytest.approx(record[name], rel=1e-5), name
+    assert found["loss_tokens"] == record["loss_tokens"]
+    assert found["step"] == STEPS
+
+
+def test_the_numbers_are_those_of_training(
+    run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, record = run
+    for batch in ("1", "4"):
+        check_same(evaluated(capsys, folder, "--samples", str(SAMPLES), "--batch-size", batch), record)
+    assert main(["--checkpoint", str(folder / "run"), "--device", "cpu", "--samples", str(SAMPLES)]) == 0
+    assert f"after step {STEPS}: validation loss {record['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_two_ranks_give_the_same(run: tuple[Path, dict[str, Any]]) -> None:
+    folder, record = run
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "megapipe"]
+    words = ["evaluate", "--checkpoint", str(folder / "run"), "--device", "cpu", "--json", "--batch-size", "2"]
+    done = subprocess.run(
+        [*launcher, *words, "--samples", str(SAMPLES)], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    check_same(json.loads(done.stdout), record)
+
+
+def test_another_shard_is_used_whole_and_its_last_batch_only_if_full(
+    tmp_path: Path, run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = run
+    if folder.name.startswith("bert"):
+        pytest.skip("a BERT's samples depend on sentences")
+    prefix = write_shard(tmp_path, documents=30, seed=5)
+    found = evaluated(capsys, folder, "--data-prefix", prefix, "--batch-size", "7")
+    tokens = (tmp_path / "corpus.bin").stat().st_size // 2
+    samples = (tokens - 1) // 16
+    assert found["samples"] == samples // 7 * 7
+    assert 0 < found["loss_tokens"] <= 16 * found["samples"]
+    assert found["data"] == [prefix]
+
+
+def test_wrong_input_is_one_line(run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = run
+    for words, reason in (
+        (["--data-prefix", "nowhere"], "nowhere"),
+        (["--data-prefix", "nowhere", "--split", "test"], "--split is of the training data"),
+        (["--tensor", "2"], "2 ranks, but 1 were started"),
+    ):
+        capsys.readouterr()
+        assert main(["--checkpoint", str(folder / "run"), "--device", "cpu", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert reason in line

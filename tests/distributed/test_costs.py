@@ -1,0 +1,150 @@
+"""Costs that the covering array does not show: peaks of whole steps, sums of a step, what auto decides, traces."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.config.memory import OffloadConfig, RecomputeConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepInput
+from megapipe.parallel.groups import Group
+from megapipe.parallel.mesh import Mesh
+from megapipe.schedules.command.main import main
+from megapipe.spec.layers import model_layers
+from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.replica import Replica
+from tests.distributed.conftest import Make
+from tests.distributed.layout_cases import EXHAUSTIVE, ONE, P4, STEPS, T2, TP, every, schedule, sequence
+from tests.layers.test_sequence_products import WatchedGroup
+from tests.spec.sizes import message_bytes, predicted_bytes
+from tests.support.equality import check_bits
+from tests.support.gpt_runs import GPT2_SHAPE, RankRun, make_config, run_gpt
+from tests.support.launch import launch
+from tests.support.live_bytes import LiveBytes
+from tests.support.meshes import run_mesh
+from tests.training.test_offload_plan import MODEL, auto
+
+
+def peak(mesh: Mesh, config: PretrainConfig) -> tuple[int, int]:
+    """Return the peak of the bytes that the second step allocates, and the elements of a message between stages."""
+    replica = Replica(replace(config, parallel=replace(config.parallel, timeout_seconds=30.0)), mesh)
+    batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+    replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
+    with LiveBytes() as live:
+        replica.engine.run(StepInput(1, batch.contexts, batch.token_counts, 1e-3))
+    stage = next(iter(replica.stages.values()))
+    return live.peak, sum(spec.allocate(torch.device("meta")).numel() for spec in (stage.outputs or stage.inputs))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "inputs", "inside"),
+    [(2, 2, 2), *(pytest.param(*case, marks=EXHAUSTIVE) for case in ((1, 4, 1), (4, 1, 4)))],
+)
+def test_a_rank_keeps_inputs_and_one_group_of_blocks(corpus: str, blocks: int, inputs: int, inside: int) -> None:
+    """gpipe keeps the inputs of all micro-batches, the activations that one micro-batch recomputes, and throughout
+    those of the heads."""
+    model = replace(GPT2_SHAPE, num_layers=4, attention="unfused")
+    config = make_config(corpus, model, **schedule("gpipe"), **every(blocks))
+    microbatches = config.batch.global_size // config.batch.micro_size
+    shape = config.batch.micro_size, config.data.sequence_length
+    stream = message_bytes(model, *shape, "fp32")
+    layers = {layer.kind: predicted_bytes(model, layer, *shape, "fp32", "unfused") for layer in model_layers(model)}
+    expected = microbatches * (inputs * stream + layers["head"]) + inside * layers["block"]
+    ((found, _),) = run_mesh(ONE, peak, config)
+    assert 0.9 * expected < found < 1.1 * expected + 2 * stream
+    ((everything, _),) = run_mesh(ONE, peak, replace(config, recompute=RecomputeConfig()))
+    assert everything > microbatches * 4 * layers["block"]
+
+
+@pytest.mark.slow
+def test_stages_with_sharded_tokens_hold_less_and_send_shards(make: Make) -> None:
+    """gpipe keeps the activations of all micro-batches, of which the paper's 10 of 34 bytes are no longer whole."""
+    config = make("gpt2-untied-dropout", TP, schedule("gpipe"), {"batch": {"micro_size": 2}})
+    sharded = replace(config, parallel=replace(config.parallel, sequence=True))
+    for (less, half), (more, full) in zip(*(run_mesh(TP, peak, each) for each in (sharded, config)), strict=True):
+        assert less < 0.9 * more
+        assert 2 * half == full == 2 * config.data.sequence_length * config.model.hidden_size
+
+
+def sums_of_a_step(mesh: Mesh, config: PretrainConfig) -> list[int]:
+    """Return the elements of each all-reduce of one step in the tensor group."""
+    found: list[int] = []
+
+    class Watched(WatchedGroup):
+        def count(self, operation: str, elements: float) -> None:
+            if operation == "all_reduce":
+                found.append(round(elements / 2))
+
+    group = mesh.group
+
+    def watched(*names: str) -> Group:
+        return Watched(group(*names)) if names == ("tensor",) else group(*names)
+
+    mesh.group = watched  # type: ignore[method-assign]
+    run_gpt(mesh, config, 1)
+    return found
+
+
+@pytest.mark.parametrize("micro_size", [pytest.param(1, marks=EXHAUSTIVE), 4])
+def test_whole_vectors_are_summed_once_a_step(make: Make, micro_size: int) -> None:
+    """One exchange a unit, however many micro-batches: positions; two norms and two biases after row-parallel products
+    of each block; the last norm. Micro-batches do not add all-reduces."""
+    config = make("gpt2", T2, sequence(), {"batch": {"micro_size": micro_size}})
+    hidden = config.model.hidden_size
+    wanted = [config.model.max_positions * hidden, *[6 * hidden] * 2, 2 * hidden]
+    for found in run_mesh(T2, sums_of_a_step, config):
+        assert sorted(found) == sorted(wanted)
+
+
+def filled_fields(mesh: Mesh, config: PretrainConfig) -> set[str]:
+    """Return the fields of a micro-batch that a stage has read."""
+    contexts = open_loader(config, mesh, Replica(config, mesh), open_samples(config, "train")).load(0).contexts
+    names = [{name for name, value in vars(context).items() if value is not None} for context in contexts]
+    assert all(one == other for one, other in itertools.pairwise(names))
+    return names[0]
+
+
+def test_only_the_ends_of_a_pipeline_read_tokens(make: Make) -> None:
+    for rank, fields in enumerate(run_mesh(P4, filled_fields, make("bert-post", P4), backend="threads")):
+        assert ("tokens" in fields) == (rank == 0)
+        assert ("labels" in fields) == (rank == 3)
+        assert {"lengths", "ordinals"} <= fields
+
+
+def run_and_plan(mesh: Mesh, config: PretrainConfig) -> tuple[RankRun, str]:
+    return run_gpt(mesh, config, STEPS), " ".join(Replica(config, mesh).remarks)
+
+
+def test_auto_moves_and_recomputes_without_changing_a_bit(corpus: str) -> None:
+    """Two of six blocks are kept, two moved and two recomputed."""
+    plain = make_config(corpus, MODEL, **schedule("gpipe"))
+    mixed = replace(plain, offload=OffloadConfig(**auto(22.0, 0.6)))
+    (found,), (expected,) = (run_mesh(ONE, run_and_plan, each) for each in (mixed, plain))
+    assert "2 keep, 2 move, 2 recompute (rmrmkk)" in found[1]
+    check_bits([found[0]], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "printed", "compared"),
+    [
+        (
+            ["activations=auto", "memory=1", "optimizer=true", "weights=true"],
+            "offload auto: stage 1: of ",
+            "predicted",
+        ),
+        pytest.param([], "", "recompute", marks=EXHAUSTIVE),
+    ],
+)
+def test_a_trace_is_compared_with_the_simulation(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str], options: list[str], printed: str, compared: str
+) -> None:
+    arguments = [f"--offload.{option}" for option in options] or ["--recompute.method=full"]
+    run = ["--parallel.pipeline=2", "--training.steps=6", "--profile.trace=trace"]
+    done = launch(2, f"--data.prefix={corpus}", *arguments, *run, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+    assert main(["overlay", str(tmp_path / "trace"), "-o", str(tmp_path / "overlay.html")]) == 0
+    assert compared in capsys.readouterr().out

@@ -1,0 +1,179 @@
+"""Every layout trains the model of one process: tables of models, layouts and options.
+
+The oracle is one process that keeps everything on its device. Where no sum is reordered, losses, gradient norms, first
+gradients and weights are equal bit for bit (class A); elsewhere the tolerances of the design hold (class C). Ranks are
+threads, except in the rows of whole loss curves and of kinds of links, whose ranks are processes.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.mesh import Mesh
+from megapipe.training.loop.batches import open_samples
+from megapipe.training.loop.replica import Replica
+from megapipe.training.loop.steps import Evaluator
+from megapipe.training.observe.records import EvaluationRecord
+from tests.distributed.conftest import Make, Oracle
+from tests.distributed.layout_cases import (
+    BF16,
+    CURVE,
+    CURVES,
+    DOCUMENTS,
+    DPT,
+    EVALUATED,
+    EXHAUSTIVE,
+    FAST,
+    LINKS,
+    LOGITS,
+    MORE,
+    MORE_CURVES,
+    MORE_EVALUATED,
+    MORE_SAME,
+    ONE,
+    P2,
+    SAME,
+    STEPS,
+    T2,
+    Case,
+    Groups,
+    check,
+    marked,
+    parallel,
+    sequence,
+)
+from tests.schedules.test_groups import OVERLAPPED
+from tests.support.equality import check_gradients
+from tests.support.gpt_runs import RankRun, assembled, run_gpt
+from tests.support.meshes import run_mesh
+
+
+@pytest.mark.parametrize("case", marked(FAST, MORE), ids=str)
+def test_a_layout_trains_the_model_of_one_process(make: Make, one_process: Oracle, case: Case) -> None:
+    config = make(case.model, case.sizes, case.run, case.layout)
+    check(case, run_mesh(case.sizes, run_gpt, config, STEPS, backend="threads"), one_process(case, STEPS))
+
+
+@pytest.mark.parametrize("case", marked(CURVES, MORE_CURVES), ids=str)
+def test_processes_follow_the_loss_curve_of_one_process(make: Make, one_process: Oracle, case: Case) -> None:
+    config = make(case.model, case.sizes, case.run, case.layout)
+    check(case, run_mesh(case.sizes, run_gpt, config, CURVE), one_process(case, CURVE))
+
+
+@pytest.mark.parametrize("case", LINKS, ids=str)
+def test_both_kinds_of_link_carry_the_same_bits(make: Make, one_process: Oracle, case: Case) -> None:
+    config = make(case.model, case.sizes, case.run, case.layout)
+    check(case, run_mesh(case.sizes, run_gpt, config, STEPS), one_process(case, STEPS))
+
+
+@pytest.mark.parametrize("case", marked(SAME, MORE_SAME), ids=str)
+def test_a_feature_changes_no_bit_of_its_layout(make: Make, case: Case) -> None:
+    """Two numbers have one sum in any order, and layered gradients are reduced once. Sharded state adds up the
+    gradient norm in other parts, so that nothing is clipped by it."""
+    plain, changed = (
+        run_mesh(case.sizes, run_gpt, make(case.model, case.sizes, case.run, change), STEPS, backend="threads")
+        for change in ({}, case.layout)
+    )
+    for rank, other in zip(changed, plain, strict=True):
+        assert [result.loss for result in rank.results] == [result.loss for result in other.results]
+        norms = [result.gradient_norm for result in other.results]
+        assert [result.gradient_norm for result in rank.results] == pytest.approx(norms, rel=1e-6)
+    for kind in ("gradients", "weights"):
+        found, wanted = (assembled([getattr(rank, kind) for rank in ranks]) for ranks in (changed, plain))
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), f"{kind} of {name}"
+
+
+@pytest.mark.parametrize("model", ["gpt2-dropout", pytest.param("llama", marks=EXHAUSTIVE)])
+def test_matrices_have_the_gradients_of_tensor_parallelism_bit_for_bit(make: Make, model: str) -> None:
+    """Between two ranks sequence parallelism reorders no sum over channels, but those of vectors over tokens."""
+    sharded, plain = (
+        run_mesh(T2, run_gpt, make(model, T2, change), 1, backend="threads") for change in (sequence(), {})
+    )
+    assert [rank.results[0].loss for rank in sharded] == [rank.results[0].loss for rank in plain]
+    found, expected = (assembled([rank.gradients for rank in ranks]) for ranks in (sharded, plain))
+    matrices = [name for name, gradient in expected.items() if gradient.dim() > 1]
+    assert len(matrices) >= 2 * 4 + 2
+    for name in matrices:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_uneven_loss_masks_give_one_gradient_for_every_micro_batch_size(
+    make: Make, one_process: Oracle, size: int
+) -> None:
+    for model in ("gpt2", "bert-post"):
+        expected = one_process(Case(model, ONE), STEPS)
+        found = one_process(Case(model, ONE, run={"batch": {"micro_size": size}}), STEPS)
+        counts = {result.token_count for result in expected.results}
+        assert len(counts) > 1, "the masks of this corpus should differ from step to step"
+        assert found.results[0].token_count == expected.results[0].token_count
+        assert found.results[0].loss_terms == pytest.approx(expected.results[0].loss_terms, rel=1e-6)
+        check_gradients(assembled([found.gradients]), assembled([expected.gradients]), layer=1e-5)
+
+
+def test_one_process_learns_in_fp32_and_bf16(one_process: Oracle) -> None:
+    exact = [result.loss for result in one_process(Case("gpt2", ONE), CURVE).results]
+    assert exact[-1] < exact[0] - 0.2
+    losses = [result.loss for result in one_process(Case("gpt2", ONE, run={**BF16, **LOGITS}), CURVE).results]
+    assert losses != exact
+    assert losses == pytest.approx(exact, rel=2e-2)
+
+
+def test_documents_and_their_packing_change_what_is_learned(one_process: Oracle) -> None:
+    runs = (Groups(), DOCUMENTS, {"data": {**DOCUMENTS["data"], "pack": "best_fit"}})
+    losses = [one_process(Case("gpt2", ONE, run=run), STEPS).results[0].loss for run in runs]
+    assert len(set(losses)) == 3
+
+
+def test_stages_cut_by_hand_change_no_bit(make: Make, one_process: Oracle) -> None:
+    case = Case("gpt2", P2, parallel(layers_per_stage=[3, 1]))
+    ranks = run_mesh(P2, run_gpt, make(case.model, P2, case.layout), STEPS, backend="threads")
+    assert {shard.name.split(".")[0] for shard in ranks[1].weights} == {"head", "embedding"}
+    check(case, ranks, one_process(case, STEPS))
+
+
+def test_two_runs_are_bit_identical(make: Make) -> None:
+    config = make("gpt2-dropout", DPT)
+    first, second = (run_mesh(DPT, run_gpt, config, STEPS, backend="threads") for _ in range(2))
+    for before, after in zip(first, second, strict=True):
+        check_bits_of_rank(before, after)
+
+
+def check_bits_of_rank(before: RankRun, after: RankRun) -> None:
+    assert before.results == after.results
+    for one, other in zip(before.weights, after.weights, strict=True):
+        assert torch.equal(one.values, other.values)
+
+
+def test_groups_of_actions_train_to_the_same_bits(make: Make, one_process: Oracle, tmp_path: Path) -> None:
+    """A file whose forwards and backwards overlap, and the same order without groups; both equal one process."""
+    file = tmp_path / "overlapped.txt"
+    case = Case("gpt2", P2, {"schedule": {"name": str(file)}}, {"batch": {"global_size": 4}})
+    for text in (OVERLAPPED, OVERLAPPED.replace("+", " ")):
+        file.write_text(text)
+        config = make(case.model, P2, case.run, case.layout)
+        check(case, run_mesh(P2, run_gpt, config, STEPS), one_process(case, STEPS))
+
+
+def evaluated(mesh: Mesh, config: PretrainConfig) -> EvaluationRecord:
+    return Evaluator(config, mesh, Replica(config, mesh), open_samples(config, "validation")).run(3)
+
+
+@pytest.mark.parametrize("case", marked(EVALUATED, MORE_EVALUATED), ids=str)
+def test_every_layout_evaluates_alike(make: Make, case: Case) -> None:
+    rule: Groups = {"evaluation": {"every": 1, "samples": 20}}
+    (expected,) = run_mesh(ONE, evaluated, make(case.model, ONE, rule), backend="threads")
+    config = make(case.model, case.sizes, case.layout, rule)
+    assert expected.loss == pytest.approx(sum(expected.terms.values()) or expected.loss, rel=1e-12)
+    assert set(expected.accuracies) == ({"mlm", "sop"} if isinstance(config, BertPretrainConfig) else set())
+    tolerance = 0.0 if set(case.sizes) <= {"pipeline", "data"} else 1e-6
+    for record in run_mesh(case.sizes, evaluated, config, backend="threads"):
+        assert record.loss_tokens == expected.loss_tokens
+        assert record.loss == pytest.approx(expected.loss, rel=tolerance, abs=0.0)
+        assert record.terms == pytest.approx(expected.terms, rel=tolerance, abs=0.0)
+        assert record.accuracies == expected.accuracies

@@ -1,0 +1,235 @@
+"""Pipelines that shard, recompute, offload or split their layers, against torch in one process."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megapipe.config.memory import OffloadConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.engine.errors import PipelineError
+from megapipe.engine.pipeline import Pipeline
+from megapipe.layers import ColumnLinear, RowLinear
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from megapipe.schedules.errors import ScheduleError
+from tests.engine.library_models import (
+    SAMPLE,
+    SGD,
+    WIDTH,
+    adoptable,
+    assert_close,
+    assert_same_bits,
+    batch,
+    loss,
+    merged,
+    plain,
+    solo,
+    train,
+)
+from tests.support.meshes import run_threads
+
+ALL = OffloadConfig(activations="blocks", optimizer=True, weights=True)
+
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {}),
+    ("zb_h1", {}),
+    ("interleaved_1f1b", {"chunks": 2}),
+    ("2bw", {}),
+]
+
+
+class Parameterless(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor, skip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.tanh(), mask, skip
+
+
+def mixed() -> list[nn.Module]:
+    """A model with a layer that has no parameters."""
+    layers = adoptable(4)
+    return [*layers[:3], Parameterless(), *layers[3:]]
+
+
+def shards_of_gradients(mesh: Mesh, layers: Sequence[nn.Module], schedule: str, zero: int) -> tuple[Any, Any]:
+    """The gradients of one step that this rank keeps, by name with their range, and the weights after it."""
+    pipeline = Pipeline(
+        layers, mesh, loss=loss, sample=SAMPLE, microbatches=3, schedule=schedule, optimizer=SGD, zero=zero,
+        count=lambda targets: targets.numel(), timeout=20.0,
+    )  # fmt: skip
+    update, kept = pipeline.optimizer.update, {}
+
+    def recording(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
+        for state in states:
+            own = state.reduced_gradient(state.newest + 1 - len(state.weights))
+            for segment in state.table:
+                kept[segment.spec.name] = state.held(segment), state.in_shard(own, segment).clone()
+        update(states, version, rate, coefficient)
+
+    pipeline.optimizer.update = recording  # type: ignore[method-assign]
+    inputs, targets = (each.chunk(2)[mesh.coordinate("data")] for each in batch(0, 6))
+    pipeline.step(inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
+    return kept, pipeline.state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sharded_gradients_are_those_of_one_process(zero: int, tied: bool) -> None:
+    layers = adoptable(4, tied=tied)
+    expected = plain(layers, 6, steps=1)
+    found = run_threads({"data": 2, "pipeline": 2}, shards_of_gradients, layers, "1f1b", zero)
+    for name, gradient in expected.gradients[0].items():
+        flat = torch.full((gradient.numel(),), torch.nan)
+        for kept, weights in found:
+            torch.testing.assert_close(weights[name], expected.weights[name], rtol=1e-4, atol=1e-6)
+            if name in kept:
+                held, values = kept[name]
+                flat[held.start : held.stop] = values
+        torch.testing.assert_close(flat.view_as(gradient), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("schedule", "options"), SCHEDULES)
+def test_zero_trains_what_one_process_trains(schedule: str, options: dict[str, Any], zero: int) -> None:
+    layers = mixed()
+    outcomes = run_threads({"data": 2, "pipeline": 2}, train, layers, schedule, 4, {**options, "zero": zero})
+    expected = plain(layers, 8, delay=int(schedule == "2bw"))
+    for outcome in outcomes:
+        assert_close(outcome, expected)
+
+
+@pytest.mark.parametrize("recompute", [True, (1, 2, 5)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "modular"])
+def test_recomputation_keeps_the_bits(schedule: str, recompute: bool | tuple[int, ...]) -> None:
+    layers = mixed()
+    outcomes = run_threads({"pipeline": 2}, train, layers, schedule, 4, {"recompute": recompute})
+    assert_same_bits(merged(outcomes), plain(layers, 4))
+
+
+def test_recomputed_layers_draw_the_same_random_numbers() -> None:
+    layers = adoptable(2)
+    layers[1:1] = [Dropped()]
+    outcomes = []
+    for recompute in (False, (1, 2)):
+        torch.manual_seed(5)
+        outcomes.append(train(solo(), layers, "gpipe", 1, {"recompute": recompute}, steps=1))  # type: ignore[arg-type]
+    assert_same_bits(outcomes[1], outcomes[0])
+
+
+class Dropped(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor, skip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return functional.dropout(x, 0.5), mask, skip
+
+
+@pytest.mark.parametrize("offload", [OffloadConfig(activations="blocks"), OffloadConfig(optimizer=True), ALL])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_offloading_keeps_the_bits(schedule: str, offload: OffloadConfig) -> None:
+    layers = adoptable(4)
+    outcomes = run_threads({"pipeline": 2}, train, layers, schedule, 4, {"offload": offload})
+    assert_same_bits(merged(outcomes), plain(layers, 4))
+
+
+@pytest.mark.parametrize("sizes", [{"pipeline": 2}, {"data": 2}])
+def test_muon_updates_hidden_matrices_alone(sizes: dict[str, int]) -> None:
+    """One step against Muon by hand for hidden matrices; the others move as under AdamW, by at most the rate."""
+    from megapipe.optim.muon import update_of
+
+    config = OptimizerConfig(name="muon", learning_rate=0.1, weight_decay=0.0, clip_norm=None)
+    layers, data = adoptable(2), sizes.get("data", 1)
+    options = {"zero": int(data > 1)}
+    outcome = run_threads(sizes, train, layers, "1f1b", 4 // data, options, 1, config)[0]
+    gradients = plain(layers, 4, steps=1).gradients[0]
+    share = config.muon.momentum
+    for name, before in nn.Sequential(*layers).state_dict().items():
+        moved = outcome.weights[name] - before
+        if before.dim() == 2 and name[0] in "12":
+            momentum = gradients[name] * (1 - share)
+            ahead = momentum * (1 - share) + momentum * share if config.muon.nesterov else momentum
+            if config.muon.nesterov:
+                ahead = gradients[name] * (1 - share) + momentum * share
+            torch.testing.assert_close(moved, -0.1 * update_of(ahead, config.muon), rtol=0.05, atol=2e-3)
+        elif before.dim() == 2:
+            assert moved.abs().max() <= 0.1001 * config.muon.elementwise_rate
+
+
+class Parallel(nn.Module):
+    """A block whose matrices tensor ranks split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = ColumnLinear(WIDTH, 4 * WIDTH)
+        self.down = RowLinear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor, skip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x + self.down(functional.gelu(self.up(self.norm(x)))), mask, skip
+
+
+def parallel(num_blocks: int = 2) -> list[nn.Module]:
+    layers = adoptable(0)
+    return [layers[0], *(Parallel() for _ in range(num_blocks)), layers[-1]]
+
+
+@pytest.mark.filterwarnings("ignore:some parameters")
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "options"),
+    [
+        ({"tensor": 2}, "1f1b", {}),
+        ({"tensor": 2, "pipeline": 2}, "zb_h1", {}),
+        ({"tensor": 2, "data": 2}, "1f1b", {"zero": 3}),
+        ({"tensor": 2, "pipeline": 2}, "2bw", {"recompute": True}),
+    ],
+)
+def test_tensor_ranks_train_what_one_process_trains(
+    sizes: dict[str, int], schedule: str, options: dict[str, Any]
+) -> None:
+    layers = parallel()
+    before = copy.deepcopy(nn.Sequential(*layers).state_dict())
+    outcomes = run_threads(sizes, train, layers, schedule, 4 // sizes.get("data", 1), options)
+    expected = plain(layers, 4, delay=int(schedule == "2bw"))
+    for outcome in outcomes:
+        assert_close(outcome, expected)
+    assert all(torch.equal(value, before[name]) for name, value in nn.Sequential(*layers).state_dict().items())
+
+
+def test_fp8_rounds_the_products_of_parallel_layers() -> None:
+    layers = parallel()
+    exact = plain(layers, 4)
+    for sizes in ({}, {"tensor": 2}):
+        found = run_threads(sizes, train, layers, "1f1b", 4, {"fp8": "tensorwise"})[0]
+        assert found.losses == pytest.approx(exact.losses, rel=0.02)
+        assert found.losses != exact.losses
+
+
+REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
+    "context": ({"context": 2}, {}, "the mesh has 2 context ranks, but a rank needs whole samples"),
+    "no parallel layer": ({"tensor": 2}, {}, "none of the layers contains a megapipe.layers.ColumnLinear"),
+    "one replica": ({}, {"zero": 2}, "zero.stage is 2 but there is only one replica"),
+    "no such stage": ({"data": 2}, {"zero": 4}, "zero is 4; it must be from 0 to 3"),
+    "no such layer": ({}, {"recompute": [7]}, r"recompute names layers \[7\]; the layers are 0 to 3"),
+    "auto": ({}, {"offload": OffloadConfig(activations="auto", memory=1.0)}, "needs costs of blocks"),
+    "all recomputed": ({}, {"offload": OffloadConfig(activations="blocks"), "recompute": True}, "nothing to move"),
+    "both": ({"data": 2}, {"offload": ALL, "zero": 1}, "cannot be combined with zero stage 1"),
+    "versions": ({}, {"offload": ALL, "schedule": "2bw"}, "2bw never flushes"),
+    "no such matrix": (
+        {},
+        {"optimizer": OptimizerConfig(name="muon"), "matrices": ["1.norm.weight"]},
+        "matrices names 1.norm.weight, but the 2-D weights are",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_in_one_line(case: str) -> None:
+    sizes, options, message = REFUSED[case]
+
+    def build(mesh: Mesh) -> None:
+        with pytest.raises((PipelineError, ScheduleError), match=message) as refused:
+            Pipeline(adoptable(2), mesh, loss=loss, sample=SAMPLE, microbatches=2, **options)
+        assert "\n" not in str(refused.value)
+
+    run_threads(sizes, build)

@@ -1,0 +1,171 @@
+"""tools/fill_mask.py as users run it: its candidates against transformers' BERT, and every kind of wrong input."""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megapipe.checkpoint import RunState, save
+from megapipe.cli.trained_models import fill_mask as main
+from megapipe.cli.trained_models import generate
+from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
+from megapipe.models.bert_hugging_face import to_hugging_face
+from megapipe.parallel.launch import initialize
+from megapipe.training.loop.replica import Replica
+from tests.inference.test_generate_command import save_run
+from tests.support.gpt_runs import assembled, shards
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "def",
+    "self",
+    "name",
+    "(",
+    ")",
+    ":",
+    "in",
+    "for",
+    "##s",
+    "##ing",
+]
+MODEL = BertModelConfig(
+    vocabulary_size=len(WORDS), num_layers=2, hidden_size=32, num_heads=4, max_positions=32, init_std=0.3
+)
+TEXT = "def [MASK](self, name[MASK]):"
+
+Fill = Callable[..., tuple[int, str, str]]
+
+
+def save_bert(folder: Path, vocabulary: Path, model: BertModelConfig = MODEL) -> Replica:
+    """A run's folder with one checkpoint, of step 7, and what was saved."""
+    data = BertDataConfig(prefix="no-such-shard", tokenizer=f"bert-uncased:{vocabulary}", sequence_length=16)
+    config = BertPretrainConfig(model=model, data=data)
+    config.parallel = replace(config.parallel, data=1)
+    mesh = initialize({}, "cpu")
+    replica = Replica(config, mesh)
+    run = RunState(7, 56, {"seed": config.training.seed}, "fp32", (), asdict(config))
+    save(folder / "checkpoints", replica.states(), {}, run, mesh)
+    return replica
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bert")
+    (path / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def replica(folder: Path) -> Replica:
+    return save_bert(folder, folder / "vocab.txt")
+
+
+@pytest.fixture
+def fill(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> Fill:
+    """Run the command: exit status, standard output, standard error."""
+
+    def run(*words: str, checkpoint: Path = folder) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(["--checkpoint", str(checkpoint), "--device", "cpu", *words])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_candidates_are_those_of_transformers(fill: Fill, folder: Path, replica: Replica) -> None:
+    theirs = transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=len(WORDS),
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=128,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            attn_implementation="eager",
+        )
+    ).eval()
+    states = replica.states()
+    weights = assembled([shards(states, [state.master for state in states])])
+    theirs.load_state_dict(to_hugging_face(weights, MODEL), strict=False)
+    theirs.tie_weights()
+    tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
+    with torch.no_grad():
+        inputs = tokenizer(TEXT, return_tensors="pt")
+        logits = theirs(**inputs).prediction_logits[0]
+    expected = logits[inputs.input_ids[0] == WORDS.index("[MASK]")].softmax(-1).topk(3)
+    status, output, messages = fill("--text", TEXT, "--top-k", "3")
+    assert status == 0, messages
+    filled, *gaps = output.splitlines()
+    assert len(gaps) == 2
+    for number, (gap, places, shares) in enumerate(zip(gaps, expected.indices, expected.values, strict=True), start=1):
+        told = ", ".join(f"{WORDS[place]} {share:.1%}" for place, share in zip(places, shares.tolist(), strict=True))
+        assert gap == f"  gap {number}: {told}"
+    first, second = (WORDS[place].removeprefix("##") for place in expected.indices[:, 0])
+    assert filled == f"def {first}(self, name{second}):"
+
+
+def test_several_texts_and_a_steps_folder(fill: Fill, folder: Path) -> None:
+    status, output, messages = fill("--text", "[MASK]", "--text", "for [MASK]")
+    assert status == 0
+    assert len(re.findall(r"^  gap 1: (\S+ \d+\.\d%(, )?){5}$", output, re.MULTILINE)) == 2
+    assert f"{folder}/checkpoints/step-00000007 (step 7), tokenizer bert-uncased:" in messages
+    step = folder / "checkpoints/step-00000007"
+    assert fill("--text", "[MASK]", "--text", "for [MASK]", checkpoint=step)[1] == output
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--text", "def name"], ["'def name' has no gap", "[MASK]"]),
+        (["--text", "name " * 14 + "[MASK]"], ["has 17 tokens with [CLS] and [SEP]", "trained on samples of 16"]),
+        (["--text", "[MASK]\udcff"], ["is not UTF-8"]),
+        (["--text", "[MASK]", "--tokenizer", "bytes"], ["bytes has no [CLS], [SEP], [MASK]"]),
+        (["--text", "[MASK]", "--tokenizer", "no-such-file"], ["no tokenizer 'no-such-file'"]),
+    ],
+)
+def test_a_wrong_input_names_value_and_rule(fill: Fill, words: list[str], parts: list[str]) -> None:
+    status, output, messages = fill(*words)
+    assert (status, output) == (2, "")
+    for part in parts:
+        assert part in messages
+
+
+def test_a_larger_vocabulary_than_the_models_is_told(fill: Fill, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in [*WORDS, "while"]))
+    status, _, messages = fill("--text", "while [MASK]", "--tokenizer", f"bert-uncased:{tmp_path / 'vocab.txt'}")
+    assert status == 2
+    assert f"has token {len(WORDS)} but the model's vocabulary is {len(WORDS)}" in messages
+
+
+def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tmp_path: Path) -> None:
+    assert "no complete checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
+    status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
+    assert (status, output) == (2, "")
+    assert "the checkpoint is a GPT, which" in messages
+    assert "megapipe generate" in messages
+
+
+def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(["--checkpoint", str(folder), "--device", "cpu", "--prompt", "def "]) == 2
+    output, messages = capsys.readouterr()
+    assert output == ""
+    assert "the checkpoint is a BERT, which" in messages
+    assert "megapipe fill-mask" in messages
+
+
+def test_more_than_one_rank_is_refused(fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    status, _, messages = fill("--text", "[MASK]")
+    assert status == 2
+    assert "2 ranks were started" in messages

@@ -1,0 +1,206 @@
+"""Generation: transformers' own texts, the same ones on every layout, and their ends."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.inference import generation
+from megapipe.inference.generation import Limits, SamplingSettings, Text, generate
+from megapipe.inference.trained_model import LoadedModel
+from megapipe.models.gpt_hugging_face import from_hugging_face
+from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
+from tests.models.hugging_face import CASES, Case
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE
+from tests.support.meshes import run_mesh
+
+GREEDY = SamplingSettings(temperature=0.0)
+PROMPTS = [[5, 1, 4], [7], [3, 9, 2, 6, 8, 1, 2], [11, 12]]
+NEW = 20
+
+# Weights of a size that makes logits of order 1, so that texts are neither constant nor near ties.
+SHAPES = {
+    "gpt2-tied": replace(GPT2_SHAPE, max_positions=48, init_std=0.3),
+    "llama-untied": replace(LLAMA_SHAPE, max_positions=48, init_std=0.3, sliding_window=9),
+}
+LAYOUTS = [
+    ("gpt2-tied", {"pipeline": 2, "tensor": 2}),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in (
+            ("gpt2-tied", {"pipeline": 2}),
+            ("gpt2-tied", {"tensor": 2}),
+            ("llama-untied", {"pipeline": 4}),
+            ("llama-untied", {"tensor": 2}),
+        )
+    ),
+]
+
+
+def filled_with(tensors: Mapping[str, Tensor]) -> Callable[[Sequence[UnitState]], None]:
+    """Fills unit states with whole canonical tensors."""
+
+    def restore(states: Sequence[UnitState]) -> None:
+        for state in states:
+            for segment in state.table:
+                box = tuple(slice(*ends) for ends in zip(segment.box.starts, segment.box.stops, strict=True))
+                UnitState.owned_view(state.master, segment).copy_(tensors[segment.spec.name][box])
+            state.publish()
+
+    return restore
+
+
+def as_drawn(states: Sequence[UnitState]) -> None:
+    """Keeps the weights that the seed gives."""
+
+
+def make_config(model: ModelConfig, mesh: Mesh) -> PretrainConfig:
+    config = PretrainConfig(model=model)
+    sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
+    config.parallel = replace(config.parallel, timeout_seconds=30.0, **sizes)
+    config.data = replace(config.data, sequence_length=model.max_positions)
+    return config
+
+
+def limits_of(model: ModelConfig, **changes: int) -> Limits:
+    return replace(Limits(max_new_tokens=NEW, vocabulary_size=model.vocabulary_size), **changes)
+
+
+def grown(
+    mesh: Mesh,
+    model: ModelConfig,
+    settings: SamplingSettings,
+    limits: Limits,
+    samples: int = 1,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> list[Text]:
+    return generate(LoadedModel(make_config(model, mesh), mesh, as_drawn), prompts, samples, settings, limits)
+
+
+def alone(model: ModelConfig, settings: SamplingSettings, limits: Limits, **others: object) -> list[Text]:
+    """The texts of one process."""
+    return run_mesh({}, lambda mesh: grown(mesh, model, settings, limits, **others), backend="threads")[0]
+
+
+def of_case(case: Case) -> list[Text]:
+    """Greedy texts with the weights of a transformers model."""
+    weights = from_hugging_face(case.theirs.state_dict(), case.model, case.family)
+
+    def run(mesh: Mesh) -> list[Text]:
+        loaded = LoadedModel(make_config(case.model, mesh), mesh, filled_with(weights))
+        return generate(loaded, PROMPTS, 1, GREEDY, limits_of(case.model))
+
+    return run_mesh({}, run, backend="threads")[0]
+
+
+def their_greedy(case: Case, prompt: list[int]) -> list[int]:
+    case.theirs.generation_config.eos_token_id = None
+    found = case.theirs.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    for logits in found.logits:
+        best = logits.topk(2).values[0]
+        assert best[0] - best[1] > 1e-3, "a near tie would make the comparison one of rounding"
+    return found.sequences[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_texts_equal_those_of_transformers(name: str) -> None:
+    case = CASES[name]()
+    assert [text.generated for text in of_case(case)] == [their_greedy(case, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("name", ["mistral", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
+def test_prompts_may_pass_in_chunks_of_any_size(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]()
+    monkeypatch.setattr(generation, "CHUNK", chunk)
+    assert [text.generated for text in of_case(case)] == [their_greedy(case, prompt) for prompt in PROMPTS]
+
+
+def grown_both_ways(mesh: Mesh, model: ModelConfig) -> list[Text]:
+    """Greedy texts, and several samples of each prompt, more of them than fit one batch."""
+    sampled = SamplingSettings(temperature=1.2, top_p=0.95, seed=3)
+    limits = limits_of(model, max_new_tokens=8, batch_size=7)
+    return grown(mesh, model, GREEDY, limits) + grown(mesh, model, sampled, limits, samples=3)
+
+
+@pytest.mark.parametrize(("name", "sizes"), LAYOUTS, ids=str)
+def test_every_layout_gives_the_same_texts(name: str, sizes: dict[str, int]) -> None:
+    model = SHAPES[name]
+    expected = run_mesh({}, grown_both_ways, model, backend="threads")[0]
+    assert len({tuple(text.generated) for text in expected}) == len(expected), "texts should differ"
+    for texts in run_mesh(sizes, grown_both_ways, model, backend="threads"):
+        assert texts == expected
+
+
+def test_a_text_does_not_depend_on_its_batch_or_its_neighbours() -> None:
+    model, settings = SHAPES["gpt2-tied"], SamplingSettings(seed=8)
+    expected = alone(model, settings, limits_of(model), samples=3)
+    assert [(text.prompt, text.sample) for text in expected] == [(p, s) for p in range(4) for s in range(3)]
+    for batch_size in (1, 5):
+        assert alone(model, settings, limits_of(model, batch_size=batch_size), samples=3) == expected
+    fewer = alone(model, settings, limits_of(model), samples=2, prompts=PROMPTS[:2])
+    assert fewer == [text for text in expected if text.prompt < 2 and text.sample < 2]
+
+
+def test_seeds_give_different_texts() -> None:
+    model = SHAPES["gpt2-tied"]
+    texts = {tuple(alone(model, SamplingSettings(seed=seed), limits_of(model))[0].tokens) for seed in range(4)}
+    assert len(texts) == 4
+
+
+def test_a_text_ends_before_its_end_of_document() -> None:
+    model = SHAPES["gpt2-tied"]
+    whole = alone(model, GREEDY, limits_of(model))
+    end = whole[0].generated[4]
+    stopped = alone(model, GREEDY, limits_of(model, end_of_document=end))
+    for text, longer in zip(stopped, whole, strict=True):
+        known = longer.generated
+        assert text.generated == (known[: known.index(end)] if end in known else known)
+    assert any(len(text.generated) < NEW for text in stopped)
+
+
+def test_a_text_ends_at_the_last_position() -> None:
+    model = SHAPES["gpt2-tied"]
+    prompts = [list(range(1, 46)), [1] * 47, [2]]
+    texts = alone(model, GREEDY, limits_of(model), prompts=prompts)
+    assert [len(text.tokens) for text in texts] == [48, 48, 1 + NEW]
+
+
+def test_tokens_beyond_the_tokenizers_vocabulary_are_never_picked() -> None:
+    model = SHAPES["gpt2-tied"]
+    everything = alone(model, GREEDY, limits_of(model))
+    assert max(token for text in everything for token in text.generated) >= 20
+    limited = alone(model, GREEDY, limits_of(model, vocabulary_size=20))
+    assert max(token for text in limited for token in text.generated) < 20
+
+
+@pytest.mark.parametrize("length", [0, 48])
+def test_a_prompt_that_cannot_be_continued_is_refused(length: int) -> None:
+    model = SHAPES["gpt2-tied"]
+    with pytest.raises(ValueError, match=f"prompt 0 has {length} tokens.* at most 47"):
+        alone(model, GREEDY, limits_of(model), prompts=[[1] * length])
+
+
+def test_loaded_models_keep_no_gradients() -> None:
+    model = SHAPES["gpt2-tied"]
+
+    def gradients(mesh: Mesh) -> list[object]:
+        loaded = LoadedModel(make_config(model, mesh), mesh, as_drawn)
+        parameters = [p for _, twins in loaded.assembly.layers() for twin in twins for p in twin.parameters()]
+        return [(p.grad, p.requires_grad) for p in parameters]
+
+    found = run_mesh({}, gradients, backend="threads")[0]
+    assert found
+    assert set(found) == {(None, False)}

@@ -1,0 +1,110 @@
+"""Walks of few micro-batches, which a search shares among layouts, beside walks of all of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.layout.order_walk import FewRanks, Order, ShardedRanks, stage_walk
+from megapipe.layout.walk import Sizes, Tensor
+from megapipe.schedules.registry import GENERATORS, find_generator
+from megapipe.schedules.states import StateTable
+
+MOST_LAYERS = 3
+
+
+@st.composite
+def orders(draw: st.DrawFn, most_ranks: int, most_rounds: int) -> Order:
+    """Any schedule with any number of ranks, chunks and micro-batches that it can run."""
+    generator = find_generator(draw(st.sampled_from(sorted(GENERATORS))))
+    ranks = draw(st.integers(1, most_ranks))
+    options: dict[str, Any] = {}
+    if "chunks" in generator.order_options:
+        options["chunks"] = draw(st.integers(1, 3))
+    if generator.takes_two_bp and draw(st.booleans()):
+        options["two_bp"] = True
+    least = 1 if generator.check is None else ranks
+    count = draw(st.integers(least, most_rounds * ranks + 3))
+    return Order(generator.name, tuple(sorted(options.items())), ranks, count, draw(st.integers(1, 2)))
+
+
+def stages_of(order: Order) -> int:
+    return order.num_ranks * find_generator(order.name).number_of_chunks(order.given)
+
+
+@st.composite
+def shardings(draw: st.DrawFn, order: Order) -> ShardedRanks:
+    """Uneven stages, each layer with a ZeRO stage of its own, some recomputed, some without parameters."""
+    units = draw(st.lists(st.integers(1, MOST_LAYERS), min_size=stages_of(order), max_size=stages_of(order)))
+    weights, gradients = draw(st.sampled_from([(0, 0), (0, 1), (0, 2), (1, 1), (2, 2), (3, 1)]))
+    zero = 3 if weights else 2 if gradients else 1
+    stages = [[draw(st.sampled_from([1, zero, zero])) for _ in range(count)] for count in units]
+    states = StateTable.uniform(units, weight_pool=weights, gradient_pool=gradients)
+    states = states.limited(stages) if states.units else states
+    filled = tuple(tuple(draw(st.booleans()) or unit == 0 for unit in range(count)) for count in units)
+    spans = tuple((range(draw(st.integers(0, count - 1)), count),) for count in units) if draw(st.booleans()) else ()
+    ranks = tuple(range(order.num_ranks))
+    return ShardedRanks(ranks, states, filled, spans or ((),) * len(units), draw(st.booleans()))
+
+
+def check_held(order: Order, seed: int) -> None:
+    """Activations and messages of each rank, and the slots that messages arrive in."""
+    numbers = np.random.default_rng(seed).integers(0, 1000, (Tensor.WEIGHTS, stages_of(order)))
+    short = order.short()[0]
+    found, whole = (
+        (header, walk.by_rank(held.activations + held.temporaries), walk.by_rank(held.sent))
+        for header, walk in map(stage_walk, (short, order))
+        for held in [walk.held(filled_sizes(walk.num_places, numbers))]
+    )
+    assert np.array_equal(found[1], whole[1])
+    assert np.array_equal(found[2], whole[2])
+    if order.flushes:
+        assert found[0].activation_slots == whole[0].activation_slots
+        assert found[0].gradient_slots == whole[0].gradient_slots
+
+
+def filled_sizes(num_places: int, numbers: Any) -> Sizes:
+    sizes = Sizes(num_places, 1, 7, 5)
+    sizes.of[: Tensor.WEIGHTS, :, 0] = numbers
+    return sizes
+
+
+def check_sharded(order: Order, sharding: ShardedRanks, seed: int) -> None:
+    """Whole weights, gradients and summands of each rank, and how often they are exchanged."""
+    short, period = order.short()
+    few, whole = FewRanks(short, sharding), FewRanks(order, sharding)
+    numbers = np.random.default_rng(seed).integers(0, 1000, (3, whole.walk.num_places))
+    for part in ("weights", "gradients", "summands"):
+        peaks = []
+        for walk in (few.walk, whole.walk):
+            sizes = Sizes(walk.num_places, 1, 0, 0)
+            sizes.of[Tensor.WEIGHTS : Tensor.STATE, :, 0] = numbers
+            peaks.append(walk.by_rank(getattr(walk.held(sizes), part)))
+        assert np.array_equal(*peaks)
+    longer = order.short(3)[0]
+    if longer.num_microbatches < order.num_microbatches:
+        fewer = longer._replace(num_microbatches=longer.num_microbatches - period)
+        times = (order.num_microbatches - longer.num_microbatches) // period
+        for part in ("gathers", "sums"):
+            alone = sharding.of_weights() if part == "gathers" else sharding.of_gradients()
+            start, step = (getattr(FewRanks(each, alone), part) for each in (longer, fewer))
+            assert np.array_equal(start + (start - step) * times, getattr(whole, part))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), order=orders(4, 5), seed=st.integers(0, 99))
+def test_few_microbatches_show_all_that_ranks_hold(data: st.DataObject, order: Order, seed: int) -> None:
+    check_held(order, seed)
+    check_sharded(order, data.draw(shardings(order)), seed)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=1500, deadline=None)
+@given(data=st.data(), order=orders(8, 8), seed=st.integers(0, 99))
+def test_few_microbatches_show_all_that_ranks_hold_in_many_orders(
+    data: st.DataObject, order: Order, seed: int
+) -> None:
+    check_held(order, seed)
+    check_sharded(order, data.draw(shardings(order)), seed)

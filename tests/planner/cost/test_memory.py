@@ -1,0 +1,89 @@
+"""Memory of a search, by walks that layouts share, beside the walk of every layer and micro-batch of the run."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.errors import ConfigError
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.lowered import lowered_schedule
+from megapipe.planner.cost.memory import rank_memories
+from megapipe.planner.cost.model import exact_memories
+from megapipe.planner.cost.run_layout import lay_run
+from megapipe.schedules.registry import GENERATORS
+from tests.planner.cost.runs import config_of, machine
+
+MODEL = ModelConfig(vocabulary_size=512, hidden_size=64, num_heads=4, max_positions=64)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> PretrainConfig:
+    """Any schedule, with uneven stages, split backwards, ZeRO stages, recomputation and tensor ranks."""
+    generator = GENERATORS[draw(st.sampled_from(sorted(GENERATORS)))]
+    pipeline, data = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
+    chunks = draw(st.integers(2, 3)) if "chunks" in generator.order_options else generator.chunks
+    layers, stages = pipeline * chunks + draw(st.integers(0, 8)), pipeline * chunks
+    count = draw(st.integers(1 if generator.check is None else pipeline, 4 * pipeline + 5))
+    schedule: dict[str, Any] = {"name": generator.name}
+    if "chunks" in generator.order_options:
+        schedule["chunks"] = chunks
+    if generator.takes_two_bp:
+        schedule["two_bp"] = draw(st.booleans())
+    zero: dict[str, Any] = {"stage": draw(st.integers(0, 3)), "gradient_buffers": draw(st.integers(1, 3))}
+    if zero["stage"] == 3:
+        zero["weight_buffers"] = draw(st.integers(1, 3))
+    if zero["stage"] and draw(st.booleans()):
+        zero |= draw(st.sampled_from([{"reduce_dtype": "bf16"}, {"shard_size": 2}])) if data > 1 else {}
+    parallel: dict[str, Any] = {"pipeline": pipeline, "data": data, "tensor": draw(st.sampled_from([1, 2]))}
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.sets(st.integers(1, layers + 1), min_size=stages - 1, max_size=stages - 1)))
+        bounds = zip([0, *cuts], [*cuts, layers + 2], strict=True)
+        parallel["layers_per_stage"] = [end - start for start, end in bounds]
+    method = draw(st.sampled_from(["none", "selective", "full"]))
+    recompute = {"method": method} | ({"every": draw(st.integers(1, 3))} if method == "full" else {})
+    return config_of(
+        replace(MODEL, num_layers=layers, tie_embeddings=generator.name != "pipedream" and draw(st.booleans())),
+        parallel=parallel,
+        schedule=schedule,
+        data={"sequence_length": 64},
+        batch={"global_size": count * data},
+        zero=zero,
+        recompute=recompute,
+        training={"precision": draw(st.sampled_from(["bf16", "fp32"]))},
+        optimizer={"clip_norm": None},
+    )
+
+
+def check(config: PretrainConfig) -> None:
+    """State, activations and buffers are exact. Where micro-batches, or the last one, pass stages layer by layer,
+    receives may be posted earlier or later, for one message of a stage more or less. What a backward needs within it
+    is not compared: it is a difference between sums of all parts, which may peak at different times."""
+    try:
+        run = lay_run(config, machine())
+    except ConfigError:
+        assume(False)
+    by_layer = any(run.recomputed) or run.costs.replicas > 1
+    for found, exact in zip(
+        rank_memories(run), exact_memories(run, lowered_schedule(run.config, run.stages)), strict=True
+    ):
+        for part in ("weights", "master", "gradients", "moments", "activations", "buffers"):
+            assert getattr(found, part) == getattr(exact, part), part
+        difference = abs(found.messages - exact.messages)
+        assert difference <= (2 * run.chunks * run.costs.stream if by_layer else 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=configs())
+def test_memory_of_a_search_is_that_of_the_lowered_schedule(config: PretrainConfig) -> None:
+    check(config)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=1500, deadline=None)
+@given(config=configs())
+def test_memory_of_a_search_is_that_of_many_lowered_schedules(config: PretrainConfig) -> None:
+    check(config)

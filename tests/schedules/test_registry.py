@@ -1,0 +1,185 @@
+"""A schedule of an installed package has all that a schedule of this one has; a broken package disturbs no other."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.schedules import GENERATORS, ScheduleError, Sections, build, order, schedule
+from tests.docs.figures import read
+from tests.support.commands import ROOT, blocks
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import TINY, environment
+
+(EXAMPLE,) = (each.text for each in blocks(read("docs/schedules.md")) if "@schedule(" in each.text)
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "{name}"
+version = "1.0"
+[tool.setuptools]
+py-modules = ["{module}"]
+[project.entry-points."megapipe.schedules"]
+{schedule} = "{module}"
+"""
+LIBRARY = """
+from copy import deepcopy
+
+import torch
+from torch import nn
+from megapipe import Pipeline
+from megapipe.parallel.in_process import in_process_meshes, run_in_process
+
+torch.manual_seed(1)
+LAYERS = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]  # threads share a generator
+
+def train(mesh, schedule):
+    layers = deepcopy(LAYERS)
+    x = torch.linspace(-1, 1, 128).reshape(16, 8)
+    loss = nn.MSELoss(reduction="sum")
+    pipeline = Pipeline(layers, mesh, loss=loss, sample=x[:4], microbatches=4, schedule=schedule, seed=3)
+    return [result.loss for _ in range(3) for result in pipeline.step(x, x.flip(0), learning_rate=0.01)]
+
+for name in ("last_in_first_out", "gpipe"):
+    print(run_in_process(in_process_meshes({"pipeline": 2}), train, name)[0])
+"""
+
+
+def install(folder: Path, packages: dict[str, tuple[str, str]]) -> Path:
+    """Install packages by pip: each name has an entry point of a schedule, and the source of its only module."""
+    sources = []
+    for package, (name, source) in packages.items():
+        sources.append(folder / "sources" / package)
+        sources[-1].mkdir(parents=True)
+        (sources[-1] / f"{package}.py").write_text(source)
+        (sources[-1] / "pyproject.toml").write_text(PROJECT.format(name=package, module=package, schedule=name))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(folder), *map(str, sources)], check=True, capture_output=True)
+    return folder
+
+
+def python(folder: Path, *arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    """Run python with the packages of a folder installed."""
+    variables = {**environment(), "PYTHONPATH": f"{ROOT}:{folder}"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=variables, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def schedule_command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return python(folder, "tools/schedule.py", *arguments)
+
+
+def passed(done: "subprocess.CompletedProcess[str]") -> str:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of the guide; one that cannot be imported; one that does not register what it lists."""
+    broken = {"half_gone": ("lost", "import nothing_of_this_name"), "says_nothing": ("silent", "")}
+    return install(tmp_path_factory.mktemp("packages"), {"my_schedules": ("last_in_first_out", EXAMPLE), **broken})
+
+
+def test_commands_of_schedules_take_the_name(packages: Path, tmp_path: Path) -> None:
+    row = ["--schedule", "last_in_first_out", "--ranks", "2", "--microbatches", "4"]
+    assert (
+        json.loads(passed(schedule_command(packages, "simulate", *row, "--json")))["schedule"] == "last_in_first_out"
+    )
+    assert "rank 1" in passed(schedule_command(packages, "show", *row))
+    passed(schedule_command(packages, "draw", *row, "--output", str(tmp_path / "picture.svg")))
+    assert "last_in_first_out" in (tmp_path / "picture.svg").read_text()
+    assert "F0.3 B0.3 B0.2 B0.1 B0.0" in passed(schedule_command(packages, "write", *row))
+
+
+def test_a_broken_package_is_one_line_and_disturbs_no_other(packages: Path) -> None:
+    rows = {line.split()[0]: line for line in passed(schedule_command(packages, "list")).splitlines()}
+    assert "the package half_gone cannot be loaded (half_gone): ModuleNotFoundError" in rows["lost"]
+    assert "does not register it" in rows["silent"]
+    assert "reverse order" in rows["last_in_first_out"]
+    assert "cannot be loaded" in passed(schedule_command(packages, "compare", "--ranks", "2", "--microbatches", "4"))
+    used = schedule_command(packages, "show", "--schedule", "lost", "--ranks", "2")
+    assert used.returncode == 2
+    assert used.stderr.startswith("error: schedule 'lost' of the package half_gone cannot be loaded")
+    assert used.stderr.count("\n") == 1
+
+
+def test_a_name_of_two_packages_is_refused(tmp_path: Path) -> None:
+    again = ("1f1b", EXAMPLE.replace("last_in_first_out", "1f1b", 1))
+    twice = dict.fromkeys(("one_package", "other_package"), ("last_in_first_out", EXAMPLE))
+    install(tmp_path, {**twice, "built_in_again": again})
+    for name in ("1f1b", "last_in_first_out"):
+        used = schedule_command(tmp_path, "show", "--schedule", name, "--ranks", "2")
+        assert used.returncode == 2
+        assert f"schedule '{name}' is registered twice, by " in used.stderr
+        assert used.stderr.count("\n") == 1
+    passed(schedule_command(tmp_path, "show", "--schedule", "gpipe", "--ranks", "2"))
+
+
+def test_a_wrong_registration_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
+
+    def backwards_reversed(num_ranks: int, num_microbatches: int) -> Sections:
+        rows = order("gpipe", num_ranks, num_microbatches).sections.body
+        count = num_microbatches
+        return Sections.flushing(tuple(np.concatenate([each[:count], each[: count - 1 : -1]]) for each in rows))
+
+    def halves(num_ranks: int, num_microbatches: int) -> Sections:
+        return order("zb_h1", num_ranks, num_microbatches).sections
+
+    schedule("reversed_as_a", "A")(backwards_reversed)
+    schedule("reversed_as_c", "C")(backwards_reversed)
+    schedule("halves", "A")(halves)
+    assert build("reversed_as_c", 2, 3).header.numerical_class == "C"
+    for name, message in (
+        ("reversed_as_a", "out of micro-batch order, but its class is A; register it with class C"),
+        ("halves", "splits backwards; register it with splits=True"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            build(name, 2, 3)
+    for name, numerical_class, message in (
+        ("two words", "A", "use only letters, digits and underscores"),
+        ("fine", "D", "with class 'D'; use A, B or C"),
+        ("1f1b", "A", "schedule '1f1b' is registered twice, by"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            schedule(name, numerical_class)(halves)  # type: ignore[arg-type]
+
+
+def test_planner_takes_the_name(packages: Path) -> None:
+    run = ["--model", "gpt2_1.5b", "--hardware", "h100", "--devices", "8", "--batch.global_size", "32", "--json"]
+    run += ["--parallel.pipeline", "4"]
+    predict = ["tools/plan.py", "predict", *run, "--schedule.name", "last_in_first_out"]
+    assert json.loads(passed(python(packages, *predict)))["layout"]["schedule"] == "last_in_first_out"
+    asked = ["tools/plan.py", "search", *run, "--schedules", "last_in_first_out"]
+    found = json.loads(passed(python(packages, *asked)))["search"]
+    assert found["best"]["layout"]["schedule"] == "last_in_first_out"
+    assert any("half_gone cannot be loaded" in each for each in found["not_searched"])
+
+
+@pytest.mark.slow
+def test_training_takes_the_name(packages: Path, tmp_path: Path) -> None:
+    losses = {}
+    for name in ("last_in_first_out", "1f1b"):
+        folder = tmp_path / name
+        flags = [*TINY, f"--data.prefix={write_shard(tmp_path)}", "--parallel.pipeline=2", f"--schedule.name={name}"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "pretrain_gpt.py"]
+        steps = ["--training.steps=3", "--training.log_every=1", f"--training.directory={folder}"]
+        assert name in passed(python(packages, *launcher, *flags, *steps))
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [row["loss"] for row in rows if "loss" in row]
+    assert losses["last_in_first_out"] == pytest.approx(losses["1f1b"], abs=1e-5)
+    assert len(losses["1f1b"]) == 3
+
+
+@pytest.mark.slow
+def test_library_takes_the_name(packages: Path) -> None:
+    own, built_in = map(json.loads, passed(python(packages, "-c", LIBRARY)).splitlines())
+    assert own == pytest.approx(built_in, rel=1e-5)
+    assert len(own) == 3

@@ -1,0 +1,174 @@
+"""Counted bytes, FLOPs and traffic of every kind of layer are exactly those that its ops declare."""
+
+import random
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.memory import RecomputedPart
+from megapipe.config.model import ModelConfig
+from megapipe.parallel import collectives
+from megapipe.parallel.groups import Group, Work
+from megapipe.parallel.mesh import Mesh
+from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.layers import layer_flops, model_layers, tensor_problems
+from tests.spec.counting import DTYPES, PREDICTIONS, SEQUENCE, Subject
+from tests.spec.sizes import predicted_bytes, sent_bytes
+from tests.support.meshes import run_threads
+
+SIZES: dict[str, Any] = {"vocabulary_size": 104, "num_layers": 1, "hidden_size": 64, "num_heads": 4}
+LLAMA: dict[str, Any] = {
+    "num_kv_heads": 2,
+    "normalization": "rms_norm",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "bias": "none",
+    "tie_embeddings": False,
+}
+DROPOUT = {"hidden_dropout": 0.1, "embedding_dropout": 0.1}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn_hidden_size": 96, "expert_balance_rate": 0.0}
+GPT: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2 with dropout": DROPOUT,
+    "llama": LLAMA,
+    "grouped heads": {"num_kv_heads": 2, "bias": "none"},
+    "one key head": {"num_kv_heads": 1},
+    "llama with one key head": {**LLAMA, "num_kv_heads": 1},
+    "qwen3": {**LLAMA, "qk_norm": True, "head_size": 24},
+    "experts": {**EXPERTS, "normalize_expert_shares": False},
+    "llama with experts": {**LLAMA, **EXPERTS},
+}
+BERT: dict[str, dict[str, Any]] = {
+    "post-norm bert": {"norm_position": "post"},
+    "post-norm bert with dropout": {"norm_position": "post", **DROPOUT},
+    "pre-norm bert": {"norm_position": "pre"},
+    "pre-norm bert with dropout": {"norm_position": "pre", **DROPOUT},
+    "pre-norm bert without sentence head": {"norm_position": "pre", "sentence_head": False, **DROPOUT},
+}
+LAYOUTS: dict[str, tuple[dict[str, int], ContextAttention]] = {
+    "one rank": ({}, "ring"),
+    "2 tensor ranks": ({"tensor": 2}, "ring"),
+    "4 tensor ranks": ({"tensor": 4}, "ring"),
+    "ring": ({"context": 2}, "ring"),
+    "all-to-all": ({"context": 2}, "all_to_all"),
+}
+PARTS: tuple[RecomputedPart, ...] = ("attention", "mlp", "norms")
+SUBSETS = [list(chosen) for count in range(4) for chosen in combinations(PARTS, count)]
+CHOICES = list(product(("sdpa", "unfused"), ("fp32", "bf16"), (1, 3), SUBSETS, (False, True), (False, True)))
+"""Attention, precision, size of a micro-batch, recomputed parts, recomputed logits, isolated documents."""
+FAST, EXHAUSTIVE = {"one rank": 8}, 32
+"""Choices that a tier draws for a model in a layout, the fast tier 3 where nothing is written."""
+
+
+def model_of(name: str, attention: Any) -> ModelConfig:
+    kind, fields = (BertModelConfig, BERT[name]) if name in BERT else (ModelConfig, GPT[name])
+    dropout = {"attention_dropout": 0.1} if "hidden_dropout" in fields and attention == "unfused" else {}
+    return kind(**SIZES, attention=attention, **fields, **dropout)
+
+
+def counted(mesh: Mesh, model: ModelConfig, kind: ContextAttention, choice: Any) -> dict[str, tuple[int, int]]:
+    """Return bytes saved for the backward, and handed over to the weight half, by kind of layer."""
+    _, precision, micro_size, parts, logits, documents = choice
+    found = {}
+    for layer in model_layers(model):
+        how: dict[str, Any] = {"mesh": mesh, "kind": kind, "documents": documents, "recompute": parts}
+        sizes = model, layer, micro_size, DTYPES[precision]
+        saved = Subject(*sizes, **how, recompute_logits=logits and layer.kind == "head").saved()
+        found[layer.kind] = saved, Subject(*sizes, **how).handed_over()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*GPT, *BERT])
+@pytest.mark.parametrize("tier", ["some", pytest.param("many", marks=pytest.mark.exhaustive)])
+def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> None:
+    sizes, kind = LAYOUTS[layout]
+    tensor, context = sizes.get("tensor", 1), sizes.get("context", 1)
+    if tensor_problems(model_of(name, "sdpa"), tensor):
+        pytest.skip("the model does not divide")
+    possible = [each for each in CHOICES if not each[-1] or (layout == "one rank" and name in GPT)]
+    draw = random.Random(name + layout)
+    for choice in draw.sample(possible, EXHAUSTIVE if tier == "many" else FAST.get(layout, 3)):
+        attention, precision, micro_size, parts, logits, documents = choice
+        model = model_of(name, attention)
+        ranks: list[dict[str, tuple[int, int]]] = run_threads(sizes, counted, model, kind, choice)
+        for layer in model_layers(model):
+            found = tuple(sum(column) for column in zip(*(each[layer.kind] for each in ranks), strict=True))
+            fields: dict[str, Any] = {
+                "recompute": parts,
+                "isolate_documents": documents,
+                "tensor": tensor,
+                "sequence_parallel": tensor > 1,
+                "context": context,
+                "context_attention": kind,
+                "predictions": PREDICTIONS if name in BERT else None,
+            }
+            predicted = [
+                len(ranks)
+                * predicted_bytes(model, layer, micro_size, SEQUENCE, precision, attention, **fields, **each)
+                for each in ({"recompute_logits": logits}, {"halves": True})
+            ]
+            # Which expert gets how many rows the data decides, so numbers of rows differ between ranks.
+            saves_differ = model.num_experts is not None and tensor > 1
+            checked = slice(int(saves_differ), 2)
+            assert found[checked] == tuple(predicted)[checked], (layer.kind, choice)
+
+
+@pytest.mark.parametrize("recompute_logits", [False, True])
+@pytest.mark.parametrize("name", [*GPT, *BERT])
+def test_counted_flops_are_declared_ones(name: str, recompute_logits: bool) -> None:
+    model = model_of(name, "unfused")
+    predictions = PREDICTIONS if name in BERT else None
+    for layer in model_layers(model):
+        head = layer.kind == "head"
+        counted_flops = Subject(model, layer, recompute_logits=recompute_logits and head).flops()
+        declared = layer_flops(model, layer, 3, SEQUENCE, predictions, recompute_logits)
+        assert sum(counted_flops) == declared.executed, layer.kind
+        assert counted_flops[0] == declared.forward or (recompute_logits and head and name in GPT)
+
+
+def traffic(mesh: Mesh, model: ModelConfig, kind: ContextAttention, precision: str) -> tuple[int, int]:
+    """Return the bytes that one rank of a ring sends forward and backward."""
+    sent = []
+    group = mesh.group("context")
+    shift = group.shift
+
+    def counting(tensor: Tensor, into: Tensor) -> Work:
+        sent.append(tensor.nbytes)
+        return shift(tensor, into)
+
+    group.shift = counting  # type: ignore[method-assign]
+    subject = Subject(model, model_layers(model)[1], dtype=DTYPES[precision], mesh=mesh, kind=kind)
+    output = subject.run()
+    forward = sum(sent)
+    output.sum().backward()
+    return forward, sum(sent) - forward
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_ring_sends_what_is_declared(name: str, size: int, precision: Any) -> None:
+    model = model_of(name, "sdpa")
+    expected = sent_bytes(model, 3, SEQUENCE, precision, "ring", size)
+    assert run_threads({"context": size}, traffic, model, "ring", precision) == [expected] * size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "one key head"])
+def test_an_all_to_all_sends_what_is_declared(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name, "sdpa")
+    sent: list[int] = []
+    exchange = collectives._exchanged
+
+    def counting(x: Tensor, group: Group) -> Tensor:
+        sent.append(sum(part.nbytes for rank, part in enumerate(x) if rank != group.rank))
+        return exchange(x, group)
+
+    monkeypatch.setattr(collectives, "_exchanged", counting)
+    run_threads({"context": size}, traffic, model, "all_to_all", "fp32")
+    assert len(sent) == 4 * size
+    assert sum(sent) == size * sum(sent_bytes(model, 3, SEQUENCE, "fp32", "all_to_all", size))
