@@ -185,8 +185,10 @@ class RankPrediction:
         return round(float(np.sum(self.timeline, axis=0).max()))
 
     def temporaries(self) -> int:
-        """Return the difference between a step's peak bytes and the peak bytes after any action."""
-        return self._peak - round(float(np.sum(self.timeline[:-1], axis=0).max()))
+        """Return by how much activations and sends peak higher within an action than after any action."""
+        held = self.timeline
+        after = held.activations + held.sent
+        return round(float((after + held.temporaries).max() - after.max()))
 
     def device_bytes(self) -> int:
         """Return the peak bytes on the device during a step: persistent state, message slots, other tensors."""
