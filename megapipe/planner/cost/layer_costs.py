@@ -216,6 +216,11 @@ class LayerCost:
         waits = self.tensor.backward_input + self.context.backward_input
         return self.compute.backward_input + self.compute.backward_weight + waits
 
+    @property
+    def weight_half(self) -> float:
+        """Seconds of the weight half of a backward that is split."""
+        return self.compute.backward_weight + self.tensor.backward_weight + self.context.backward_weight
+
 
 def layer_cost(
     run: RunLayout, layer: LayerSpec, flops: Flops, times: LayerTimes, assumptions: Assumptions
@@ -370,8 +375,9 @@ class StageCosts:
 
     Phases are kernels only; tensor and context are waits for other ranks. recompute: of layers that are recomputed as
     a whole. made_again: of parts that are recomputed within a backward. first_backward: of the layer whose backward is
-    first, as a part of the stage's. last_reduction: of the layer whose gradient is last. sharded_reduction,
-    sharded_gather: with every micro-batch, of state units whose gradients, or weights, are sharded.
+    first, as a part of the stage's. last_reduction: of the layer whose gradient is last. still_reducing: what is left
+    of the sum before it when that gradient is there. sharded_reduction, sharded_gather: with every micro-batch, of
+    state units whose gradients, or weights, are sharded. units: of each layer by itself, where there are such units.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -390,6 +396,8 @@ class StageCosts:
     sharded_gather: Floats
     first_backward: Floats
     last_reduction: Floats
+    still_reducing: Floats
+    units: "StageCosts | None" = None
 
     @property
     def gather_after(self) -> Floats:
@@ -426,7 +434,9 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     update = found.update.copy()
     for (stage, _), seconds in tied_updates(run, kinds).items():
         update[stage] += seconds
-    return replace(found, ranks=np.array(run.ranks), update=update)
+    sharded = found.sharded_reduction.any() or found.sharded_gather.any()
+    units = each_layer(run, kinds) if sharded else None
+    return replace(found, ranks=np.array(run.ranks), update=update, units=units)
 
 
 def each_layer(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
@@ -451,11 +461,9 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
     rerun = np.zeros(len(classes), dtype=np.bool_)
     for members, spans in zip(run.stages.ranges, run.recomputed, strict=False):
         rerun[[members.start + unit for span in spans for unit in span]] = True
-    counts, again = np.zeros((2, len(parts), len(kinds)))
-    for part, members in enumerate(parts):
-        own, twice = classes[members.start : members.stop], rerun[members.start : members.stop]
-        counts[part] = np.bincount(own, minlength=len(kinds))
-        again[part] = np.bincount(own[twice], minlength=len(kinds)) if twice.any() else 0.0
+    each = np.eye(len(kinds))[classes]
+    starts = [members.start for members in parts]
+    counts, again = np.add.reduceat(each, starts), np.add.reduceat(each * rerun[:, None], starts)
     layers = [run.stages.layers[index] for index in run.kinds]
     whole = [recompute_method(run.config, each.name) == "full" for each in layers]
     made = counts * ~np.array(whole)
@@ -475,8 +483,10 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
         source = MEASURED_WAITS if measured else source
         return Waits(forward, halves[0], halves[1], total(f"{name}.forward", again), source)
 
-    backward = np.array([kind.whole_backward for kind in kinds])
+    backward, weight_half = np.array([(kind.whole_backward, kind.weight_half) for kind in kinds]).T
     reduction = of_states("reduction")
+    first = classes[starts]
+    second = np.where(counts.sum(axis=1) > 1, reduction[classes[[members[:2][-1] for members in parts]]], 0.0)
     return StageCosts(
         ranks=np.zeros(len(parts), dtype=np.int64),
         layers=counts.sum(axis=1).astype(np.int64),
@@ -493,7 +503,8 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
         sharded_reduction=counts @ of_states("reduction", 2),
         sharded_gather=counts @ of_states("gather", 3),
         first_backward=backward[classes[[members[-1] for members in parts]]] / np.maximum(counts @ backward, TINY),
-        last_reduction=reduction[classes[[members[0] for members in parts]]],
+        last_reduction=reduction[first],
+        still_reducing=np.maximum(0.0, second - (weight_half if run.splits else backward)[first]),
     )
 
 

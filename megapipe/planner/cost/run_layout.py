@@ -19,6 +19,7 @@ from megapipe.layout.table import LayoutTable, moves_to_host, undecided
 from megapipe.layout.validation import run_problems
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.offload import Offload
+from megapipe.schedules.registry import find_generator
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops
 from megapipe.spec.parameters import tied_names
@@ -57,6 +58,11 @@ class RunLayout:
     def chunks(self) -> int:
         """Return the number of stages on each rank."""
         return len(self.ranks) // self.pipeline
+
+    @cached_property
+    def splits(self) -> bool:
+        """Return whether backwards are split into an input half and a weight half."""
+        return self.config.schedule.two_bp or find_generator(self.config.schedule.name).splits
 
     @property
     def num_microbatches(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from megapipe.schedules.registry import find_generator
 from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 
 Floats = npt.NDArray[np.float64]
+Entry = TypeVar("Entry", np.float64, np.bool_)
 STEPS = 4
 """Optimizer steps that are walked or simulated of a schedule without a flush; half of them fill the pipeline."""
 WALKED_PERIODS = (9, 36)
@@ -27,13 +28,17 @@ WALKED_PERIODS = (9, 36)
 
 
 class Waiting(NamedTuple):
-    """Seconds of a step in which the busiest rank waits for other ranks' compute, and for their messages."""
+    """Seconds of a step in which the busiest rank waits for other ranks' compute, and for their messages, and seconds
+    that work after the last actions of ranks adds to it."""
 
     bubble: float
     messages: float
+    after: float
 
 
-def waiting_of(name: str, options: Options, costs: OrderCosts, num_microbatches: int, work: float) -> Waiting:
+def waiting_of(
+    name: str, options: Options, costs: OrderCosts, num_microbatches: int, work: float, after: Floats
+) -> Waiting:
     """Return what the rank with the most work waits for in one step of a named schedule.
 
     Args:
@@ -41,15 +46,17 @@ def waiting_of(name: str, options: Options, costs: OrderCosts, num_microbatches:
         costs: of one layout.
         num_microbatches: of a step of one replica.
         work: seconds of a micro-batch on the busiest rank.
+        after: seconds of work that follows each rank's last action, shape [ranks].
     """
     if costs.latency.shape[-1] == 1:
-        return Waiting(0.0, 0.0)
-    links = np.array([0.0, 1.0])[:, None, None]
-    both = OrderCosts(*(np.repeat(each, 2, axis=0) for each in costs))
-    both = both._replace(latency=both.latency * links, transfer=both.transfer * links)
-    alone, whole = (float(each) for each in step_seconds(name, options, both, num_microbatches))
+        return Waiting(0.0, 0.0, float(after[0]))
+    links = np.array([0.0, 1.0, 1.0])[:, None, None]
+    each = costs.repeated(3)
+    each = each._replace(latency=each.latency * links, transfer=each.transfer * links)
+    ends = step_seconds(name, options, each, num_microbatches, np.array([0.0, 0.0, 1.0])[:, None] * after)
+    alone, whole, later = (float(end) for end in ends)
     bubble = max(0.0, alone - num_microbatches * work)
-    return Waiting(bubble, max(0.0, whole - num_microbatches * work - bubble))
+    return Waiting(bubble, max(0.0, whole - num_microbatches * work - bubble), later - whole)
 
 
 def step_seconds(
@@ -74,9 +81,10 @@ def step_seconds(
         ends = graph.ends(costs)
         slope = graph.slope(ends, period)
         if slope is not None:
-            found: Floats = graph.finish(ends, after) + (num_microbatches - shown) // period * slope
-            return found
-    finishes: list[Floats] = [graph.finish(graph.ends(costs), after) for graph in _graphs(*key, num_microbatches)]
+            found = graph.finish(ends, costs.after_backward, after)
+            return found + (num_microbatches - shown) // period * slope
+    graphs = _graphs(*key, num_microbatches)
+    finishes = [graph.finish(graph.ends(costs), costs.after_backward, after) for graph in graphs]
     return finishes[0] if len(finishes) == 1 else (finishes[1] - finishes[0]) / (STEPS - STEPS // 2)
 
 
@@ -162,6 +170,14 @@ class _Pace(NamedTuple):
     backward: Floats
 
 
+class _Exposed(NamedTuple):
+    """By stage, the seconds that traffic of replicas adds to a pass of a micro-batch; late: before the last unit that
+    waits for a free buffer."""
+
+    whole: Floats
+    late: Floats
+
+
 class _Step:
     def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> None:
         self.run, self.costs, self.assumptions, self.source = run, costs, assumptions, source
@@ -169,7 +185,6 @@ class _Step:
         self.generator = find_generator(config.schedule.name)
         self.options = schedule_options(config)
         self.policy = self.generator.policy_of(run.pipeline, run.num_microbatches, self.options)
-        self.splits = self.generator.splits or config.schedule.two_bp
         self.flushes = self.policy.flushes
         self.count = run.num_microbatches
         self.units = np.bincount(costs.ranks, costs.layers)
@@ -180,14 +195,12 @@ class _Step:
 
     def terms(self) -> Iterator[Term]:
         """Yield all terms. Traffic of sharded weights and gradients of a micro-batch overlaps with its compute."""
-        costs, slow, splits = self.costs, self.assumptions.slow_down, self.splits
+        costs, splits = self.costs, self.run.splits
         backward = costs.input_half + costs.weight_half(apart=splits)
-        gathers, sums = self._steady_traffic()
-        whole = costs.whole_again + backward
-        forward_traffic = side_by_side(costs.whole_forward, gathers, slow) - costs.whole_forward
-        backward_traffic = side_by_side(whole, gathers + sums, slow) - whole
+        (forward_traffic, late_forward), (backward_traffic, late_backward), split = self._exposed_traffic()
         if self.policy.updates_per_step > 1:
-            backward_traffic = self._up_to_the_update(whole, gathers + sums)
+            backward_traffic = self._up_to_the_update()
+            late_backward = backward_traffic * np.maximum(0.0, 1.0 - self._buffers / costs.layers)
         pace = _Pace(
             costs.by_rank(costs.whole_forward + forward_traffic + backward + costs.whole_again + backward_traffic),
             self._by_chunk(backward + costs.whole_again + forward_traffic + backward_traffic),
@@ -196,24 +209,26 @@ class _Step:
         work = float(pace.work[busiest])
         hops = np.array(hop_seconds(self.run, self.assumptions))
         # A weight half, after which gradients are summed, blocks no other rank.
-        blocking = side_by_side(whole, gathers, slow) - whole if splits else backward_traffic
-        without, between = self._without_buffer(), costs.whole_again * self._between_backwards()
-        late_forward, late_backward = forward_traffic * without, blocking * without + between
-        apart, after = costs.weight_half(apart=splits), backward_traffic - blocking
+        late = split.late if splits else late_backward
+        early = np.minimum(split.whole - split.late, backward_traffic - late)
+        apart, after = costs.weight_half(apart=splits), backward_traffic - early - late
+        rerun = costs.whole_again * self._between_backwards()
         waiting = waiting_of(
             self.run.config.schedule.name,
             self.options,
             OrderCosts(
                 (forward_traffic - late_forward)[None],
                 (costs.whole_forward + late_forward)[None],
-                (costs.whole_again + blocking - late_backward)[None],
-                (costs.input_half + apart + late_backward)[None],
-                (costs.input_half + late_backward)[None],
-                (apart + after)[None],
+                (costs.whole_again - rerun + early)[None],
+                (costs.input_half + apart + late + rerun)[None],
+                (costs.input_half + late + rerun)[None],
+                (apart + (after if splits else 0.0))[None],
                 *self._links(hops),
+                None if splits else after[None],
             ),
             self.count,
             work,
+            self._sums_left(pace, 0.0) if self.flushes else np.zeros(self.run.pipeline),
         )
         yield from self._of_rank(busiest)
         exposed = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
@@ -227,7 +242,7 @@ class _Step:
             # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
             messages += 2 * self.run.chunks * float(hops.sum(axis=1).max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
-        yield from self._at_the_end(pace, before)
+        yield from self._at_the_end(pace, before, waiting.after if self.flushes else self._reductions(pace, before))
 
     def _links(self, hops: Floats) -> tuple[Floats, Floats]:
         """Return latencies and transfers for `OrderCosts`. hops: by rank, both of a message to the next rank."""
@@ -238,11 +253,51 @@ class _Step:
         found[:, ranks, following] = hops.T
         return found[0][None], found[1][None]
 
-    def _up_to_the_update(self, backward: Floats, traffic: Floats) -> Floats:
-        """Return by stage how long an update after every micro-batch waits for sums that its backward did not hide. A
-        unit's sum starts when its gradient is there, so the last one is always exposed."""
-        before = backward * self.costs.first_backward
-        each = zip(backward, traffic, before, self.costs.last_reduction, strict=True)
+    def _exposed_traffic(self) -> tuple[_Exposed, _Exposed, _Exposed]:
+        """Return what a forward, a backward, and a backward without its sums wait for.
+
+        While a unit computes, the weights of the unit that follows in its pass are gathered, and the gradients of the
+        one before are summed. A unit that computes for less time than its neighbors' traffic takes waits for it.
+        """
+        units = self.costs.units
+        if units is None:
+            nothing = _Exposed(*np.zeros((2, len(self.costs.ranks))))
+            return nothing, nothing, nothing
+        sizes = self.costs.layers
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        each = np.arange(ends[-1])
+        following, preceding = each + 1, each - 1
+        following[ends - 1], preceding[starts] = starts, ends - 1
+        # Other units' traffic happens earlier or later, while other stages compute.
+        late = (following - np.repeat(starts, sizes) >= self._buffers) & (following > each)
+
+        def exposed(compute: Floats, traffic: Floats) -> _Exposed:
+            added = side_by_side(compute, traffic, self.assumptions.slow_down) - compute
+            whole = np.add.reduceat(added, starts)
+            return _Exposed(whole, np.add.reduceat(added * late, starts))
+
+        gathers = units.sharded_gather * np.repeat(self.traffic.gathers, sizes) / 2
+        backward = units.whole_again + units.input_half + units.weight_half(apart=self.run.splits)
+        sums = units.sharded_reduction * np.repeat(self.traffic.sums, sizes)
+        whole = exposed(backward, gathers[preceding] + sums[following])
+        return exposed(units.whole_forward, gathers[following]), whole, exposed(backward, gathers[preceding])
+
+    @cached_property
+    def _buffers(self) -> int:
+        """Return the number of units whose sharded weights and gradients a stage holds whole."""
+        zero = self.run.config.zero
+        return zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
+
+    def _up_to_the_update(self) -> Floats:
+        """Return by stage how long an update after every micro-batch waits for traffic that its backward did not hide.
+        A unit's sum starts when its gradient is there, so the last one is always exposed; while the first gradient is
+        computed, the next unit's weights are gathered."""
+        costs = self.costs
+        backward = costs.whole_again + costs.input_half + costs.weight_half(apart=self.run.splits)
+        gathers = costs.sharded_gather * self.traffic.gathers / 2
+        before = np.maximum(0.0, backward * costs.first_backward - gathers / costs.layers)
+        each = zip(backward, gathers + costs.reduction, before, costs.last_reduction, strict=True)
         return np.array([Beside(*values).exposed(self.assumptions.slow_down) for values in each])
 
     def _between_backwards(self) -> Floats:
@@ -255,15 +310,7 @@ class _Step:
             found[stage] = 1.0 - first / units if units else 0.0
         return found
 
-    def _without_buffer(self) -> Floats:
-        """Return by stage the share of sharded weights and gradients that has no buffer while a micro-batch passes.
-        The traffic of the others happens earlier or later, while other stages compute."""
-        zero = self.run.config.zero
-        buffers = zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
-        found: Floats = np.maximum(0.0, 1.0 - buffers / self.costs.layers)
-        return found
-
-    def _by_chunk(self, values: Floats) -> Floats:
+    def _by_chunk(self, values: npt.NDArray[Entry]) -> npt.NDArray[Entry]:
         """Return values of stages as [chunks, ranks], the chunks of a rank in the order of its stages."""
         order = np.argsort(self.costs.ranks, kind="stable")
         return values[order].reshape(self.run.pipeline, self.run.chunks).T
@@ -276,19 +323,12 @@ class _Step:
 
         yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), self.source)
         yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {self.source}")
-        yield Term("tensor", once(costs.tensor.microbatch(apart=self.splits)), costs.tensor.source)
-        yield Term("context", once(costs.context.microbatch(apart=self.splits)), costs.context.source)
+        yield Term("tensor", once(costs.tensor.microbatch(apart=self.run.splits)), costs.tensor.source)
+        yield Term("context", once(costs.context.microbatch(apart=self.run.splits)), costs.context.source)
 
-    def _steady_traffic(self) -> tuple[Floats, Floats]:
-        """Return by stage the exchanges of replicas in a micro-batch: gathers before each pass, sums of gradients."""
-        counts = self.traffic
-        sums = counts.sums if self.policy.updates_per_step == 1 else np.ones(len(counts.sums))
-        reduction = self.costs.sharded_reduction if self.policy.updates_per_step == 1 else self.costs.reduction
-        return self.costs.sharded_gather * counts.gathers / 2, reduction * sums
-
-    def _at_the_end(self, pace: _Pace, before: float) -> Iterator[Term]:
-        """Yield the terms after the last backward. before: seconds up to it."""
-        sums = max(self._reductions(pace, before), self._streamed() - before)
+    def _at_the_end(self, pace: _Pace, before: float, sums: float) -> Iterator[Term]:
+        """Yield the terms after the last backward. before: seconds up to it. sums: of gradients, seconds after it."""
+        sums = max(sums, self._streamed() - before)
         yield Term("data", sums, "gradient reduction that overlaps with backwards, arXiv 2211.13878")
         tied = tied_seconds(self.run) - sums - self._slack(before)[0]
         yield Term(
@@ -313,12 +353,8 @@ class _Step:
         return self.costs.by_rank(self.costs.update + self.costs.gather_after)
 
     def _reductions(self, pace: _Pace, before: float) -> float:
-        """Return the seconds that sums of gradients add after the last backward, on the rank that ends last."""
-        if self.policy.updates_per_step > 1 or not self.costs.reduction.any():
-            return 0.0
-        earlier = np.concatenate([[0.0], np.cumsum(pace.backward.mean(axis=0))[:-1]])
-        spare = earlier if self.flushes else np.zeros(self.run.pipeline)
-        return max(0.0, float((self._sums_left(pace, before) - spare).max()))
+        """Return the seconds that sums of gradients add to a step without a flush, on the rank that ends last."""
+        return max(0.0, float(self._sums_left(pace, before).max()))
 
     def _streamed(self) -> float:
         """Return the seconds of the busiest rank's stream of gathers and sums in a step, one after another, if each
@@ -340,13 +376,16 @@ class _Step:
         Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
         and the remaining ones overlap with the backwards of the next chunk.
         """
+        if self.policy.updates_per_step > 1:
+            return np.zeros(self.run.pipeline)
         backward, traffic = pace.backward, self._by_chunk(self.costs.reduction)
         overlap = backward * (1 - self._by_chunk(self.costs.first_backward))
         # Sums of every micro-batch run in the background of its backward: the last layer's is left, and those of units
         # whose gradients are whole.
-        last = self._by_chunk(self.costs.last_reduction)
+        steady = self.traffic.sums > 0
+        last = self._by_chunk(self.costs.last_reduction + np.where(steady, 0.0, self.costs.still_reducing))
         once = self._by_chunk(self.costs.reduction - self.costs.sharded_reduction)
-        traffic = np.where(self._by_chunk(self.traffic.sums) > 0, np.maximum(last, once), traffic)
+        traffic = np.where(self._by_chunk(steady), np.maximum(last, once), traffic)
         passes = min(self.run.pipeline, self.count) if self.generator.repeats else self.count
         left = hidden = np.zeros(self.run.pipeline)
         for chunk in reversed(range(self.run.chunks)):

@@ -31,6 +31,8 @@ class OrderCosts(NamedTuple):
     before_forward, before_backward: of work right before a forward, and before a backward or its input half, that does
     not wait for the message, such as recomputation. latency, transfer: of a message from a rank (second index) to
     another one, shape [layouts, ranks, ranks]; it keeps the link busy for `transfer` and arrives `latency` later.
+    after_backward: of work that follows a backward and delays only the next backward of its rank, or the rank's end,
+    such as sums of gradients; none by default.
     """
 
     before_forward: Floats
@@ -41,6 +43,12 @@ class OrderCosts(NamedTuple):
     backward_weight: Floats
     latency: Floats
     transfer: Floats
+    after_backward: Floats | None = None
+
+    def repeated(self, times: int) -> "OrderCosts":
+        """Return the costs of a number of equal layouts for each layout."""
+        parts = (None if each is None else np.repeat(each, times, axis=0) for each in self)
+        return OrderCosts(*parts)  # type: ignore[arg-type]
 
 
 class OrderGraph:
@@ -108,6 +116,11 @@ class OrderGraph:
         durations = np.where(nodes.timed, placed, np.where(nodes.early, places + placed, 0))
         self._duration_at = np.concatenate([[0], durations, 2 * places + links])[order]
         self._early_at = np.concatenate([[0], np.where(nodes.opens, placed, 0), none])[order]
+        preceding, self._last_backward = _backwards_before(self._kind, self._stage, rank_starts)
+        # The work after a backward comes with the work right before the next one: where a row's own node has that.
+        delayed = np.where(nodes.early | nodes.opens, 1 + preceding[nodes.row], 0)
+        self._delayed_at = np.concatenate([[0], delayed, none])[order]
+        self._delays_action = np.concatenate([[0], nodes.early, none]).astype(np.bool_)[order]
         self._late_at = np.concatenate([[0], np.append(0, links)[self._taken], none])[order]
 
     def ends(self, costs: OrderCosts) -> Floats:
@@ -124,6 +137,10 @@ class OrderGraph:
         duration = np.concatenate(works).take(self._duration_at, 0)
         early = np.concatenate([zero, before.reshape(-1, layouts)]).take(self._early_at, 0)
         late = np.concatenate([zero, latency]).take(self._late_at, 0)
+        if costs.after_backward is not None:
+            delays = np.concatenate([zero, costs.after_backward.T]).take(self._delayed_at, 0)
+            duration += np.where(self._delays_action[:, None], delays, 0.0)
+            early += np.where(self._delays_action[:, None], 0.0, delays)
         end: Floats = np.zeros_like(duration)
         for part, first, second in self._levels:
             found = end.take(first, 0)
@@ -134,10 +151,15 @@ class OrderGraph:
             np.add(found, duration[part], out=end[part])
         return end
 
-    def finish(self, ends: Floats, after: Floats | None = None) -> Floats:
-        """Return the end of the last rank, shape [layouts]. ends: by `ends`. after: seconds of work that follows each
-        rank's last action, shape [layouts, ranks]."""
+    def finish(self, ends: Floats, after_backward: Floats | None = None, after: Floats | None = None) -> Floats:
+        """Return the end of the last rank, shape [layouts].
+
+        ends: by `ends`. after_backward: of the costs. after: seconds of work that follows each rank's last action,
+        shape [layouts, ranks].
+        """
         last = np.maximum.reduceat(ends[self._number[: len(self._taken)]], self._starts)
+        if after_backward is not None:
+            last = last + np.where(self._last_backward >= 0, after_backward[:, self._last_backward], 0.0).T
         found: Floats = (last if after is None else last + after.T).max(axis=0)
         return found
 
@@ -211,6 +233,18 @@ class _Nodes(NamedTuple):
         timed = part == 2
         takers, senders = np.where(waits, number[1], number[2]), np.where(leaves, number[3], number[2])
         return cls(row, timed, part == 0, timed & ~grouped[row], number[2], takers, senders)
+
+
+def _backwards_before(kind: Ints, stage: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """Return for each backward, or input half, the stage of the backward before it on its rank, and for each rank the
+    stage of its last backward; -1 where there is none. starts: the first row of each rank."""
+    rows = np.flatnonzero((kind == Kind.BACKWARD) | (kind == Kind.BACKWARD_INPUT))
+    rank = np.searchsorted(starts, rows, side="right")
+    before, last = np.full(len(kind), -1), np.full(len(starts), -1)
+    same = rank[1:] == rank[:-1]
+    before[rows[1:][same]] = stage[rows[:-1][same]]
+    last[rank - 1] = stage[rows]
+    return before, last
 
 
 def _receiving_stages(schedule: Schedule, rows: Ints) -> Ints:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 import megapipe.planner.cost.step_time as pipeline_time
 from megapipe.planner.cost.step_time import step_seconds, waiting_of
 from megapipe.schedules import Costs, Link, Rows, Schedule, ScheduleError, Sections, build, lower, order, simulate
-from megapipe.schedules.actions import COMPUTE_STREAM, GROUP
+from megapipe.schedules.actions import COMPUTE_STREAM, GROUP, KIND, MICROBATCH, STAGE, Kind
 from megapipe.schedules.registry import GENERATORS
 from megapipe.schedules.schedule import SECTIONS
 from megapipe.schedules.simulation import stage_times
 from megapipe.schedules.simulation.costs import TIMED
 from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
+from megapipe.schedules.table import Table
 
 NAMES = sorted(GENERATORS)
 
@@ -45,7 +46,8 @@ def random_costs(seed: int, ranks: int, stages: int, layouts: int = 1) -> OrderC
     again = random.integers(0, 40, (layouts, stages)) * float(random.integers(2))
     links = [random.integers(0, 160, (layouts, ranks, ranks)) * float(random.integers(2)) for _ in range(2)]
     forward, half, weight = phases
-    return OrderCosts(np.zeros_like(forward), forward, again, half + weight, half, weight, *links)
+    after = random.integers(0, 90, (layouts, stages)) * float(random.integers(2))
+    return OrderCosts(np.zeros_like(forward), forward, again, half + weight, half, weight, *links, after)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +56,7 @@ def random_costs(seed: int, ranks: int, stages: int, layouts: int = 1) -> OrderC
 def test_the_walk_of_an_order_is_the_simulation_of_its_schedule(name: str, data: st.DataObject, seed: int) -> None:
     ranks, chunks, count, options = data.draw(orders(name))
     stages = ranks * chunks
-    costs = random_costs(seed, ranks, stages, layouts=2)
+    costs = random_costs(seed, ranks, stages, layouts=2)._replace(after_backward=None)
     schedule = build(name, ranks, count, recompute=((range(1),),) * stages, **options)
     found = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
     for layout in range(2):
@@ -81,6 +83,54 @@ def simulated(schedule: Schedule, costs: OrderCosts, layout: int, steps: int) ->
 
 @settings(max_examples=200, deadline=None)
 @given(name=st.sampled_from(NAMES), data=st.data(), seed=st.integers(0, 2**31))
+def test_work_after_a_backward_delays_the_next_backward_of_its_rank(name: str, data: st.DataObject, seed: int) -> None:
+    ranks, chunks, count, options = data.draw(orders(name, 12))
+    schedule, costs = order(name, ranks, count, **options), random_costs(seed, ranks, ranks * chunks)
+    graph = OrderGraph(schedule, 1 if schedule.flushes else 3)
+    (found,) = graph.finish(graph.ends(costs), costs.after_backward)
+    assert found == pytest.approx(played(Table.unroll(schedule, 1 if schedule.flushes else 3), costs), rel=1e-12)
+
+
+def played(table: Table, costs: OrderCosts) -> float:
+    """When the last rank ends: rank by rank, each as far as the messages have come."""
+    header, stages = table.header, len(table.header.stages)
+    costs = OrderCosts(*(None if each is None else each[0] for each in costs))  # type: ignore[arg-type]
+    queues = [list(table.rows[table.rank == rank]) for rank in range(header.num_ranks)]
+    clocks, left, busy = [0.0] * len(queues), [0.0] * len(queues), dict[tuple[int, int], float]()
+    arrivals = dict[tuple[bool, int, int], float]()
+    while any(queues):
+        moved = False
+        for rank, queue in enumerate(queues):
+            while queue:
+                kind, stage, microbatch = Kind(queue[0][KIND]), int(queue[0][STAGE]), int(queue[0][MICROBATCH])
+                route, forward = microbatch % len(header.routes), kind == Kind.FORWARD
+                neighbors = header.preceding_stages, header.following_stages
+                source, target = (int(each[route, stage]) for each in (neighbors if forward else neighbors[::-1]))
+                backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                remote = source >= 0 and header.stage_ranks[source] != rank
+                place = forward, stage, microbatch
+                if (forward or backward) and remote and place not in arrivals:
+                    break
+                queue.pop(0)
+                moved = True
+                if backward:
+                    clocks[rank] += left[rank] + costs.before_backward[stage]
+                    left[rank] = costs.after_backward[stage]  # type: ignore[index]
+                phases = costs.forward, costs.backward, costs.backward_input, costs.backward_weight
+                kinds = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+                clocks[rank] = max(clocks[rank], arrivals.get(place, 0.0) if forward or backward else 0.0)
+                clocks[rank] += phases[kinds.index(kind)][stage]
+                to = int(header.stage_ranks[target]) if 0 <= target < stages else rank
+                if (forward or backward) and to != rank:
+                    link = rank, to
+                    busy[link] = max(busy.get(link, 0.0), clocks[rank]) + costs.transfer[link]
+                    arrivals[forward, target, microbatch] = busy[link] + costs.latency[link]
+        assert moved
+    return max(clock + rest for clock, rest in zip(clocks, left, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.sampled_from(NAMES), data=st.data(), seed=st.integers(0, 2**31))
 def test_the_walk_takes_a_group_of_rows_as_one_action(name: str, data: st.DataObject, seed: int) -> None:
     """Neighbouring rows of an order become groups of two or three, as far as ranks do not wait for each other."""
     ranks, chunks, count, options = data.draw(orders(name, 12))
@@ -102,6 +152,7 @@ def test_the_walk_takes_a_group_of_rows_as_one_action(name: str, data: st.DataOb
     except ScheduleError:
         assume(False)
     costs, graph = random_costs(seed, ranks, ranks * chunks, layouts=2), OrderGraph(schedule, steps)
+    costs = costs._replace(after_backward=None)
     found = graph.finish(graph.ends(costs))
     assert found == pytest.approx([simulated(lowered, costs, layout, steps) for layout in range(2)], rel=1e-12)
 
@@ -121,7 +172,7 @@ def check_long_steps(name: str, data: st.DataObject, seed: int, longest: int) ->
     costs = random_costs(seed, ranks, ranks * chunks)
     found = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_time, "PERIODS", ())
+        patch.setattr(pipeline_time, "WALKED_PERIODS", ())
         assert found == pytest.approx(step_seconds(name, options, costs, count), rel=1e-12)  # type: ignore[arg-type]
 
 
@@ -164,8 +215,11 @@ def test_waiting_is_never_negative_and_a_slower_stage_never_makes_a_step_faster(
     slower = plain._replace(forward=plain.forward + np.eye(stages)[seed % stages])
     work = 1.0  # far below that of any rank
     totals = []
+    after = np.random.default_rng(seed).integers(0, 300, ranks).astype(float)
+    if not order(name, ranks, count).flushes:  # the next step follows at once
+        after *= 0
     for costs in (plain, slower):
-        found = waiting_of(name, {}, costs, count, work)
+        found = waiting_of(name, {}, costs, count, work, after)
         assert min(found) >= 0
         totals.append(sum(found))
     assert totals[1] >= totals[0]
