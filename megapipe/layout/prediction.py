@@ -185,10 +185,11 @@ class RankPrediction:
         return round(float(np.sum(self.timeline, axis=0).max()))
 
     def temporaries(self) -> int:
-        """Return by how much activations and sends peak higher within an action than after any action."""
+        """Return by how much a step peaks higher within an action than after any action: all parts of its memory, or
+        activations and sends alone if that is less. Either way the peaks of all parts add up to at least the peak."""
         held = self.timeline
-        after = held.activations + held.sent
-        return round(float((after + held.temporaries).max() - after.max()))
+        each = np.stack([np.sum(held[:-1], axis=0), held.activations + held.sent])
+        return round(float(((each + held.temporaries).max(axis=1) - each.max(axis=1)).min()))
 
     def device_bytes(self) -> int:
         """Return the peak bytes on the device during a step: persistent state, message slots, other tensors."""

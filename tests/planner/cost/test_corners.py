@@ -45,13 +45,13 @@ def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [
-        ("gpipe", 0.97, 1.04),
+        ("gpipe", 0.98, 1.04),
         ("1f1b", 0.93, 1.15),
-        ("modular", 0.74, 1.13),
-        ("interleaved_1f1b", 0.74, 1.13),
-        ("zb_h1", 0.88, 1.05),
-        ("pipedream", 0.99, 1.08),
-        ("2bw", 0.95, 1.20),
+        ("modular", 0.86, 1.06),
+        ("interleaved_1f1b", 0.86, 1.06),
+        ("zb_h1", 0.90, 1.05),
+        ("pipedream", 0.99, 1.05),
+        ("2bw", 0.95, 1.19),
     ],
 )
 def test_sharded_weights_that_travel_with_every_micro_batch(
