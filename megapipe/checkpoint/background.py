@@ -59,10 +59,10 @@ def report_written(storage: StorageWriter, partial: Path, rank: int, manifest: M
 def await_written(
     storage: StorageWriter, partial: Path, size: int, patience: float, abandoned: threading.Event
 ) -> list[Manifest]:
-    """Return what every rank but 0 has written, in rank order, and remove their records.
+    """Return the manifests of all ranks except 0, in rank order, and remove the files that contain them.
 
     Args:
-        size: ranks of the world.
+        size: number of ranks of the world.
         patience: seconds to wait while no file in the folder grows.
         abandoned: set when the save is abandoned, or has failed on another rank.
 
@@ -88,7 +88,7 @@ def await_written(
                 "there; if its disk was only slow, raise parallel.timeout_seconds"
             )
         if abandoned.wait(pause):
-            raise CheckpointError(f"{partial} was given up")
+            raise CheckpointError(f"the save into {partial} was abandoned")
         pause = min(2 * pause, _LONGEST_PAUSE)
     for rank in range(1, size):
         storage.remove(_record(partial, rank))
@@ -96,7 +96,7 @@ def await_written(
 
 
 def _sizes(partial: Path) -> dict[str, int]:
-    """Return file -> bytes; a size grows while a rank writes the file."""
+    """Return the size of each file in bytes; it grows while a rank writes the file."""
     found = {}
     for entry in os.scandir(partial):
         try:
@@ -118,9 +118,9 @@ below the timeout of a collective, so that a slow disk of one rank never looks l
 
 @dataclass(frozen=True)
 class EndedSave:
-    """The end of a save, as one rank sees it.
+    """The result of a save on one rank.
 
-    seconds: from its start until the next save may start. error: the reason why the save failed; None if the
+    seconds: time from its start until the next save may start. error: the reason why the save failed; None if the
     checkpoint (on rank 0) or this rank's part of it (on other ranks) is durable.
     """
 
@@ -131,9 +131,9 @@ class EndedSave:
 
 
 class BackgroundSaver:
-    """Saves of one run into one directory. The caller owns the directory, and all ranks see it.
+    """Saves checkpoints of one run in the background. Rank 0 must hold the directory's lock; all ranks must see it.
 
-    The caller must call `finish` before the process ends: a save that is not durable by then is lost.
+    The caller must call `finish` before the process ends, because a save that is not durable by then is lost.
 
     Attributes:
         waited: seconds that the last `start` waited for the previous save.
@@ -202,13 +202,14 @@ class BackgroundSaver:
         """Start to save, and return the checkpoint's path. A collective call; it waits for a save in progress.
 
         Args:
-            states, applied: as in `save`.
-            copied: whether states may change once this has returned; otherwise not before `finish` has.
+            states, applied: see `save`.
+            copied: whether states may change after this call returns; if False, only after `finish` returns.
             within: seconds after which the save in progress is abandoned, together with this one.
 
         Raises:
-            CheckpointError: the checkpoint exists, its folder cannot be made, there is no memory for the copy, or the
-                previous save took too long. The same on every rank. `poll` returns a failure of the previous save.
+            CheckpointError: the checkpoint exists, its folder cannot be created, there is too little memory for the
+                copy, or the previous save took too long. Every rank raises the same error. If the previous save
+                failed, `poll` returns the failure.
         """
         begun = time.perf_counter()
         outcome = self._settle(within)
@@ -239,10 +240,10 @@ class BackgroundSaver:
     def finish(self, within: float | None = None) -> None:
         """Return when the save in progress is durable on all ranks. A collective call.
 
-        within: seconds after which it is abandoned; None waits without a limit.
+        within: seconds after which the save is abandoned; None waits without a limit.
 
         Raises:
-            CheckpointError: it failed on some rank, or was abandoned. The same on every rank, and raised once.
+            CheckpointError: the save failed on a rank, or was abandoned. Every rank raises the same error, once.
         """
         self._snapshot.settle()
         error = self._settle(within).error
@@ -257,7 +258,7 @@ class BackgroundSaver:
             self._job.abandoned.set()
 
     def _plan_of(self, states: Sequence[UnitState]) -> list[Shard]:
-        """Return this rank's part of the writing, computed once. A collective call."""
+        """Return the shards that this rank writes, computed once. A collective call."""
         if self._plan is None or self._planned != [id(state) for state in states]:
             self._plan = shards_to_write(states, self._mesh.world)
             self._planned = [id(state) for state in states]
@@ -288,7 +289,7 @@ class BackgroundSaver:
             if any(each.late for each in ranks):
                 outcome.given_up = True
                 outcome.error = outcome.error or CheckpointError(
-                    f"the save after step {job.step} was given up: it was not durable within "
+                    f"the save after step {job.step} was abandoned: it was not durable within "
                     "checkpoint.signal_deadline_seconds of the signal; older checkpoints are untouched"
                 )
                 job.give_up(outcome.error)
@@ -314,7 +315,7 @@ class BackgroundSaver:
             others = await_written(self._storage, partial, self._mesh.world_size, self._patience, job.abandoned)
             shares = [written, *(Written(each.files, each.chunks, each.applied_updates) for each in others)]
             if job.abandoned.is_set():
-                raise CheckpointError(f"{partial} was given up")
+                raise CheckpointError(f"the save into {partial} was abandoned")
             finish(self._storage, self._directory, run, shares)
         except Exception:
             discard(self._storage, partial)
@@ -333,7 +334,7 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Progress of one rank. failure: the reason why its part failed. late: its deadline has passed."""
+    """Progress of one rank. failure: the reason why its part failed. late: whether its deadline has passed."""
 
     running: bool
     failure: str | None
@@ -356,7 +357,7 @@ class _Job:
     """One save on one rank, in a thread that does not keep the process alive.
 
     abandoned: set when the save is abandoned; the thread then ends at its next check. reason: the error, if the ranks
-    have agreed on one. agreed: all ranks know how it ended. reported: its end is in the list that `poll` returns.
+    have agreed on one. agreed: all ranks know its result. reported: its result is in the list that `poll` returns.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints, which one job at a time may use: one folder per step, renamed once it is complete.
+"""A run's directory of checkpoints, which one job at a time may use. Each step has a folder, renamed when complete.
 
 step-00000010/                complete, or damaged afterwards
 step-00000010.bad-checksum/   was damaged when it was loaded, and was set aside
@@ -50,15 +50,15 @@ def set_aside(directory: Path) -> list[Path]:
 def newest_valid(directory: Path, say: Callable[[str], None] = print) -> Path | None:
     """Return the newest checkpoint with a complete manifest and files of the right sizes; set damaged ones aside.
 
-    Checksums are verified only when the checkpoint is loaded. For the owner of the directory; readers call
-    `newest_whole`. say: called for every checkpoint that is skipped. Raises CheckpointError for another format
-    version.
+    Checksums are verified only when the checkpoint is loaded. Only the job that holds the directory's lock may call
+    this; others call `newest_whole`. say: called for every checkpoint that is skipped. Raises CheckpointError for an
+    unsupported format version.
     """
     return _newest(directory, lambda path, error: quarantine(path, error, say))
 
 
 def newest_whole(directory: Path) -> Path | None:
-    """Return the newest checkpoint that passes the checks of `newest_valid`, without any change on disk."""
+    """Return the newest checkpoint that passes the checks of `newest_valid`. Changes nothing on disk."""
     return _newest(directory, lambda path, error: None)
 
 
@@ -94,7 +94,7 @@ def quarantine(path: Path, error: DamagedCheckpointError, say: Callable[[str], N
 
 
 def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
-    """Remove the remains of killed saves and deletions. Only for the owner of the directory.
+    """Remove the remains of killed saves and deletions. Only for the job that holds the directory's lock.
 
     A folder that cannot be removed, for example on NFS while a process reads it, only takes space: the next save tries
     again.
@@ -105,7 +105,7 @@ def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
 
 
 def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, keep_every: int | None = None) -> None:
-    """Delete all but the `count` newest checkpoints; the newest must be durable. For the owner of the directory.
+    """Delete all but the `count` newest checkpoints; the newest must be durable. Only for the holder of the lock.
 
     keep_every: checkpoints whose step is a multiple of it are kept permanently. A checkpoint is renamed before it is
     deleted, so that a killed deletion does not leave an incomplete one under its name.
@@ -141,7 +141,7 @@ class DirectoryLock:
     def __init__(self, directory: Path, storage: StorageWriter = DISK) -> None:
         """Create the directory durably if it is missing, and lock it. If the lock is refused, no file changes.
 
-        Raises CheckpointError, with the holder, if another job holds the lock, and if the folder cannot be written.
+        Raises CheckpointError if another job holds the lock (the message names it) or the folder cannot be written.
         """
         path = directory / LOCK
         self.word = uuid.uuid4().hex
@@ -196,7 +196,7 @@ def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
 
 
 def word_in(directory: Path) -> str | None:
-    """Return the word in the lock file of a directory; None if the file does not exist."""
+    """Return the word in the lock file of a directory; None if there is no readable lock file."""
     try:
         return str(read_json(directory / LOCK, ValueError)["word"])
     except (OSError, *DECODING_ERRORS):

@@ -1,4 +1,4 @@
-"""Errors of checkpoints, and work in which all ranks succeed or all of them raise the same error."""
+"""Errors of checkpoints, and functions in which all ranks succeed or all ranks raise the same error."""
 
 import os
 from collections.abc import Callable
@@ -13,9 +13,9 @@ class CheckpointError(ValueError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose bytes are not those that were saved. It is set aside; an older one may be intact.
+    """A checkpoint whose bytes differ from those that were saved. Its folder is renamed; an older one may be intact.
 
-    reason: one word for its new folder name, such as `checksum`.
+    reason: one word for the new folder name, such as `checksum`.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -30,17 +30,17 @@ T = TypeVar("T")
 
 
 def gathered(world: Group, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank and return every rank's value, in rank order, on all of them.
+    """Run `work` on every rank and return, on every rank, the values of all ranks in rank order.
 
-    Raises CheckpointError, the same on every rank, if the work of any rank raised an error; DamagedCheckpointError if
-    that is the error of the lowest failing rank.
+    Raises CheckpointError, the same on every rank, if `work` failed on any rank. It is a DamagedCheckpointError if
+    the lowest failing rank raised one.
     """
     failure: CheckpointError | None = None
     cause: Exception | None = None
     value: T | None = None
     try:
         value = work()
-    except Exception as error:  # if a rank raised its own error, the others would wait for it
+    except Exception as error:  # if one rank raised its error here, the other ranks would wait for it
         failure, cause = as_all_ranks_raise_it(error, world), error
     outcomes: list[tuple[CheckpointError | None, T]] = world.all_gather_object((failure, value))
     for failed, _ in outcomes:
@@ -50,14 +50,14 @@ def gathered(world: Group, work: Callable[[], T]) -> list[T]:
 
 
 def agreed(world: Group, work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return this rank's own value when all have succeeded; errors as in `gathered`."""
+    """Run `work` on every rank and return this rank's value after all ranks succeeded. See `gathered` for errors."""
     mine: list[T] = []
     gathered(world, lambda: mine.append(work()))
     return mine[0]
 
 
 def on_first_rank(world: Group, work: Callable[[], T]) -> T:
-    """Run `work` only on rank 0 and return its value, which must be small, on all ranks; errors as in `gathered`."""
+    """Run `work` only on rank 0 and return its value, which must be small, on all ranks. See `gathered` for errors."""
     found: list[list[T]] = gathered(world, lambda: [work()] if world.rank == 0 else [])
     return found[0][0]
 

@@ -72,8 +72,8 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
 """Rule -> group of the configuration -> its fields. Fields that are not listed are allowed."""
 
 BY_CONTENT = ("data.prefix", "data.blend", "data.tokenizer")
-"""Paths, which are compared by the content of their files (`DataIdentity`); of a blend, the weights are compared
-too."""
+"""Fields with paths, which are compared by the content of their files (`DataIdentity`). The weights of a blend are
+also compared."""
 
 _RULE_OF = {
     f"{group}.{name}": rule for rule, groups in RULES.items() for group, names in groups.items() for name in names
@@ -81,8 +81,8 @@ _RULE_OF = {
 
 
 def rule_of(field: str, config: PretrainConfig) -> Rule:
-    """Return the rule for a field by its dotted name. config: of the run; Megatron-LM's order has an additional
-    rule."""
+    """Return the rule for a field by its dotted name. config: the run's configuration; data.order megatron has an
+    additional rule."""
     if field == "training.steps" and config.data.order == "megatron":
         return Rule.ASKED  # that order is built for exactly this number of steps
     return _RULE_OF.get(field, Rule.ALLOWED)
@@ -90,7 +90,7 @@ def rule_of(field: str, config: PretrainConfig) -> Rule:
 
 @dataclass(frozen=True)
 class RunFit:
-    """Differences between a run and the one that saved a checkpoint. Each entry contains a field or shard and both
+    """Differences between a run and the run that saved a checkpoint. Each entry contains a field or shard, and both
     values.
 
     reported: allowed changes that affect results. other_data: accepted changes of samples or data. unknown_data: the
@@ -103,9 +103,9 @@ class RunFit:
 
 
 def check_run(path: Path, manifest: Manifest, config: PretrainConfig, data: DataIdentity) -> RunFit:
-    """Compare a run with the one that saved the checkpoint at `path`, by `RULES` and by the identity of the data.
+    """Compare a run with the run that saved the checkpoint at `path`, by `RULES` and by the identity of the data.
 
-    Groups that are not in the checkpoint are not compared; a field that is not in it is compared by its default.
+    Groups that the checkpoint lacks are not compared. If it lacks a field, the field's default is compared.
 
     Raises:
         CheckpointError: the model or the optimizer differs, or the samples differ and
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
 def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the checkpoint contains exactly the parameters `specs`, in their shapes.
 
-    specs: of the whole model. model: its configuration as plain values; the message contains the fields that differ.
+    specs: all parameters of the model. model: its configuration as plain values; the message names differing fields.
     """
     stored = manifest.shapes()
     wanted = {spec.name: spec.shape for spec in specs}
@@ -196,7 +196,7 @@ def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mappi
     if not problems:
         return
     differing = model_differences(manifest, model)
-    reason = "; ".join(differing) if differing else "the configurations agree, so other code made the checkpoint"
+    reason = "; ".join(differing) if differing else "the configurations agree, so different code wrote the checkpoint"
     raise CheckpointError(f"its parameters are not those of this model: {_listed(problems, ', ')}. {reason}")
 
 

@@ -1,6 +1,6 @@
-"""How often to save so that saving takes at most a chosen share of the training time.
+"""The interval between saves, chosen so that saving takes at most a given fraction of the training time.
 
-The rule is that of CheckFreq (Mohan et al., FAST 2021, section 4.3): the next save starts when the previous one is
+The rule is from CheckFreq (Mohan et al., FAST 2021, section 4.3): the next save starts when the previous one is
 durable, and the stall of a save is amortized over enough steps. All times are measured in the run, and updated with
 every save. This module does not read a clock.
 """
@@ -19,10 +19,10 @@ def interval(step_seconds: float, stall_seconds: float, durable_seconds: float, 
     """Return the number of steps from one save to the next, at least 1.
 
     Args:
-        step_seconds: one step without a save, T.
-        stall_seconds: what a save adds to the training time, o.
-        durable_seconds: from the start of a save to its end on disk, including the stall, t_f.
-        max_overhead: largest share of the training time that saves may add, p.
+        step_seconds: duration of one step without a save, T.
+        stall_seconds: time that a save adds to the training time, o.
+        durable_seconds: time from the start of a save until it is durable, including the stall, t_f.
+        max_overhead: largest fraction of the training time that saves may add, p.
 
     Raises:
         ValueError: step_seconds or max_overhead is not above 0, or another time is below 0.
@@ -58,8 +58,8 @@ class SaveTimer:
 
     Steps that run while a save is written may take longer. The additional time counts as part of the save's stall.
 
-    max_overhead: share of the training time; None saves only by minutes. seconds_between: longest time from one save
-    to the next; None means no limit.
+    max_overhead: largest fraction of the training time; None saves only by time. seconds_between: longest time from
+    one save to the next; None means no limit.
     """
 
     max_overhead: float | None
@@ -77,7 +77,7 @@ class SaveTimer:
 
     @property
     def steps_between(self) -> int | None:
-        """The interval that the overhead requires now; None until a save has been measured."""
+        """Steps from one save to the next that keep the overhead in its limit; None until a save has been measured."""
         if self.max_overhead is None or self._stall is None or self._durable is None:
             return None
         step_seconds = self._undisturbed()
@@ -122,8 +122,8 @@ class SaveTimer:
             self._durable = durable_seconds
 
     def _undisturbed(self) -> float | None:
-        """Return the seconds of a step while no save is written: in this interval, else in the last interval with such
-        steps."""
+        """Return the mean seconds of steps that run while no save is written: steps since the last save, or else in
+        the last interval with such steps."""
         if self._alone.count:
             return self._alone.mean
         if self._step_seconds is not None:

@@ -34,16 +34,16 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether a folder can be read by this module."""
+    """Return whether this module can read a folder."""
     return (folder / CONFIG).is_file()
 
 
 def stored_tensors(
     folder: Path, keys: Callable[[Path], Collection[str]], *, allow_pickle: bool = False
 ) -> dict[str, Path]:
-    """Return tensor -> the file that contains it.
+    """Map the name of each tensor to the file that contains it.
 
-    keys: returns the tensors of a file. allow_pickle: read `.bin` files if there are no safetensors files.
+    keys: returns the names of a file's tensors. allow_pickle: read `.bin` files if there are no safetensors files.
 
     Raises CheckpointError for a folder without readable weights, and for an index with files outside the folder.
     """
@@ -74,7 +74,7 @@ def _indexed(folder: Path, name: str) -> dict[str, Path]:
 
 
 def fields_of_config(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """Return field -> value of a config.json. Raises CheckpointError, with the file, for one of another structure."""
+    """Return the model fields that a config.json sets. Raises CheckpointError, with the path, for an invalid file."""
     try:
         return family_of(config).fields(config, names)
     except CheckpointError as error:
@@ -88,7 +88,7 @@ def fields_of_config(folder: Path, config: Mapping[str, Any], names: Collection[
 def fitting(
     folder: Path, config: Mapping[str, Any], model: ModelConfig, names: Collection[str]
 ) -> dict[str, Correspondence]:
-    """Return parameter -> the folder's tensors that it is made of. names: the canonical names.
+    """Map each parameter to the folder's tensors that form it. names: the canonical names of the tensors.
 
     Raises CheckpointError unless the folder contains exactly the weights of `model`.
     """
@@ -109,7 +109,7 @@ _MATRICES = {
     "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
     "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
 }
-"""Output matrix -> the embeddings that it may be tied to, depending on the family."""
+"""Maps each output matrix to the embeddings that it may be tied to, depending on the family."""
 _BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 _PIECE = 1 << 22
 """Number of elements that are compared at once."""
@@ -155,7 +155,7 @@ def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelCon
 
     Raises:
         CheckpointError: the folder is incomplete or unreadable, or its model differs from the configuration; the
-            message names the fields to set. The same on every rank; states must then not be used.
+            message names the fields to set. Every rank raises the same error; do not use the states afterwards.
     """
     agreed(mesh.world, lambda: _read(folder, states, model))
     for state in states:
@@ -193,12 +193,12 @@ class _Reader(Protocol):
 
 
 class HuggingFaceFolder(Generic[Reader]):
-    """An open folder, whose files `opener` opens.
+    """An open Hugging Face folder. `opener` opens its files.
 
-    config: its config.json, untied if `note` says so. places: canonical name -> the tensor's file and its name there.
-    pairs: parameter -> its tensors, after `fit`.
+    config: its config.json, untied if `note` says so. places: file and stored name of each tensor, by canonical name.
+    pairs: the tensors of each parameter, set by `fit`.
 
-    Raises CheckpointError for an unreadable folder, and for a family of another kind than `kind`.
+    Raises CheckpointError for an unreadable folder, and for a family whose kind is not `kind`.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class HuggingFaceFolder(Generic[Reader]):
         self.config, self.note = with_stored_head(config, self.places, self.whole)
 
     def file(self, path: Path) -> Reader:
-        """Return an open file."""
+        """Return the open file at `path`. The first call opens it."""
         if path not in self.files:
             self.files[path] = self._opener(path)
         return self.files[path]
@@ -236,7 +236,7 @@ class HuggingFaceFolder(Generic[Reader]):
             raise CheckpointError(f"{error}; {self.note}" if self.note else str(error)) from error
 
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter. Raises CheckpointError for a tensor of another shape."""
+        """Return a parameter. Raises CheckpointError for a tensor with an unexpected shape."""
         pair = self.pairs[name]
         try:
             return pair.joined([self.whole(each) for each in pair.theirs])

@@ -45,18 +45,18 @@ _WITHOUT_EFFECT = _keys(
 """Keys that do not affect logits, in every family."""
 
 _ALWAYS = {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({},)}
-"""Key -> its permitted values, in every family."""
+"""Permitted values of each key, in every family."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFamily:
     """One model_type of transformers.
 
-    kind: of our model configuration. keys: key of config.json -> our field; activations are translated by `words`.
-    needs: field -> the value that all such models have. more: configuration -> further fields, from the keys `reads`.
-    writes: further key -> the field, the function of the model, or the value that is written. ignored: keys that do
-    not affect logits. fixed: key -> the values that the model configuration can express. defaults: transformers'
-    values of missing keys; other keys are required.
+    kind: kind of our model configuration. keys: key of config.json -> our field; `words` translates activations.
+    needs: field -> the value that all such models have. more: returns further fields from the keys `reads` of a
+    config.json. writes: further key -> a field, a function of the model, or a value to write. ignored: keys that do
+    not affect logits. fixed: key -> the values that the model configuration can express. defaults: values that
+    transformers uses for missing keys; other keys are required.
     """
 
     kind: str
@@ -72,15 +72,15 @@ class HuggingFaceFamily:
 
     @property
     def read(self) -> frozenset[str]:
-        """The keys that decide the model."""
+        """The keys that determine the model."""
         return self.reads | self.keys.keys()
 
     def fields(self, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-        """Return field -> value of a config.json, with optional sizes resolved.
+        """Return the model fields that a config.json sets, with optional sizes resolved.
 
         tensors: canonical names; they decide whether embeddings are tied if neither the configuration nor the family
-        does. Raises CheckpointError for a key that is not known, or whose value the model configuration cannot
-        express; KeyError for a missing key.
+        does. Raises CheckpointError for an unknown key, or if the model configuration cannot express a key's value;
+        KeyError for a missing key.
         """
         tied = {"tie_word_embeddings": "lm_head.weight" not in tensors}
         config = self._checked({**tied, **self.defaults, **config})
@@ -131,7 +131,7 @@ _ACTIVATION_KEYS = {"activation_function", "hidden_act"}
 
 
 def _values(model: ModelConfig) -> dict[str, Any]:
-    """Return field -> value of a model, with optional sizes resolved."""
+    """Return the fields of a model by name, with optional sizes resolved."""
     sizes = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim}
     return {**vars(model), **sizes, "ffn_hidden_size": model.ffn_size}
 
@@ -162,15 +162,15 @@ _ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
         "original_max_position_embeddings": "original_length",
     },
 }
-"""Kind of stretching -> key of the rotary parameters -> field of RopeScaling."""
+"""Kind of RoPE scaling -> key of the rotary parameters -> field of RopeScaling."""
 _ROPE_KEYS = _ROPE_FIELDS["llama3"].keys() | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of rotary positions.
 
-    Older files have rope_theta and rope_scaling, newer ones both in rope_parameters; transformers reads rope_scaling
-    first.
+    Older files have rope_theta and rope_scaling; newer files have both in rope_parameters. transformers reads
+    rope_scaling first.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     unknown = [key for key in rope if key not in _ROPE_KEYS and rope[key] is not None]
@@ -205,7 +205,7 @@ def _with_window(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Files of Qwen contain a window that applies only with `use_sliding_window`, and then only in some layers."""
+    """Return Qwen's fields. Its sliding_window applies only with `use_sliding_window`, and only in some layers."""
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if config.get("use_sliding_window") or kinds:
         reason = "use_sliding_window is set" if config.get("use_sliding_window") else f"layer_types has {min(kinds)!r}"
@@ -257,7 +257,7 @@ _NO_BIAS: dict[str, tuple[Any, ...]] = {
 
 
 def _decoder(architecture: str, ffn_key: str = "intermediate_size", **changes: Any) -> HuggingFaceFamily:
-    """Return a decoder like Llama. changes: added to the entries of Llama."""
+    """Return the family of a decoder like Llama. changes: additions to Llama's entries."""
     entries: dict[str, Any] = {
         "keys": {**_DECODER_KEYS, ffn_key: "ffn_hidden_size"},
         "needs": {**_DECODER_NEEDS, **_DENSE},
@@ -299,7 +299,7 @@ _ENCODER_NEEDS = {"normalization": "layer_norm", "positions": "learned", "bias":
 
 
 def _bert(name: str, norm_position: str) -> HuggingFaceFamily:
-    """Return a BERT with norms after the residual sums, or before attention and MLP."""
+    """Return a BERT family. norm_position: `post`, after the residual sums, or `pre`, before attention and MLP."""
     return HuggingFaceFamily(
         kind="bert",
         keys={
@@ -435,11 +435,11 @@ FAMILIES: Mapping[str, HuggingFaceFamily] = {
     "bert": _bert("Bert", "post"),
     "megatron-bert": _bert("MegatronBert", "pre"),
 }
-"""model_type -> its family."""
+"""Family of each model_type."""
 
 
 def family_of(config: Mapping[str, Any], kind: str | None = None) -> HuggingFaceFamily:
-    """Return the family that `model_type` names. Raises CheckpointError unless it is a known one of this kind."""
+    """Return the family that `model_type` names. Raises CheckpointError unless it is known and of this kind."""
     known = [name for name, family in FAMILIES.items() if kind in (None, family.kind)]
     if config.get("model_type") not in known:
         raise CheckpointError(
@@ -488,14 +488,14 @@ def _effective(window: int | None, model: ModelConfig) -> int | None:
 
 
 def correspondences(model: ModelConfig, model_type: str) -> Sequence[Correspondence]:
-    """Return the tensors of every parameter in a family. Raises WeightMappingError for a parameter without any."""
+    """Return the tensors of every parameter in a family. Raises WeightMappingError if a parameter has none."""
     if FAMILIES[model_type].kind == "bert":
         return bert_hugging_face.correspondences(model)  # type: ignore[arg-type]  # the model of a BERT
     return gpt_hugging_face.correspondences(model, model_type)  # type: ignore[arg-type]  # a GPT family
 
 
 def canonical_names(family: HuggingFaceFamily, stored: Collection[str]) -> dict[str, str]:
-    """Return tensor in the files -> its name in transformers' model with a head. Raises CheckpointError."""
+    """Map each stored tensor to its name in transformers' model with a head. Raises CheckpointError."""
     if family.kind == "bert":
         return bert_names(stored)
     bare = not any(name.startswith(_GPT_BODIES) for name in stored)
@@ -526,7 +526,7 @@ _OLD_LEAVES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNo
 
 
 def bert_names(stored: Collection[str]) -> dict[str, str]:
-    """Return tensor in the files -> its name in transformers' BERT with heads.
+    """Map each stored tensor to its name in transformers' BERT with heads.
 
     Raises CheckpointError if a folder contains a tensor under both its old and its new name.
     """

@@ -30,8 +30,9 @@ from megapipe.spec.parameters import Box
 class Chunk:
     """Some elements of one tensor, and where their bytes are stored.
 
-    name: global name of the parameter. kind: its weights or one of its moments. shape: global. file, key: where the
-    elements are stored. dtype: as in safetensors. checksums: of each PIECE_BYTES of its bytes, hexadecimal.
+    name: global name of the parameter. kind: its weights or one of its moments. shape: shape of the whole tensor.
+    file, key: where the elements are stored. dtype: its name in safetensors. checksums: one for each PIECE_BYTES of
+    its bytes, hexadecimal.
     """
 
     name: str
@@ -59,7 +60,7 @@ class DataChange:
 class RunState:
     """State of a run after a step, without tensors.
 
-    step: optimizer steps done. consumed_samples: samples that they used, the position in the data. random: named
+    step: completed optimizer steps. consumed_samples: samples that they used, the position in the data. random: named
     integers that determine all random numbers. precision: `fp32`, `bf16` or `fp16`. losses: the last (step, loss)
     pairs. config: the whole configuration as plain values; it always contains "model". loss_scale: state of the loss
     scale of an fp16 run, numbers by name; empty without loss scaling. skipped: half-open ranges [first, end) of
@@ -88,7 +89,7 @@ class RunState:
     def from_dict(cls, values: Mapping[str, Any], **others: Any) -> "RunState":
         """Read plain values from JSON; `others` are the remaining fields.
 
-        Raises KeyError, TypeError, ValueError or AttributeError for values of another structure.
+        Raises KeyError, TypeError, ValueError or AttributeError for values with an unexpected structure.
         """
         return cls(
             step=int(values["step"]),
@@ -156,8 +157,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_manifest_file(file: Path) -> Manifest:
-    """Return a manifest under any file name. Raises FileNotFoundError if it is missing, otherwise as
-    `read_manifest`."""
+    """Return a manifest under any file name. Raises FileNotFoundError if it is missing; see `read_manifest` for other
+    errors."""
     try:
         content = untrusted.read_bytes(file, CheckpointError, _LARGEST_BYTES)
     except NotADirectoryError as error:

@@ -1,8 +1,8 @@
 """Saving, and loading on any layout.
 
-In a save, every rank writes its part into a hidden folder, which rank 0 completes and renames. The steps, each agreed
-by all ranks, are: create the folder, write and flush the tensor files, write and flush the manifest, rename the
-folder, flush the directory. After a crash at any point, the new checkpoint is complete or absent.
+In a save, every rank writes its part into a hidden folder, which rank 0 completes and renames. The steps are: create
+the folder, write and flush the tensor files, write and flush the manifest, rename the folder, flush the directory.
+All ranks agree on the result of each step. After a crash at any point, the new checkpoint is complete or absent.
 
 To load, each rank selects the parts of the file tensors that its shards need, checks and copies them. No state changes
 before every rank has checked every byte that it will read, so that a damaged checkpoint changes no state.
@@ -41,9 +41,9 @@ from megapipe.spec.parameters import ParameterSpec
 
 @dataclass(frozen=True)
 class Content:
-    """A part of a parameter's tensors that one rank writes, and its description in the manifest.
+    """A part of one tensor that a rank writes, and its description in the manifest.
 
-    name, kind, shape, extent: as in `Chunk`. tensor: its elements.
+    name, kind, shape, extent: see `Chunk`. tensor: the elements of the part.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Written:
-    """Output of one rank: its file (none if it had nothing to write), the file's contents, and update counts."""
+    """Output of one rank: its file (none if it had nothing to write), the chunks in the file, and update counts."""
 
     files: Mapping[str, int]
     chunks: tuple[Chunk, ...]
@@ -72,14 +72,14 @@ def save(
 ) -> Path:
     """Save a checkpoint of all ranks' states, durable on return, and return its folder.
 
-    A collective call. The caller owns the directory (`DirectoryLock` on rank 0), which all ranks see.
+    A collective call. Rank 0 must hold the directory's `DirectoryLock`, and all ranks must see the directory.
 
     Args:
         states: all units of this rank, each tied weight once.
         applied: unit name -> updates that its optimizer applied.
 
     Raises:
-        CheckpointError: the same on every rank; what was written is removed and older checkpoints are untouched.
+        CheckpointError: the same on every rank; the new files are removed, and older checkpoints are untouched.
     """
     partial = partial_folder(directory, run.step)
     shards = shards_to_write(states, mesh.world)
@@ -125,14 +125,14 @@ def contents_of(shards: Sequence[Shard]) -> list[Content]:
 
 
 def counts_of(shards: Sequence[Shard], applied: Mapping[str, int]) -> dict[str, int]:
-    """Return parameter -> updates applied. applied: unit -> updates applied."""
+    """Return the number of updates applied to each parameter. applied: the number for each unit."""
     return {shard.name: applied.get(shard.state.name, 0) for shard in shards}
 
 
 def write_share(
     storage: StorageWriter, partial: Path, rank: int, contents: Sequence[Content], counts: Mapping[str, int]
 ) -> Written:
-    """Write a rank's file, durably. counts: parameter -> updates applied."""
+    """Write a rank's file durably. counts: updates applied to each parameter."""
     file = f"rank-{rank:05d}.safetensors"
     if not contents:
         return Written({}, (), {})
@@ -154,7 +154,7 @@ def write_share(
 
 
 def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
-    """Return the manifest of everything that ranks have written."""
+    """Return the manifest of the parts in `written`."""
     return Manifest(
         code_version=megapipe.__version__,
         run=run,
@@ -165,7 +165,7 @@ def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
 
 
 def finish(storage: StorageWriter, directory: Path, run: RunState, written: Sequence[Written]) -> None:
-    """Write the manifest, and rename the folder, which makes the checkpoint exist. Only for rank 0."""
+    """Write the manifest and rename the folder, which completes the checkpoint. Only for rank 0."""
     partial, whole = partial_folder(directory, run.step), step_folder(directory, run.step)
     manifest = manifest_of(run, written)
     # This fails if ranks wrote to folders of the same name on different disks.
@@ -205,16 +205,16 @@ def load(
     """Load a checkpoint: weights of all versions, moments and update counts of every unit of this rank.
 
     A collective call; the layout may differ from that of the save. Weights are cast if precisions differ. If the
-    checkpoint has fewer weight versions than the states, the missing ones are equal to the newest.
+    checkpoint has fewer weight versions than the states, the missing versions are copies of the newest.
 
     Args:
         states: all units of this rank; on return they are in the state of the checkpoint.
         applied: unit name -> updates applied; overwritten.
-        moments: those of the optimizer.
+        moments: the optimizer's moments.
         updates_per_step: weight versions that one step of the schedule creates.
 
     Raises:
-        DamagedCheckpointError: bytes are not those that were saved.
+        DamagedCheckpointError: the bytes differ from those that were saved.
         CheckpointError: it does not fit the model or the optimizer, or a file is missing. Either error is the same on
             every rank, and states are unchanged.
     """
@@ -231,7 +231,7 @@ def load(
 
 
 def load_weights(path: Path, states: Sequence[UnitState], mesh: Mesh) -> Manifest:
-    """Load only the newest weights of a checkpoint, as initial weights. Otherwise as `load`."""
+    """Load only the newest weights of a checkpoint, as initial weights. See `load` for the errors."""
     manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, None))
     _copy(transfers, states, 0, mesh)
     return manifest
@@ -239,7 +239,7 @@ def load_weights(path: Path, states: Sequence[UnitState], mesh: Mesh) -> Manifes
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The elements that a file tensor and a shard share. source: the file tensor's elements, mapped, not copied."""
+    """The elements that a file tensor and a shard have in common. source: the file tensor, memory-mapped."""
 
     shard: Shard
     kind: str
@@ -247,14 +247,14 @@ class _Transfer:
     shared: tuple[Overlap, ...]
 
     def copy(self) -> None:
-        """Copy them to the shard's place in its state."""
+        """Copy the elements to the shard's part of its state."""
         target = parts_of(self.shard)[self.kind]
         for overlap in self.shared:
             overlap.copy(self.source, target)
 
 
 def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -> tuple[Manifest, list[_Transfer]]:
-    """Return everything that `states` need, with every byte checked. moments: None for weights only."""
+    """Return the manifest and the transfers for `states`, and check every byte. moments: None for weights only."""
     manifest = read_manifest(path)
     files: dict[str, TensorFile] = {}
     transfers = []
@@ -289,7 +289,7 @@ def _further_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterat
 
 
 def _applied_updates(manifest: Manifest, state: UnitState) -> int:
-    """Return the number of updates that a unit's optimizer applied: the same for all its parameters."""
+    """Return the number of updates that a unit's optimizer applied. It must be the same for all parameters."""
     counts = {segment.spec.name: manifest.applied_updates.get(segment.spec.name, 0) for segment in state.table}
     if len(set(counts.values())) > 1:
         raise CheckpointError(f"the parameters of unit {state.name} have different numbers of updates: {counts}")

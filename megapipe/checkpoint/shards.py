@@ -26,8 +26,8 @@ def earlier_weights(age: int) -> str:
 class Extent:
     """Elements `start <= i < stop` of a box of a global tensor, in the box's row-major order.
 
-    A tensor-parallel shard is the whole of its box; an equal share of a flat buffer is a range that may start and end
-    inside a row.
+    A tensor-parallel shard covers its whole box. A shard of a flat buffer is a range that may start and end inside a
+    row.
     """
 
     box: Box
@@ -46,7 +46,7 @@ class Extent:
 
 
 def box_of(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
-    """Return the box of an index, a slice with start and stop for each axis; of the whole tensor if it is empty."""
+    """Return the box of an index, a slice with start and stop for each axis. An empty index is the whole tensor."""
     whole = index or tuple(slice(0, length) for length in shape)
     return Box(tuple(part.start for part in whole), tuple(part.stop for part in whole))
 
@@ -55,7 +55,7 @@ def box_of(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
 class Overlap:
     """A box that two extents share, as a view of the flat elements of each.
 
-    source, target: the box in either extent.
+    source, target: the view of each extent's elements.
     """
 
     source: "View"
@@ -98,7 +98,7 @@ def overlaps(source: Extent, target: Extent) -> Iterator[Overlap]:
 
 
 def tiling_problem(shape: Sequence[int], extents: Sequence[Extent]) -> str | None:
-    """Return why `extents` do not contain every element of a tensor exactly once; None if they do.
+    """Return the reason why `extents` do not contain every element of a tensor exactly once; None if they do.
 
     Extents may share a box if their ranges are disjoint; different boxes must not overlap.
     """
@@ -191,7 +191,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in a file: that of the box, or one dimension if it is only a part of the box."""
+        """The shape in a file: the shape of the box, or one dimension if the shard is only a part of the box."""
         extent = self.extent
         whole = extent == Extent.whole(extent.box)
         return extent.box.shape if whole else (extent.num_elements,)
@@ -210,14 +210,14 @@ def shards_of(states: Iterable[UnitState]) -> Iterator[Shard]:
 
 
 def buffers(state: UnitState) -> dict[str, Tensor]:
-    """Return kind -> this rank's flat buffer, for everything of a unit that a checkpoint stores."""
+    """Return this rank's flat buffers of a unit that a checkpoint stores, by kind."""
     copies = len(state.weights)
     earlier = {earlier_weights(age): state.weight_shards[(state.newest - age) % copies] for age in range(1, copies)}
     return {WEIGHTS: state.master, **earlier, **state.moments}
 
 
 def parts_of(shard: Shard) -> dict[str, Tensor]:
-    """Return kind -> this part, in one dimension, of everything of its parameter that a checkpoint stores."""
+    """Return the shard's elements in each buffer that a checkpoint stores, in one dimension, by kind."""
     found = {}
     held = shard.state.held(shard.segment)
     first = shard.segment.start + held.start - shard.state.shard.start
@@ -229,8 +229,8 @@ def parts_of(shard: Shard) -> dict[str, Tensor]:
 
 
 def shards_to_write(states: Sequence[UnitState], world: Group) -> list[Shard]:
-    """Return the shards that this rank writes: of the ranks with the same shard, the one with the least data writes
-    it.
+    """Return the shards that this rank writes. If several ranks have the same shard, the rank with the least data to
+    write writes it.
 
     Replicas have equal bits: data-parallel copies, parameters that tensor ranks do not shard, and tied weights of two
     stages. Distributing the writes uses the disks and network cards of all hosts. All ranks compute the same plan.

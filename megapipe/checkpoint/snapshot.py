@@ -12,7 +12,7 @@ from torch import Tensor
 from megapipe.checkpoint.save_and_load import Content
 
 _ALIGNMENT = 64
-"""In bytes: a cache line, and a multiple of every element size."""
+"""Bytes of a cache line, a multiple of every element size."""
 
 _TOUCHED_AT_ONCE = 1 << 26
 """Bytes whose pages one operation touches, few enough that torch stays in the calling thread."""
@@ -55,7 +55,7 @@ class Snapshot:
             self._allocation = None
 
     def take(self, contents: Sequence[Content]) -> list[Content]:
-        """Return the same contents with copied elements, complete on return. Overwrites the previous copy."""
+        """Return `contents` with copied elements; the copy is complete on return. Overwrites the previous copy."""
         self.settle()
         starts, end = _places(contents)
         if end > self.num_bytes:
@@ -88,7 +88,7 @@ class Snapshot:
 
 
 def _places(contents: Sequence[Content]) -> tuple[list[int], int]:
-    """Return the offset of each of the contents, and their total bytes."""
+    """Return the offset of each content, and the total number of bytes."""
     starts, end = [], 0
     for content in contents:
         starts.append(end)

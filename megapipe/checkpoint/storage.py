@@ -22,7 +22,7 @@ from megapipe.data.files import flush_folder
 
 
 class StorageWriter:
-    """The disk. A write is durable when `flush` has returned, a name when `flush_folder` of its folder has."""
+    """Changes the disk. A write is durable after `flush`, and a file's name is durable after `flush_folder`."""
 
     def make_folder(self, path: Path) -> None:
         """Create one folder; its parent must exist."""
@@ -93,7 +93,7 @@ def write_all(storage: StorageWriter, descriptor: int, content: memoryview) -> N
 
 
 def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) -> int:
-    """Write a new file, flush it and its name, and return its bytes.
+    """Write a new file, flush it and its name, and return its size in bytes.
 
     Raises CheckpointError with the file, the system's message and, for a full disk, the free space.
     """
@@ -155,7 +155,7 @@ MAX_TENSORS = 1_000_000
 
 
 def check_safetensors(path: Path) -> int:
-    """Return the bytes of a safetensors file's header. Raises DamagedCheckpointError for an impossible length."""
+    """Return the size of a safetensors file's header in bytes. Raises DamagedCheckpointError if it is impossible."""
     try:
         with path.open("rb") as file:
             prefix, size = file.read(_LENGTH.size), os.fstat(file.fileno()).st_size

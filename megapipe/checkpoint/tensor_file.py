@@ -1,4 +1,4 @@
-"""safetensors files: the hashed bytes of a written file are those in memory, and reads check pieces of tensors.
+"""safetensors files: checksums are computed from the bytes in memory, and reads check tensors piece by piece.
 
 Format: github.com/huggingface/safetensors. Its library checks every file before it is read. The library does not write
 through `StorageWriter`, so files are written here.
@@ -38,7 +38,7 @@ PIECE_BYTES = 1 << 24
 """A checksum covers this number of bytes of a tensor, so that a slice can be read and checked without the rest."""
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The types that a checkpoint contains, by their names in the format."""
+"""The element types that a checkpoint may contain, by their names in safetensors."""
 
 _HEADER_ALIGNMENT = 8
 _LENGTH = struct.Struct("<Q")
@@ -46,7 +46,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor for a file. values: its elements in one contiguous dimension. shape: its shape in the file."""
+    """A tensor to write to a file. values: its elements, contiguous and flattened. shape: its shape in the file."""
 
     key: str
     shape: tuple[int, ...]
@@ -54,20 +54,20 @@ class FileTensor:
 
     @property
     def dtype(self) -> str:
-        """Name of the type in the format."""
+        """Name of the element type in safetensors."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.values.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of the elements in bytes."""
         return self.values.numel() * self.values.element_size()
 
 
 def write_tensors(
     storage: StorageWriter, path: Path, tensors: Iterable[FileTensor]
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Write a new file, durably. Return its bytes and, for each key, the checksums of all pieces of the bytes in
-    memory."""
+    """Write a new file durably. Return its size in bytes and, for each key, the checksums of all pieces, computed from
+    the bytes in memory."""
     # Wide types come first, as in the library's files: every tensor then starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.values.element_size())
     checksums: dict[str, tuple[str, ...]] = {}
@@ -99,7 +99,7 @@ class Entry:
 def _layout(
     tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[Entry]]:
-    """Return the header and the entries of a file with (key, dtype, shape) in this order."""
+    """Return the header and the entries of a file that contains `tensors`, (key, dtype, shape), in this order."""
     entries: list[Entry] = []
     described: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
@@ -126,7 +126,7 @@ def bytes_of(flat: Tensor) -> memoryview:
 
 
 def touched_pieces(spans: Iterable[range], width: int) -> list[int]:
-    """Return the numbers of the pieces that contain `spans` of elements of `width` bytes, ascending."""
+    """Return the indices, ascending, of the pieces that contain `spans`: ranges of elements of `width` bytes."""
     touched = (range(span.start * width // PIECE_BYTES, -(-span.stop * width // PIECE_BYTES)) for span in spans)
     return sorted(set(itertools.chain.from_iterable(touched)))
 
@@ -143,7 +143,7 @@ def check_piece(path: Path, key: str, start: int, piece: memoryview, checksum: s
 
 
 def open_to_read(path: Path) -> int:
-    """Return the descriptor of a file. Raises CheckpointError."""
+    """Open a file for reading and return its descriptor. Raises CheckpointError if this fails."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -151,7 +151,7 @@ def open_to_read(path: Path) -> int:
 
 
 def read_into(descriptor: int, content: memoryview, position: int) -> bool:
-    """Fill `content` with the bytes of a file from `position` on; return False if the file ends before. Raises
+    """Fill `content` with the bytes of a file, starting at `position`; return False if the file ends first. Raises
     OSError."""
     while content:
         count = os.preadv(descriptor, [content[: 1 << 30]], position)  # the system reads no more than 2 GiB at once
@@ -164,7 +164,7 @@ def read_into(descriptor: int, content: memoryview, position: int) -> bool:
 class TensorFile:
     """A safetensors file that is mapped into memory: only touched pages are read. entries: names of its tensors.
 
-    Raises DamagedCheckpointError for another format, CheckpointError if the file is missing.
+    Raises DamagedCheckpointError if it is not a valid safetensors file, CheckpointError if the file is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -182,16 +182,16 @@ class TensorFile:
         self.entries = frozenset(self._file.keys())
 
     def whole(self, key: str) -> Tensor:
-        """Return a whole tensor, not yet read. Raises DamagedCheckpointError if the file has no such tensor."""
+        """Return a whole tensor, which is read when it is used. Raises DamagedCheckpointError if the file lacks it."""
         if key not in self.entries:
             raise DamagedCheckpointError(f"{self._path} has no tensor {key!r}", "unreadable")
         tensor: Tensor = self._file.get_tensor(key)
         return tensor
 
     def flat(self, key: str, dtype: str, num_elements: int) -> Tensor:
-        """Return the elements of a tensor, in one dimension and not yet read.
+        """Return the elements of a tensor in one dimension. They are read when they are used.
 
-        Raises DamagedCheckpointError if the file has no such tensor, or one of another type or size.
+        Raises DamagedCheckpointError if the file has no such tensor, or if its type or size differs.
         """
         tensor = self.whole(key)
         if tensor.dtype != DTYPES[dtype] or tensor.numel() != num_elements:
@@ -205,7 +205,7 @@ class TensorFile:
     def check(self, key: str, flat: Tensor, checksums: Sequence[str], spans: Iterable[range]) -> None:
         """Read and check the pieces that contain `spans` of elements.
 
-        Raises DamagedCheckpointError if their bytes are not those that were saved.
+        Raises DamagedCheckpointError if their bytes differ from those that were saved.
         """
         content = bytes_of(flat)
         for piece in touched_pieces(spans, flat.element_size()):
@@ -270,9 +270,9 @@ class TensorStream:
 
 
 class TensorReader:
-    """A safetensors file whose tensors are read in any part, without a memory mapping.
+    """A safetensors file that can be read in parts, without a memory mapping.
 
-    Raises DamagedCheckpointError for another format, CheckpointError if the file cannot be read.
+    Raises DamagedCheckpointError if it is not a valid safetensors file, CheckpointError if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -300,7 +300,7 @@ class TensorReader:
         }
 
     def entry(self, key: str) -> Entry:
-        """Return the place of a tensor. Raises DamagedCheckpointError if the file has no such tensor of a known
+        """Return the entry of a tensor. Raises DamagedCheckpointError if the file has no such tensor of a known
         type."""
         if key not in self.entries:
             raise DamagedCheckpointError(
@@ -317,7 +317,7 @@ class TensorReader:
         return flat.reshape(entry.shape)
 
     def read(self, key: str, content: memoryview, start: int) -> None:
-        """Fill `content` with the bytes of a tensor from its byte `start` on."""
+        """Fill `content` with the bytes of a tensor, starting at its byte `start`."""
         try:
             complete = read_into(self._descriptor, content, self.entry(key).start + start)
         except OSError as error:

@@ -274,7 +274,7 @@ def test_a_save_beyond_its_deadline_is_abandoned(tmp_path: Path) -> None:
     disk = HeldDisk()
     saver = BackgroundSaver(tmp_path, alone(), storage=disk)
     start(saver, alone(), ALONE, 2)
-    with pytest.raises(CheckpointError, match=r"after step 2 was given up: .*older checkpoints are untouched"):
+    with pytest.raises(CheckpointError, match=r"after step 2 was abandoned: .*older checkpoints are untouched"):
         saver.finish(within=0.01)
     disk.released.set()
     saver.abandon(30.0)

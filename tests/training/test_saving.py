@@ -328,7 +328,7 @@ def test_a_signal_during_a_save_beside_training_gives_that_no_more_than_its_dead
 
     on(monkeypatch, hold)
     signal_as_a_save_begins(monkeypatch)
-    with pytest.raises(CheckpointError, match=r"after step 2 was given up: .*signal_deadline_seconds"):
+    with pytest.raises(CheckpointError, match=r"after step 2 was abandoned: .*signal_deadline_seconds"):
         run(configuration(corpus, tmp_path, every=2, signal_deadline_seconds=0.2))
     assert saved(tmp_path) == []
     released.set()
@@ -409,7 +409,7 @@ def test_a_signals_save_is_given_up_after_its_deadline(
     monkeypatch.setattr("megapipe.training.loop.steps.time.perf_counter", stopping)
     config = configuration(corpus, tmp_path, steps=1000, every=2, signal_deadline_seconds=0.2)
     # In step 3 or later, as soon as the save after step 2 was seen to be durable.
-    with pytest.raises(CheckpointError, match=r"after step \d+ was given up: .*signal_deadline_seconds"):
+    with pytest.raises(CheckpointError, match=r"after step \d+ was abandoned: .*signal_deadline_seconds"):
         run(config)
     assert saved(tmp_path) == [2]
     released.set()
