@@ -17,7 +17,7 @@ from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES, bytes_of, open_
 from megapipe.conversion.sandbox import Sandbox, TensorPlace
 
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-"""torch's name of a type, without `torch.` -> its name in safetensors, for the types that checkpoints contain."""
+"""Maps torch's name of a type, without `torch.`, to its name in safetensors, for the types of checkpoints."""
 
 
 class Archive:
@@ -79,7 +79,7 @@ class Archive:
 
 
 class Slot:
-    """A tensor that will be written, in its place in a pickled value. key: of its storage, unique in the archive."""
+    """Placeholder in a pickled value for a tensor that is written later. key: unique name of its storage."""
 
     def __init__(self, key: str, dtype: str, shape: tuple[int, ...]) -> None:
         self.key, self.dtype, self.shape = key, dtype, shape
@@ -115,7 +115,7 @@ class _Output:
         self._folder, self.failure, self._descriptor = path.parent, "", DISK.create(path)
 
     def write(self, content: Any) -> int:
-        """Write all of it; write nothing after a failure or after the file was closed."""
+        """Write all of `content`. After a failure or after `close`, write nothing. Return the size of `content`."""
         left = memoryview(content)
         size = left.nbytes
         try:
@@ -159,7 +159,7 @@ class ArchiveWriter:
     def add(self, key: str, values: Tensor) -> None:
         """Write the elements of the Slot of this key."""
         whole = values.contiguous()
-        if whole.storage_offset():  # the beginning of the storage is written
+        if whole.storage_offset():  # the writer starts at the beginning of the storage
             whole = whole.clone()
         self._record(f"data/{key}", whole.untyped_storage(), whole.nbytes)
 
@@ -199,7 +199,7 @@ class PickledTensors:
 
     entries: its floating-point tensors by key.
 
-    Raises CheckpointError for a file that cannot be read or names a class that no checkpoint needs.
+    Raises CheckpointError for a file that cannot be read, or that names a class that is not allowed.
     """
 
     def __init__(self, path: Path, sandbox: Sandbox) -> None:
@@ -215,7 +215,7 @@ class PickledTensors:
         }
 
     def entry(self, key: str) -> PickledTensor:
-        """Return the place of a tensor. Raises DamagedCheckpointError if no such tensor has a known type."""
+        """Return the entry of a tensor. Raises DamagedCheckpointError if there is no such floating-point tensor."""
         if key not in self.entries:
             raise DamagedCheckpointError(f"{self._archive.path} has no floating-point tensor {key!r}", "unreadable")
         return self.entries[key]

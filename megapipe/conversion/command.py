@@ -19,7 +19,7 @@ DESCRIPTION = """\
 Converts checkpoints between formats, and inspects, verifies, compares and averages them.
 
 Tensors are converted one at a time, so that a model of any size needs a few times the memory of its largest
-tensor. No code in a folder is run. The output appears whole or not at all, and never in a folder that exists.
+tensor. No code in a folder is run. The output is complete or absent, and an existing folder is never changed.
 """
 EXAMPLES = """\
 examples:
@@ -48,11 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_writing(convert)
     convert.add_argument("--to", choices=list(FORMATS), required=True, help=_formats())
     convert.add_argument(
-        "--weights-only", action="store_true", help="leave out moments and earlier weights, as most formats do anyway"
+        "--weights-only", action="store_true", help="omit moments and earlier weights, as most formats always do"
     )
 
     inspect = commands.add_parser(
-        "inspect", help="show model, step, tensors, types and sizes without reading a tensor"
+        "inspect", help="show the model, step, tensors, types and sizes without reading a tensor"
     )
     inspect.add_argument("source", metavar="PATH")
     _add_reading(inspect)
@@ -137,8 +137,8 @@ def return_large_blocks() -> None:
     """Make the C library return blocks above a megabyte to the system when they are freed.
 
     By default, glibc raises that bound to the largest block freed so far. Tensors are then allocated from a heap that
-    becomes fragmented, and the memory of a conversion to several files grew by half of the model (measured). Other C
-    libraries have no such call and no such rule.
+    becomes fragmented, and a conversion to several files took additional memory of half the model's size (measured).
+    Other C libraries have neither this call nor this rule.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
@@ -201,7 +201,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _with_tokenizer(contents: "Contents", name: str | None) -> "Contents":
-    """Return the contents with the tokenizer of --tokenizer. Raises DataError for one that cannot be opened."""
+    """Return the contents with the tokenizer of --tokenizer. Raises DataError if it cannot be opened."""
     from megapipe.conversion.tokenizer_files import NONE
     from megapipe.data.tokenizers import open_tokenizer
 
@@ -238,7 +238,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         if problems:
             damaged = True
         else:
-            print(f"{path}: whole, {_counted(len(source.contents.tensors))}")
+            print(f"{path}: intact, {_counted(len(source.contents.tensors))}")
     return 1 if damaged else 0
 
 
@@ -246,7 +246,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     from megapipe.conversion.operations import compare
 
     ours, theirs = _open(arguments.source, arguments), _open(arguments.other, arguments)
-    # If one folder can contain only weights, only weights are compared.
+    # If the format of one folder stores only weights, only weights are compared.
     formats = [format_of(Path(path), arguments.format) for path in (arguments.source, arguments.other)]
     weights_only = arguments.weights_only or not all(known.keeps_run for known in formats)
     differences, compared = compare(ours, theirs, arguments.tolerance, weights_only)
@@ -267,7 +267,7 @@ def _average(arguments: argparse.Namespace) -> int:
     notes = average(
         sources, contents, lambda: target.open_target(Path(arguments.output), contents, _options(arguments))
     )
-    print(f"{arguments.output}: {target.title}, the mean of {len(sources)}, {_counted(len(contents.tensors))}")
+    print(f"{arguments.output}: {target.title}, mean of {len(sources)} checkpoints, {_counted(len(contents.tensors))}")
     for note in notes:
         print(note)
     return 0

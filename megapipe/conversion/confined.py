@@ -61,7 +61,7 @@ class Refused(Exception):
 
 
 class Inert:
-    """Placeholder for an object of a listed class. name: its module and class. state: set once, never used."""
+    """Placeholder for an object of a listed class. name: its module and class. state: set once, only described."""
 
     __slots__ = ("state",)
     state: Any
@@ -126,7 +126,7 @@ def unpickled(content: bytes) -> Any:
 
 
 REQUEST = struct.Struct("<BQQ")
-"""Fields: whether it is an archive, its first byte, its end."""
+"""Fields: whether to read an archive, its first byte, its end."""
 LENGTH = struct.Struct("<Q")
 MAX_PICKLE_BYTES = 1 << 29
 """Largest pickle. The metadata of a checkpoint with a million shards has about 200 MB."""
@@ -139,7 +139,7 @@ CPU_SECONDS = 120
 """Largest CPU time of one request."""
 
 _VALUES_FOR_A_BYTE, _CHARACTERS_FOR_A_BYTE = 8, 64
-"""Largest reply in relation to the size of the pickle, which can refer to one value many times."""
+"""Limits of a reply per byte of the pickle, because a pickle can refer to one value many times."""
 _NO_NEW_PRIVILEGES = 38  # linux/prctl.h
 _NOBODY = 65534
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -344,7 +344,7 @@ def _check_size(num_bytes: int) -> None:
 
 
 def confine() -> None:
-    """Give up permanently: writing files, opening files and sockets, starting processes, and privileges.
+    """Permanently give up writing files, opening files and sockets, starting processes, and privileges.
 
     Every limit is lowered, but never above a lower limit of the system.
     """
@@ -400,7 +400,7 @@ def serve(channel: socket.socket) -> None:
             if descriptor > 2:
                 with suppress(OSError):  # the descriptor of the listing is already closed
                     os.close(descriptor)
-        clear_safe_globals()  # of the program from which this process was forked
+        clear_safe_globals()  # the parent process may have added some
         confine()
         with socket.socket(fileno=0) as requests:
             while True:

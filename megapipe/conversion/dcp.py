@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint: its files, and a plain state dict in them as a source and as a target.
 
 `.metadata` is a pickle that describes every tensor's chunks; each chunk is an archive of torch.save in a `.distcp`
-file. They are written with torch's own metadata classes. They are read from descriptions, because `.metadata` runs
-code when torch reads it.
+file. Both are written with torch's own classes. They are read by the confined process of `sandbox.py`, because torch
+would run code in `.metadata` when it reads the file.
 
 The state dict has `model.NAME` for weights and `optimizer.state.NAME.KIND` for moments, as torch's get_state_dict
 names them, where NAME is a parameter of megapipe. `megapipe.json` in the same folder describes the model and the run.
@@ -63,7 +63,7 @@ class DcpChunk:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor of the metadata. dtype: its name in safetensors. chunks: disjoint parts that cover the tensor."""
+    """A tensor that the metadata lists. dtype: its name in safetensors. chunks: disjoint parts that cover it."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class DcpTensor:
 
 
 class DcpFiles:
-    """A folder of torch.distributed.checkpoint, written by any number of ranks. tensors: the floating-point ones.
+    """A folder of torch.distributed.checkpoint from any number of ranks. tensors: floating-point tensors by name.
 
     Raises CheckpointError or DamagedCheckpointError, with the file, for an incomplete folder.
     """
@@ -98,19 +98,19 @@ class DcpFiles:
             ) from error
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """Return the elements of a tensor inside `index`, contiguous. In addition, one chunk at a time is in
+        """Return the elements of a tensor inside `index`, contiguous. In addition to them, one chunk at a time is in
         memory."""
         tensor = self.tensors[name]
         wanted = box_of(index, tensor.shape)
         found = torch.empty(wanted.num_elements, dtype=DTYPES[tensor.dtype])
         for chunk in tensor.chunks:
-            for shared in overlaps(Extent.whole(chunk.box), Extent.whole(wanted)):  # one at most, of two boxes
+            for shared in overlaps(Extent.whole(chunk.box), Extent.whole(wanted)):  # two boxes overlap at most once
                 with self._opened(chunk, tensor) as (archive, place):
                     shared.copy(archive.tensor(place).reshape(-1), found)
         return found.reshape(wanted.shape)
 
     def verify(self, name: str, first: int | None = None) -> list[str]:
-        """Read a tensor, or only its parts with index `first` on the first axis, and return the problems, if any."""
+        """Read a tensor, or only its chunks that contain index `first` of the first axis, and return the problems."""
         tensor, found = self.tensors[name], []
         for chunk in tensor.chunks:
             if first is not None and not chunk.box.starts[0] <= first < chunk.box.stops[0]:
@@ -267,7 +267,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer.state."
 
 
 class DcpSource:
-    """A state dict in such a folder. Only `megapipe.json` describes the model, so the file is required."""
+    """Reads a state dict. `megapipe.json` is required, because no other file describes the model."""
 
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         if not (path / CONFIG).is_file():
@@ -346,7 +346,7 @@ def _run_of(told: Mapping[str, Any], path: Path) -> tuple[RunState | None, dict[
 
 
 class DcpTarget:
-    """A state dict in a new folder, which torch.distributed.checkpoint loads on any number of ranks."""
+    """Writes a state dict to a new folder, which torch.distributed.checkpoint loads on any number of ranks."""
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         self._contents = contents

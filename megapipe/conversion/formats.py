@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 WEIGHTS = "weights"
-"""Kind of the newest weights, as in a manifest."""
+"""The kind of the newest weights, as in a manifest."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Contents:
     """Contents of a checkpoint.
 
     model: a BertModelConfig for a BERT. tensors: all tensors, in the model's order; a tied weight once. run: state of
-    the run; None if the format contains only weights. applied_updates: parameter name -> optimizer updates that were
-    applied; empty without moments. tokenizer: the model's, for `megapipe.data.tokenizers.open_tokenizer`; None if it
-    is not known. notes: lines for the user about how the checkpoint was read.
+    the run; None if the format contains only weights. applied_updates: number of optimizer updates of each parameter;
+    empty without moments. tokenizer: name of the model's tokenizer for `megapipe.data.tokenizers.open_tokenizer`; None
+    if it is not known. notes: lines for the user about how the checkpoint was read.
     """
 
     model: ModelConfig
@@ -99,12 +99,12 @@ class Source(Protocol):
     def read(self, tensor: StoredTensor, index: Index = ()) -> "Tensor":
         """Return the elements of one of `contents.tensors`, in its dtype, contiguous, in newly allocated memory.
 
-        At most a few times the requested bytes are read and in memory, or one tensor as the format stores it. Raises
+        This reads and holds at most a few times the requested bytes, or one tensor as the format stores it. Raises
         CheckpointError, with file and tensor, if bytes cannot be read or have changed since they were written.
         """
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        """Read one of `contents.tensors` completely; return one message for each bad file, an empty list if there is
+        """Read one of `contents.tensors` completely; return one message for each problem, an empty list if there are
         none."""
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """Layout of a checkpoint, if the format has several.
+    """Options for formats that have several layouts.
 
     max_shard_bytes: largest file of weights (one tensor may exceed it). tensor, pipeline, chunks: tensor-parallel
     ranks and pipeline stages of a Megatron-LM `torch` checkpoint, and model chunks per stage. layer_names: names of
@@ -161,7 +161,7 @@ METADATA = ".metadata"
 
 
 def iteration_folder(path: Path) -> Path:
-    """Return the folder of an iteration: the newest one that a folder's tracker names, or else the folder itself."""
+    """Return the folder of an iteration: the iteration that the tracker in `path` names, or else `path` itself."""
     try:
         named = read_bytes(path / TRACKER, ValueError, 100).decode("ascii").strip()
     except (OSError, ValueError):
@@ -180,9 +180,9 @@ class Format:
     """One format.
 
     title: description for users. recognizes: whether a folder has this format, by its file names only. keeps_run:
-    whether it can contain moments, step, random state and data position; otherwise it gets only weights. module,
-    source, target: module and class names of its Source and Target; the module imports torch, so --help does not load
-    it.
+    whether it can contain moments, step, random state and data position; otherwise it contains only weights. module,
+    source, target: names of the module and of the classes of its Source and Target; the module imports torch, so
+    --help does not load it.
     """
 
     title: str
@@ -207,7 +207,7 @@ class Format:
 
 
 def _is_megapipe(path: Path) -> bool:
-    """Return whether it is a step's folder, or that of a run with at least one step."""
+    """Return whether `path` is a step's folder, or the folder of a run with at least one step."""
     steps = (*path.glob("checkpoints/step-*"), *path.glob("step-*"))
     return (path / "manifest.json").is_file() or any(step.is_dir() for step in steps)
 
@@ -251,11 +251,11 @@ FORMATS = {
         *("megapipe.conversion.dcp", "DcpSource", "DcpTarget"),
     ),
 }
-"""Name on the command line -> format."""
+"""Formats by their names on the command line."""
 
 
 def format_of(path: Path, name: str | None = None) -> Format:
-    """Return the format called `name`, or else the one that a folder's files indicate. Raises UnknownFormatError."""
+    """Return the format `name`, or else the format that a folder's files indicate. Raises UnknownFormatError."""
     if name is not None:
         if name not in FORMATS:
             raise UnknownFormatError(

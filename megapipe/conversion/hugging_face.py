@@ -29,9 +29,9 @@ from megapipe.models.gpt_hugging_face import Correspondence, WeightMappingError
 
 
 class HuggingFaceSource:
-    """The weights of a folder of one of the families that docs/conversion.md lists.
+    """Reads the weights of a folder whose family is listed in docs/conversion.md.
 
-    Raises CheckpointError for a folder that is incomplete, unreadable or of another model, and for hostile content.
+    Raises CheckpointError for a folder that is incomplete or unreadable, an unsupported model, and hostile content.
     """
 
     def __init__(self, path: Path, allow_pickle: bool = False) -> None:
@@ -47,13 +47,13 @@ class HuggingFaceSource:
         self.contents = Contents(model, tensors, tokenizer=str(path), notes=notes)
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
-        """Return elements as `Source.read`, in canonical order. Each tensor of the folder that they come from is read
+        """Return elements in canonical order; see `Source.read`. The folder's tensors that contain them are read
         completely."""
         whole = self._folder.parameter(tensor.name)
         return (whole[index].clone() if index else whole).contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        """Compare the checksums of `.bin` files. safetensors files have none and are only read completely."""
+        """Compare the checksums of `.bin` files. safetensors files have no checksums and are only read completely."""
         try:
             self.read(tensor)
         except CheckpointError as error:
@@ -115,7 +115,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 
 
 def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json. dtype: of the weights, by its name in safetensors.
+    """Return the content of config.json. dtype: type of the weights, by its name in safetensors.
 
     Raises CheckpointError with every field of `model` that the nearest family cannot express.
     """
@@ -135,7 +135,7 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Correspondence]:
-    """Return parameter -> its tensors in the family of an exported configuration. Raises CheckpointError."""
+    """Map each parameter to its tensors in the family of an exported configuration. Raises CheckpointError."""
     try:
         return {pair.spec.name: pair for pair in correspondences(model, config["model_type"])}
     except WeightMappingError as error:
@@ -148,7 +148,7 @@ _Described = tuple[str, str, tuple[int, ...]]
 
 
 class HuggingFaceTarget:
-    """A folder that transformers loads by its path. It does not contain rows that only pad the vocabulary."""
+    """Writes a folder that transformers loads by its path, without rows that only pad the vocabulary."""
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         dtypes = {tensor.dtype for tensor in contents.tensors if tensor.kind == WEIGHTS}

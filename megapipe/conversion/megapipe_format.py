@@ -46,8 +46,8 @@ TOKENIZER = "tokenizer"
 
 
 class MegapipeTarget:
-    """A checkpoint with one file for each kind of tensor and type. Files are numbered, because names may come from
-    anywhere."""
+    """Writes a checkpoint with one file per kind and type of tensors. Files are numbered, because tensor names are
+    untrusted."""
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions | None = None) -> None:
         self._contents = contents
@@ -118,7 +118,7 @@ def _key(tensor: StoredTensor) -> str:
 
 
 def _fresh_run(contents: Contents) -> RunState:
-    """Return the state of a run that has not started, with weights from elsewhere."""
+    """Return the state of a run that has not started, for weights that do not come from a run."""
     dtype = next(tensor.dtype for tensor in contents.tensors if tensor.kind == WEIGHTS)
     return RunState(
         step=0,
@@ -157,7 +157,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
-    """Return every parameter by its global name, in the model's order; tied ones once."""
+    """Return every parameter by its global name, in the model's order. A tied parameter appears once."""
     layers = model_layers(model)
     return {spec.name: spec for layer in layers for spec in layer.parameters.values()}
 
@@ -173,9 +173,9 @@ def check_layers(path: Path, model: ModelConfig, tensors: int) -> None:
 
 
 class MegapipeSource:
-    """The folder of a step, or of a run, of which the newest complete checkpoint is read.
+    """Reads the checkpoint in a step's folder, or the newest complete checkpoint in a run's folder.
 
-    folder: of the step. manifest: its manifest. Every byte that is read is checked against the manifest.
+    folder: the step's folder. manifest: its manifest. Every byte that is read is checked against the manifest.
     """
 
     def __init__(self, path: Path, allow_pickle: bool = False) -> None:
@@ -195,7 +195,7 @@ class MegapipeSource:
         )
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
-        """Return elements as `Source.read`; only the pieces that contain them are read and checked."""
+        """Return elements; see `Source.read`. Only the pieces that contain them are read and checked."""
         box = box_of(index, tensor.shape)
         wanted = Extent.whole(box)
         found = torch.empty(box.num_elements, dtype=DTYPES[tensor.dtype])
@@ -247,7 +247,7 @@ class MegapipeSource:
         if chunk.extent == wanted:
             self._read(chunk, target, [range(wanted.num_elements)])
             return
-        # Pages of it that stay untouched take no memory.
+        # Pages of this buffer that are not touched take no memory.
         source = torch.empty(chunk.extent.num_elements, dtype=DTYPES[chunk.dtype])
         self._read(chunk, source, [overlap.source.span for overlap in shared])
         for overlap in shared:
@@ -297,7 +297,7 @@ def _step_of(path: Path) -> Path:
 
 
 def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer in the checkpoint, or the one that a BERT's run or the shard's manifest names.
+    """Return the tokenizer in the checkpoint, or the tokenizer that a BERT's run or the shard's manifest names.
 
     Return None if the shard no longer exists.
     """

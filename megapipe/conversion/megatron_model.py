@@ -1,8 +1,8 @@
 """Megatron-LM's names of our parameters and configuration fields (megatron-core's GPTModel, both layer specs).
 
-Its matrices are ours with merged leading axes. The rows of linear_qkv are grouped by kv group, each with its query
-heads, its key and its value. The rows of a gated linear_fc1 are, for each tensor rank, those of the gate and then
-those of the other half.
+Its matrices are ours with merged leading axes. The rows of linear_qkv are grouped by kv group: query heads, key and
+value of each group. The rows of a gated linear_fc1 are, for each tensor rank, the rows of the gate and then the rows
+of the other half.
 """
 
 import math
@@ -28,7 +28,7 @@ from megapipe.spec.layers import tensor_problems
 from megapipe.spec.parameters import ParameterSpec
 
 VOCABULARY_DIVISOR = 128
-"""Megatron-LM rounds the vocabulary up to a multiple of this on each tensor rank (its default)."""
+"""By default, Megatron-LM rounds the vocabulary up to a multiple of this on each tensor rank."""
 _OUTER = {
     "embedding.word.weight": "embedding.word_embeddings.weight",
     "embedding.position.weight": "embedding.position_embeddings.weight",
@@ -76,7 +76,7 @@ _LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Name of a parameter. key: in a layer, or in the model. layer: from 0; None outside of layers."""
+    """Location of a parameter. key: its name in the layer or model. layer: index from 0; None outside of layers."""
 
     spec: ParameterSpec
     key: str
@@ -92,7 +92,7 @@ class ParameterLocation:
 
 
 def places(model: ModelConfig) -> dict[str, ParameterLocation]:
-    """Return parameter -> its location. Raises CheckpointError for a model that Megatron-LM's GPT cannot express."""
+    """Return each parameter's location. Raises CheckpointError for a model that Megatron-LM's GPT cannot express."""
     if model.kind != "gpt":
         raise CheckpointError("only GPT models can be converted to and from Megatron-LM; this checkpoint is a BERT")
     if model.num_experts is not None:
@@ -112,12 +112,12 @@ def _place(spec: ParameterSpec) -> ParameterLocation:
 
 
 def merged(spec: ParameterSpec, shard: Tensor) -> Tensor:
-    """Return our shard with the one or two dimensions that it has in Megatron-LM."""
+    """Reshape our shard to the one or two dimensions that it has in Megatron-LM."""
     return shard.flatten() if spec.name.endswith(".bias") or shard.ndim == 1 else shard.flatten(0, -2)
 
 
 def merged_shape(spec: ParameterSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that `merged` returns."""
+    """Return the shape of the output of `merged` for a shard of this shape."""
     if spec.name.endswith(".bias") or len(shape) == 1:
         return (math.prod(shape),)
     return math.prod(shape[:-1]), shape[-1]
@@ -126,7 +126,7 @@ def merged_shape(spec: ParameterSpec, shape: tuple[int, ...]) -> tuple[int, ...]
 class IterationFolder(FreshFolder):
     """The new folder of a run with one iteration, or, for weights without a run, with a release.
 
-    name: of the folder `inner`, in which the iteration's files are written.
+    name: name of the folder `inner`, in which the iteration's files are written.
     """
 
     def __init__(self, path: Path, run: RunState | None) -> None:
@@ -220,7 +220,7 @@ def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dtype: torch.dtype) -> Namespace:
-    """Return the arguments that Megatron-LM compares with its own, or uses with --use-checkpoint-args.
+    """Return the arguments that Megatron-LM compares with its command line, or uses with --use-checkpoint-args.
 
     Raises CheckpointError for a model that Megatron-LM's arguments cannot express.
     """

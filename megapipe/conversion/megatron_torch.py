@@ -47,7 +47,7 @@ _TIED_COPY = "output_layer.weight"
 
 
 class MegatronTorchSource:
-    """The weights of such a folder. Optimizer and random states are ignored, because they depend on its layout."""
+    """Reads the weights of a folder. Optimizer and random states are ignored, because they depend on the layout."""
 
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         self._folder = iteration_folder(path)
@@ -117,7 +117,7 @@ class MegatronTorchSource:
     def _found(
         self, known: Mapping[str, ParameterLocation], model: ModelConfig
     ) -> dict[str, list[tuple[Archive, TensorPlace]]]:
-        """Return parameter -> its shard on each tensor rank."""
+        """Map each parameter to its shards, one for each tensor rank."""
         self._specs = known
         by_key = {(place.layer, key): name for name, place in known.items() for key in (place.key, place.fused_key)}
         found: dict[str, list[tuple[Archive, TensorPlace]]] = {}
@@ -139,7 +139,7 @@ class MegatronTorchSource:
         return found
 
     def _states(self, tensor_rank: int) -> Iterator[tuple[Archive, int | None, str, TensorPlace]]:
-        """Yield every tensor of a tensor rank with its global layer, in the order of the model's layers."""
+        """Yield (archive, global layer, key, tensor) for one tensor rank, in the order of the model's layers."""
         ranks = [self._archives[rank] for rank in sorted(self._archives) if rank[0] == tensor_rank]
         keys = [key for key in ranks[0].value if re.fullmatch(r"model\d*", str(key))]
         names = sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))
@@ -188,7 +188,7 @@ _VERSION = 3.0
 
 
 class MegatronTorchTarget:
-    """A new folder of this layout, for any tensor and pipeline size; see `IterationFolder`."""
+    """Writes a new folder in this layout, for any tensor and pipeline size; see `IterationFolder`."""
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         self._options, self._model = options, contents.model
@@ -247,7 +247,7 @@ class MegatronTorchTarget:
         return self._buffer[: shard.nbytes].view(shard.dtype).view(shard.shape).copy_(shard)
 
     def _keys(self, place: ParameterLocation) -> Iterator[tuple[int, int, str]]:
-        """Yield stage, chunk and key of every copy of a parameter on a tensor rank."""
+        """Yield (stage, chunk, key) of every copy of a parameter on a tensor rank."""
         last = self._options.pipeline - 1, self._options.chunks - 1
         if place.layer is not None:
             chunk, rest = divmod(place.layer, self._layers * self._options.pipeline)

@@ -27,7 +27,7 @@ PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def contents_for(contents: Contents, target: Format, precision: str | None, weights_only: bool) -> Contents:
-    """Return the part of a checkpoint's contents that a target gets."""
+    """Return the part of a checkpoint's contents that is written to a target."""
     if weights_only or not target.keeps_run:
         contents = contents.weights_only()
     if not any(tensor.kind == WEIGHTS for tensor in contents.tensors):
@@ -51,7 +51,7 @@ def is_weight(kind: str) -> bool:
 def transfer(source: Source, contents: Contents, target: Target) -> list[str]:
     """Write every tensor of `contents` to a target, cast to its type there; return the target's notes.
 
-    Raises CheckpointError, and then nothing exists at the target's path.
+    If it raises CheckpointError, nothing exists at the target's path.
     """
     stored = {(tensor.name, tensor.kind): tensor for tensor in source.contents.tensors}
     with on_failure(target.abandon), tracked(contents.tensors, "converting") as tensors:
@@ -61,7 +61,7 @@ def transfer(source: Source, contents: Contents, target: Target) -> list[str]:
 
 
 def cast(values: Tensor, tensor: StoredTensor) -> Tensor:
-    """Return values in a tensor's type. Raises CheckpointError if finite values would become infinite."""
+    """Cast `values` to the type of `tensor`. Raises CheckpointError if finite values would become infinite."""
     dtype = DTYPES[tensor.dtype]
     if values.dtype == dtype:
         return values
@@ -71,7 +71,7 @@ def cast(values: Tensor, tensor: StoredTensor) -> Tensor:
         new.copy_(old)
         if narrower and bool((new.isinf() & old.isfinite()).any()):
             raise CheckpointError(
-                f"{tensor.kind} of {tensor.name} has values beyond {torch.finfo(dtype).max:g}, the largest of "
+                f"{tensor.kind} of {tensor.name} has values beyond {torch.finfo(dtype).max:g}, the largest value of "
                 f"{tensor.dtype}; choose --precision bf16 or fp32"
             )
     return found
@@ -85,7 +85,7 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
     """Write the mean of the sources' weights (Izmailov et al., 1803.05407), summed in float64; return the target's
     notes.
 
-    contents: of the target. Raises CheckpointError, before anything is written, if the sources have different models.
+    contents: the target's contents. Raises CheckpointError, before it writes, if the sources have different models.
     """
     named = [_weights(source) for source in sources]
     shapes = [{name: tensor.shape for name, tensor in weights.items()} for weights in named]
@@ -105,7 +105,7 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
 
 
 def _mean(parts: Sequence[tuple[Source, StoredTensor]], tensor: StoredTensor) -> Tensor:
-    """Return the mean in a tensor's type, computed some rows at a time, because float64 takes twice the memory."""
+    """Return the mean in the type of `tensor`. Some rows are computed at a time, to limit the memory for float64."""
     found = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
     rows = max(1, _ELEMENTS * tensor.shape[0] // found.numel())
     for start in range(0, tensor.shape[0], rows):
@@ -215,7 +215,7 @@ _LOSSES = 3
 
 
 def as_text(known: Format, contents: Contents) -> str:
-    """Return tables for users: the model, the run, totals by kind, all tensors."""
+    """Return the contents as tables for users: the model, the run, totals by kind, all tensors."""
     lines = [known.title, "", *_table(_model_rows(contents)), ""]
     lines += [*_table(_run_rows(contents)), ""] if contents.run is not None else []
     kinds = [["kind", "tensors", "elements", "bytes", "type"]]
@@ -234,7 +234,7 @@ def as_text(known: Format, contents: Contents) -> str:
 
 
 def as_json(known: Format, contents: Contents) -> str:
-    """Return the same for programs, with the whole configuration."""
+    """Return the contents as JSON for programs, with the whole configuration."""
     run = contents.run
     document: dict[str, Any] = {
         "format": known.title,

@@ -35,8 +35,8 @@ class InertObject:
 class TensorPlace:
     """A tensor of a torch archive, whose storage is bytes `start` to `start + num_bytes` of the archive.
 
-    dtype: torch's name of the type, without `torch.`. crc32: of the storage; 0 if the archive has none. offset,
-    stride: in elements.
+    dtype: torch's name of the type, without `torch.`. crc32: checksum of the storage; 0 if the archive has none.
+    offset, stride: in elements.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class TensorPlace:
 
     @property
     def span(self) -> int:
-        """Number of elements from the tensor's first to its last in the storage."""
+        """Number of elements of the storage from the tensor's first element to its last."""
         if not math.prod(self.shape):
             return 0
         return 1 + sum((extent - 1) * step for extent, step in zip(self.shape, self.stride, strict=True))
@@ -58,7 +58,7 @@ class TensorPlace:
 class Sandbox:
     """The confined process. It receives open files from any source, and cannot open files or connections itself.
 
-    Raises CheckpointError unless `allowed`, the user's --allow-pickle.
+    Raises CheckpointError if `allowed`, the user's --allow-pickle, is false.
     """
 
     def __init__(self, allowed: bool, folder: Path) -> None:
@@ -79,9 +79,8 @@ class Sandbox:
         """Return the content of the pickle in bytes `start` to `stop` of an open file.
 
         The content consists of plain values, InertObject and TensorPlace; a dict with keys of other types is a list of
-        pairs. archive: whether it is an archive of torch.save or a bare pickle. origin: for errors. Raises
-        CheckpointError, with the class, for a pickle that is refused, DamagedCheckpointError for one that cannot be
-        read.
+        pairs. archive: true for an archive of torch.save, false for a bare pickle. origin: name for error messages.
+        Raises CheckpointError, with the class, if the pickle is refused, DamagedCheckpointError if it cannot be read.
         """
         content = self._exchange(descriptor, confined.REQUEST.pack(archive, start, stop), origin)
         reply = decode_json(content, f"{origin} is not read: the reply of the process that reads pickles", _failure)
@@ -141,7 +140,7 @@ def _failure(message: str) -> CheckpointError:
 
 
 def _decoded(value: Any, archive_bytes: int) -> Any:
-    """Return the value in a reply. Raises one of DECODING_ERRORS for an invalid reply."""
+    """Decode the value in a reply. Raises one of DECODING_ERRORS for an invalid reply."""
     if isinstance(value, list):
         return [_decoded(each, archive_bytes) for each in value]
     if not isinstance(value, dict):

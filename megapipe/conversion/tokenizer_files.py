@@ -133,7 +133,7 @@ def from_tiktoken(
     model = models.BPE(
         vocab=vocabulary,
         merges=[(spelled(left), spelled(right)) for left, right in merges],
-        # As in tiktoken, a piece that is a token is not merged from others.
+        # As in tiktoken, a piece that is itself a token is not merged from other tokens.
         ignore_merges=True,
     )
     tokenizer = tokenizers.Tokenizer(model)
@@ -167,10 +167,10 @@ def _merge(token: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]
 
 
 def _in_other_words(pattern: str) -> str:
-    """Return the pattern for the library's regular expressions, in which `{1,3}+` repeats and `$` matches any line
+    """Translate a pattern to the library's regular expressions, in which `{1,3}+` repeats and `$` matches any line
     end.
 
-    Possessive repetition only saves time in these patterns: what follows could not match a shorter repetition.
+    Possessive repetition only saves time in these patterns, because the rest could not match a shorter repetition.
     """
     return re.sub(r"([+*?]|\{\d+,\d+\})\+", r"\1", pattern).replace("$", r"\z")
 
@@ -190,7 +190,7 @@ _TIES = (
 )
 _BERT = "BertTokenizerFast"
 NONE = "none"
-"""The name that means that no tokenizer is written."""
+"""The name for which no tokenizer is written."""
 _ROLES = {
     "[PAD]": "pad_token",
     "[UNK]": "unk_token",
@@ -215,8 +215,8 @@ _TEXTS = (
 class ExportedTokenizer:
     """Files of a tokenizer.
 
-    files: name -> content. ids: special token -> the id in config.json, or several. note: a line for the user, or
-    empty.
+    files: name -> content. ids: special token -> its id in config.json, or a list of ids. note: a line for the user,
+    or empty.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class ExportedTokenizer:
 
 
 def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenizer:
-    """Return the files to write with a model's weights for the tokenizer `spec`, as `open_tokenizer` takes it."""
+    """Return the tokenizer files to write with a model's weights. spec: see `open_tokenizer`; None if unknown."""
     if spec is None or spec == NONE:
         return ExportedTokenizer(note=_NOT_NAMED if spec is None else "")
     folder = Path(spec)
@@ -265,7 +265,7 @@ def _config_ids(folder: Path, rows: int) -> dict[str, Any]:
 
 
 def _named_ids(folder: Path, ours: Tokenizer) -> dict[str, Any]:
-    """Return the ids of the tokens that a folder's tokenizer_config.json names; without that file, see `_ids`."""
+    """Return the ids of the tokens that a folder's tokenizer_config.json names. Without the file, return `_ids`."""
     if not (folder / "tokenizer_config.json").is_file():
         return _ids(ours)
     config = read_json(inside(folder, "tokenizer_config.json"))

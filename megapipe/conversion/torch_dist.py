@@ -44,7 +44,7 @@ _CHECKPOINT_VERSION = 3.0
 
 
 class TorchDistSource:
-    """The weights of such a folder. Optimizer states are ignored, because by default they depend on their layout."""
+    """Reads the weights of a folder. Optimizer states are ignored, because by default they depend on the layout."""
 
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         folder = iteration_folder(path)
@@ -110,7 +110,7 @@ class TorchDistSource:
 
 
 class TorchDistTarget:
-    """A new folder of this layout; see `IterationFolder`."""
+    """Writes a new folder in this layout; see `IterationFolder`."""
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         self._model, self._places = contents.model, places(contents.model)
