@@ -1,4 +1,4 @@
-"""Micro-batches of a data-parallel rank: their samples, their arrays, and a thread that loads them in advance."""
+"""Micro-batches of a data-parallel rank: their samples and arrays, and a thread that loads them in advance."""
 
 import contextlib
 import queue
@@ -15,8 +15,8 @@ from megapipe.data.samples import SampleSet
 def document_starts(boundaries: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Return the position in its sample where each token's document starts: int64 [b, length].
 
-    boundaries: for each of b samples, the positions at which documents start, without 0. A document that started
-    before the sample has the start 0. Token i may attend to tokens [starts[i], i], and its position in the document is
+    boundaries: for each of b samples, the positions at which documents start, without 0. The start is 0 for a document
+    that started before the sample. Token i may attend to tokens [starts[i], i], and its position in the document is
     i - starts[i].
     """
     starts = np.zeros((len(boundaries), length), dtype=np.int64)
@@ -34,7 +34,7 @@ class TokenBatch(NamedTuple):
     labels: np.ndarray
     """The token that follows each input, int64 [b, s]; undefined where the mask is 0."""
     loss_mask: np.ndarray
-    """1 where the prediction counts, else 0, float32 [b, s]."""
+    """1 where the prediction contributes to the loss, else 0, float32 [b, s]."""
     ordinals: np.ndarray
     """Numbers of the samples in the order of the run, int64 [b]. Dropout is keyed by them, not by the rank."""
     document_starts: np.ndarray | None
@@ -47,8 +47,8 @@ def microbatch_ordinals(
     """Return sample ordinals, int64 [micro_size], of a micro-batch of the step that starts after `consumed` samples.
 
     The step uses ordinals [consumed, consumed + data_size * num_microbatches * micro_size). Each data rank has a
-    contiguous slice, and each of its micro-batches a contiguous slice of that. The position of a run is therefore one
-    integer, and a run can continue with any data size.
+    contiguous slice of them, and each of its micro-batches a contiguous slice of that slice. The position of a run is
+    therefore one integer, and a run can continue with any data size.
     """
     if not (0 <= data_rank < data_size and 0 <= microbatch < num_microbatches and micro_size >= 1 and consumed >= 0):
         raise DataError(
@@ -61,7 +61,7 @@ def microbatch_ordinals(
 
 
 class MicrobatchSource:
-    """Loads the micro-batches of one data rank. All ranks of a model replica get the same ones."""
+    """Loads the micro-batches of one data rank. All ranks of a model replica get the same micro-batches."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class MicrobatchSource:
         return self._loss_mask(ordinals, self._boundaries(ordinals))
 
     def _boundaries(self, ordinals: np.ndarray) -> list[np.ndarray]:
-        """Return where documents start in every sample, if anything depends on it."""
+        """Return where documents start in every sample; an empty list if neither option needs it."""
         if self.mask_end_of_document or self.isolate_documents:
             return self.samples.boundaries(ordinals)
         return []
@@ -144,8 +144,8 @@ class Prefetcher(Generic[Request, Result]):
             for microbatches in steps: ...
 
     At most `depth` results wait, and the requests may be endless. An exception of `load` or of the requests is raised
-    to the consumer after the results before it, and ends the iteration. `close` (or leaving the block) waits for the
-    load in progress and ends the thread; it is idempotent. This is a thread and not a process, because reading a
+    in the consumer after the results before it, and ends the iteration. `close` (or leaving the block) waits for the
+    load in progress and ends the thread; it is idempotent. A thread is used instead of a process, because reading a
     mapped file takes less time than passing the result to another process.
     """
 

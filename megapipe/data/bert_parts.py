@@ -1,14 +1,15 @@
-"""The tokens of a BERT sample, computed from its number without a mapping, and which of them are hidden.
+"""Selection of the tokens of a BERT sample, computed from its number without a stored mapping, and their masking.
 
-A split of T tokens has T // m samples per epoch, where m is the largest number of tokens in a sample. Each sample has
-a range of m tokens of its own, in an order that is a keyed permutation, and draws one of its tokens: the sentence with
-that token is the sample's seed. Sentences after it, then before it, are added while the document has more and the
-sample is too short. For any lengths of documents, all tokens of a split are equally likely to be drawn.
+A split of T tokens has T // m samples per epoch, where m is the largest number of tokens in a sample. A keyed
+permutation gives each sample a separate range of m tokens. The sample draws one token of its range, and starts with
+the sentence that contains this token. Sentences after it, then before it, are added while the document has more and
+the sample is too short. For any lengths of documents, all tokens of a split are equally likely to be drawn.
 
-Words are hidden in random order until the budget is used up. Each starts a range of words of random length, which is
-shortened to the rest of the budget and of its part of the sample, and skipped if it meets hidden words (Megatron-LM's
-n-gram masking; lengths as in SpanBERT: Joshi et al. 2019, arXiv 1907.10529, section 3.1). Of the hidden tokens 80%
-become [MASK], 10% a random token, 10% stay (Devlin et al. 2018, arXiv 1810.04805, section 3.1).
+Words are hidden in random order until the budget is used up. Each word starts a range of words of random length. The
+range is shortened to the rest of the budget and to the end of its part of the sample. It is skipped if it overlaps
+hidden words (Megatron-LM's n-gram masking; lengths as in SpanBERT: Joshi et al. 2019, arXiv 1907.10529, section 3.1).
+80% of the hidden tokens become [MASK], 10% become a random token, and 10% stay unchanged (Devlin et al. 2018, arXiv
+1810.04805, section 3.1).
 """
 
 from bisect import bisect_right
@@ -40,8 +41,8 @@ _SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]",
 class BertVocabulary:
     """The properties of a WordPiece vocabulary that samples use.
 
-    size: every id is below it. padding, classification, separator, mask: ids of [PAD], [CLS], [SEP], [MASK].
-    continues: bool [size], pieces that continue a word.
+    size: larger than every id. padding, classification, separator, mask: ids of [PAD], [CLS], [SEP], [MASK].
+    continues: bool [size], true for pieces that continue a word.
     """
 
     size: int
@@ -58,12 +59,12 @@ class BertVocabulary:
 
     @classmethod
     def of(cls, ids: dict[str, int], source: str, continuation: str = CONTINUATION) -> "BertVocabulary":
-        """Make it from the ids of all pieces. Raises DataError with `source` if a special token is missing."""
+        """Create it from the ids of all pieces. Raises DataError, with `source`, if a special token is missing."""
         missing = [token for token in _SPECIAL.values() if token not in ids]
         if missing:
             raise DataError(
                 f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(_SPECIAL.values())}: train one "
-                "with megapipe preprocess train-tokenizer --type wordpiece-uncased, or use that of a published BERT"
+                "with megapipe preprocess train-tokenizer --type wordpiece-uncased, or use the one of a published BERT"
             )
         size = max(ids.values()) + 1
         continues = np.zeros(size, dtype=bool)
@@ -132,10 +133,10 @@ class Masked(NamedTuple):
 
 @dataclass(frozen=True)
 class Masking:
-    """The rule by which tokens are hidden.
+    """The rule for hiding tokens.
 
-    lengths: float64 [max_ngram], cumulative probabilities of the number of words in a range. alike: one random draw
-    decides the replacement of all tokens of a range, instead of one draw for each token.
+    lengths: float64 [max_ngram], cumulative probabilities of the number of words in a range. alike: whether one random
+    draw decides the replacement of all tokens of a range, instead of one draw for each token.
     """
 
     vocabulary: BertVocabulary
@@ -146,7 +147,7 @@ class Masking:
 
     @classmethod
     def of(cls, data: BertDataConfig, vocabulary: BertVocabulary) -> "Masking":
-        """Return the rule of a configuration."""
+        """Return the rule that a configuration describes."""
         numbers = np.arange(1, data.max_ngram + 1)
         geometric = data.ngram_lengths == "geometric"
         weights = (1 - SPANBERT_PROBABILITY) ** (numbers - 1) if geometric else 1 / numbers
@@ -173,7 +174,7 @@ class Masking:
         return Masked(seen, positions, labels)
 
     def _words(self, tokens: np.ndarray, parts: np.ndarray) -> tuple[list[int], list[int], list[int]]:
-        """Return the first token and the end of each word, and the number of words from it to the end of its part."""
+        """Return for each word its first token, its end, and the number of words from it to the end of its part."""
         opens = np.ones(len(tokens), dtype=bool)
         if self.whole_words:
             opens[1:] = ~self.vocabulary.continues[tokens[1:]] | (parts[1:] != parts[:-1])
@@ -188,7 +189,7 @@ class Masking:
     def _runs(
         self, starts: list[int], ends: list[int], limits: list[int], budget: int, draws: Draws
     ) -> list[tuple[int, int]]:
-        """Return hidden ranges of tokens, [begin, end)."""
+        """Return the ranges of tokens to hide, each [begin, end)."""
         hidden = [False] * len(starts)
         wanted = np.searchsorted(self.lengths, draws.fractions(len(starts)), side="right") + 1
         runs: list[tuple[int, int]] = []
@@ -212,11 +213,11 @@ def _first_of_each_run(values: np.ndarray, positions: np.ndarray, runs: list[tup
 
 
 LONGEST_SEARCH = 10_000
-"""Largest number of documents that are searched for one with two sentences."""
+"""Largest number of documents to search for a document with two sentences."""
 
 
 class Parts(NamedTuple):
-    """Tokens [begin, end) of the shard's .bin for the two parts of a sample; without pairs, the second part is empty.
+    """The two parts of a sample as ranges [begin, end) of tokens of the .bin; without pairs, the second is empty.
 
     label: 1 if the parts are not in their original order. real: false for a sample after the end of a sequential
     order.
@@ -229,7 +230,7 @@ class Parts(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both parts, without special tokens."""
+        """Number of tokens of both parts, without special tokens."""
         return self.first[1] - self.first[0] + self.second[1] - self.second[0]
 
 
@@ -237,10 +238,10 @@ NOTHING = Parts((0, 0), (0, 0), 0, real=False)
 
 
 class SentencePairs:
-    """The parts of every sample of one split of a shard. Reads only the .idx file. Thread-safe.
+    """Selects the parts of every sample of one split of a shard. Reads only the .idx file. Thread-safe.
 
-    data: pairs, shares of the splits, sequence length and share of short samples. shuffle: the ranges of an epoch are
-    in random order, and epochs repeat without end; otherwise they are in the order of the text, once.
+    data: pairs, proportions of the splits, sequence length and probability of short samples. shuffle: if true, the
+    ranges of an epoch are in random order and epochs repeat without end; otherwise they are in text order, once.
 
     Raises DataError for a split that is too small for one sample, and for a shard without sentences if pairs need
     them.
@@ -275,8 +276,8 @@ class SentencePairs:
         return self._num_samples
 
     def parts(self, ordinal: int) -> Parts:
-        """Return the parts of the sample with this number in the order of the run. Raises DataError if there are no
-        pairs."""
+        """Return the parts of the sample with this number in the order of the run. Raises DataError if no pair can be
+        formed."""
         epoch, position = divmod(ordinal, self._num_samples)
         if not self._shuffle and epoch:
             return NOTHING
@@ -305,8 +306,8 @@ class SentencePairs:
         return Parts(*_cut_pair(first, second, self.max_tokens, draws), int(changed))
 
     def _seed_sentence(self, token: int) -> tuple[int, int]:
-        """Return (document, sentence) of a token; if pairs need two sentences, the first sentence of a later
-        document."""
+        """Return (document, sentence) of a token. If pairs need two sentences and the document has one, return the
+        first sentence of a later document."""
         sentence = bisect_right(self._shard.sequence_offsets, token * self._shard.dtype.itemsize) - 1
         document = bisect_right(self._shard.document_indices, sentence) - 1
         if self._pairs == "none" or self._num_sentences(document) > 1:
@@ -335,7 +336,7 @@ class SentencePairs:
         return begin, end
 
     def _elsewhere(self, document: int, target: int, draws: Draws) -> tuple[int, int]:
-        """Return tokens that start at a random sentence of another document of the split."""
+        """Return the range of tokens around a random sentence of another document of the split."""
         for _ in range(LONGEST_SEARCH):
             other = self._documents[draws.below(len(self._documents))]
             if other != document and self._num_sentences(other):
@@ -351,7 +352,7 @@ class SentencePairs:
         return int(last - first)
 
     def _tokens(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the range of tokens of sentences [begin, end), which a shard stores one after the other."""
+        """Return the range of tokens of sentences [begin, end), which a shard stores consecutively."""
         last = end - 1
         item = self._shard.dtype.itemsize
         offsets = self._shard.sequence_offsets
@@ -374,7 +375,7 @@ class SentencePairs:
 
 
 def _cut(part: tuple[int, int], length: int, draws: Draws) -> tuple[int, int]:
-    """Shorten a part to `length`; a coin decides for each token whether it is removed at the front or at the back."""
+    """Shorten a part to `length`. A random draw decides for each token whether it is removed at the front or back."""
     excess = part[1] - part[0] - length
     if excess <= 0:
         return part
@@ -385,7 +386,7 @@ def _cut(part: tuple[int, int], length: int, draws: Draws) -> tuple[int, int]:
 def _cut_pair(
     first: tuple[int, int], second: tuple[int, int], length: int, draws: Draws
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shorten both parts to `length` in total, by tokens of the longer part (the second if they are equal)."""
+    """Shorten the parts to `length` in total by removing tokens of the longer part (the second if they are equal)."""
     one, two = first[1] - first[0], second[1] - second[0]
     if one + two > length:
         most_of_first, most_of_second = (length + 1) // 2, length // 2

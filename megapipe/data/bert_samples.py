@@ -1,7 +1,7 @@
 """BERT samples: [CLS] first part [SEP] second part [SEP], with some tokens hidden.
 
-A sample is a function of the seed and its number in the order of the run. It needs no mapping, does not depend on the
-layout, and has other hidden tokens in each epoch.
+A sample is a function of the seed and its number in the order of the run. It needs no stored mapping, does not depend
+on the layout, and has different hidden tokens in each epoch.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ class BertBatch(NamedTuple):
 class BertSamples:
     """Samples of one split of a shard of sentences. Thread-safe.
 
-    shuffle: as for SentencePairs. vocabulary_size: rows of the model's embedding.
+    shuffle: see SentencePairs. vocabulary_size: number of rows of the model's embedding.
 
     Raises DataError for unusable files, a vocabulary that is larger than the model's or differs from the shard's, and
     a split that is too small for one sample.
@@ -80,7 +80,7 @@ class BertSamples:
         return len(self._pairs)
 
     def lengths(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """Return the tokens of samples that are not padding: int64 [b]. Reads no tokens."""
+        """Return the number of tokens of each sample without padding: int64 [b]. Reads no tokens."""
         return np.array([self._length(self._pairs.parts(int(each))) for each in np.asarray(ordinals)], dtype=np.int64)
 
     def text(self, ordinals: npt.ArrayLike) -> np.ndarray:
@@ -150,7 +150,7 @@ class BertSamples:
 def vocabulary_of(data: BertDataConfig, manifest: ShardManifest | None) -> BertVocabulary:
     """Return the vocabulary that `data.tokenizer` names, or the one in the manifest of the shard `data.prefix`.
 
-    Raises DataError for a vocabulary that cannot be read, or that is not the shard's.
+    Raises DataError for a vocabulary that cannot be read, or that differs from the shard's vocabulary.
     """
     named = data.tokenizer or (tokenizer_of_shard(data.prefix, manifest) if manifest is not None else "")
     if not named:
@@ -162,17 +162,17 @@ def vocabulary_of(data: BertDataConfig, manifest: ShardManifest | None) -> BertV
     if manifest is not None and manifest.vocabulary_size != vocabulary.size:
         raise DataError(
             f"{Path(named)} has {vocabulary.size} ids, but {data.prefix} was made with {manifest.tokenizer}, which "
-            f"has {manifest.vocabulary_size}: set data.tokenizer to the shard's own vocabulary"
+            f"has {manifest.vocabulary_size}: set data.tokenizer to the vocabulary of the shard"
         )
     return vocabulary
 
 
 class BlendedBertSamples(Blend[BertSamples]):
-    """BERT samples of several corpora, in the order of GPT's blends."""
+    """BERT samples of several corpora, blended in the same order as GPT samples."""
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sample."""
+        """Number of tokens of a sample, with padding."""
         return self.corpora[0].sequence_length
 
     @property
@@ -205,9 +205,9 @@ class BlendedBertSamples(Blend[BertSamples]):
 def open_bert_samples(
     data: BertDataConfig, *, split: SplitName, seed: int, vocabulary_size: int, shuffle: bool = True
 ) -> BertSamples | BlendedBertSamples:
-    """Return the samples of `data.prefix`, or of the blend; arguments as for BertSamples.
+    """Return the samples of `data.prefix`, or of the blend. See BertSamples for the arguments and errors.
 
-    Raises DataError as BertSamples does, and for shards with different tokenizers or vocabularies.
+    Also raises DataError for shards with different tokenizers or vocabularies.
     """
     corpora = [
         BertSamples(

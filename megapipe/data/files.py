@@ -66,9 +66,9 @@ class HashedFile:
 
     @classmethod
     def resume(cls, path: Path, size: int, checksum: str) -> "HashedFile":
-        """Open a file to continue writing after its first `size` bytes, and cut off the rest.
+        """Open a file to continue writing after its first `size` bytes, and truncate it there.
 
-        Raises DataError if those bytes are missing or do not have the checksum.
+        Raises DataError if these bytes are missing or their checksum differs.
         """
         digest = xxhash.xxh3_128()
         file = path.open("r+b", buffering=_BUFFER)
@@ -141,13 +141,13 @@ PAGES_IN_A_RUN = 64
 
 
 def drop_from_page_cache(paths: Iterable[str | Path]) -> None:
-    """Ask the kernel to remove files from the page cache: posix_fadvise(2) with DONTNEED, after writing unwritten
-    data.
+    """Ask the kernel to remove files from the page cache, by posix_fadvise(2) with DONTNEED. Unwritten data is written
+    first.
 
     The kernel keeps pages that a process has mapped, including this process, and files in memory (tmpfs).
     `resident_share` shows the result. Caches below the kernel, of a network file system or a disk, are not emptied.
 
-    Raises OSError if a file cannot be opened, or if the system has no such call.
+    Raises OSError if a file cannot be opened, or if the system has no posix_fadvise.
     """
     if not hasattr(os, "posix_fadvise"):
         raise OSError("this system has no posix_fadvise")
@@ -162,12 +162,12 @@ def drop_from_page_cache(paths: Iterable[str | Path]) -> None:
 
 
 def resident_share(paths: Iterable[str | Path]) -> float:
-    """Return the share of the files' pages that are in memory, by mincore(2), without reading a page.
+    """Return the fraction of the files' pages that are in memory, by mincore(2), without reading a page.
 
-    Of a file with more than SAMPLED_RUNS x PAGES_IN_A_RUN pages, that number of pages is checked, in evenly spaced
-    ranges. Linux reports all pages as resident if the caller neither owns the file nor may write it.
+    In a file with more than SAMPLED_RUNS x PAGES_IN_A_RUN pages, only this number of pages is checked, in evenly
+    spaced ranges. Linux reports all pages as resident if the caller neither owns the file nor may write it.
 
-    Raises OSError if the system has no such call.
+    Raises OSError if the system has no mincore.
     """
     pages = resident = 0.0
     for path in paths:
@@ -181,8 +181,8 @@ def resident_share(paths: Iterable[str | Path]) -> float:
 
 
 def memory_for_files() -> int | None:
-    """Return the bytes of memory that could cache files now (Linux: MemAvailable); None if the system does not report
-    it."""
+    """Return the bytes of memory that are available for caching files (MemAvailable of Linux); None if the system does
+    not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text("ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -191,7 +191,7 @@ def memory_for_files() -> int | None:
 
 
 def _resident_share(mapped: np.ndarray, pages: int) -> float:
-    """Return the share of the pages of one mapped file that are in memory."""
+    """Return the fraction of the pages of one mapped file that are in memory."""
     length = min(pages, PAGES_IN_A_RUN)
     runs = min(SAMPLED_RUNS, -(-pages // length))
     found = np.zeros(length, dtype=np.uint8)

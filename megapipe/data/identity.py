@@ -27,7 +27,7 @@ UNKNOWN_WITHOUT_MANIFEST = ("bin_checksum", "idx_checksum", "tokenizer_fingerpri
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIdentity:
-    """Facts of one shard that decide the tokens of its samples. Two shards are the same if all facts are equal."""
+    """Facts of one shard that determine the tokens of its samples. Two shards are equal if all facts are equal."""
 
     dtype: str
     """Token type of the .bin file, for example uint16."""
@@ -35,16 +35,16 @@ class ShardIdentity:
     num_sequences: int
     num_tokens: int
     bin_sample: str
-    """Checksum of the .bin file's size and of 64 pieces of it; of the whole file up to 4 MiB."""
+    """Checksum of the .bin file's size and of 64 pieces of the file. A file up to 4 MiB is hashed completely."""
     idx_sample: str
-    """The same of the .idx file."""
+    """The corresponding checksum of the .idx file."""
     bin_checksum: str | None = None
     """Checksum of the whole .bin file, from the shard's manifest."""
     idx_checksum: str | None = None
     tokenizer_fingerprint: str | None = None
 
     def differences(self, other: "ShardIdentity") -> Iterator[tuple[str, Any, Any]]:
-        """Yield every fact that differs: (its name, the value here, the value of `other`)."""
+        """Yield every fact that differs: (name, value here, value in `other`)."""
         theirs = asdict(other)
         for name, value in asdict(self).items():
             unknown = name in UNKNOWN_WITHOUT_MANIFEST and None in (value, theirs[name])
@@ -88,7 +88,7 @@ class DataIdentity:
     def differences(self, stored: "DataIdentity") -> list[str]:
         """Return one sentence for each shard that differs from `stored`, with the facts and both values.
 
-        Shards are compared by their position in the blend: another order is other data.
+        Shards are compared by their position in the blend, because a different order is different data.
         """
         problems = []
         if len(self.shards) != len(stored.shards):
@@ -170,8 +170,8 @@ def data_identity(data: DataConfig) -> DataIdentity:
 
 
 def _vocabulary_hash(data: BertDataConfig) -> str:
-    """Hash the properties of a vocabulary that samples use: its size, its special tokens, the pieces that continue a
-    word."""
+    """Hash the properties of a vocabulary that samples use: its size, its special tokens, and the pieces that continue
+    a word."""
     prefix = data.prefixes[0]  # all shards of a blend have the same vocabulary
     vocabulary = vocabulary_of(replace(data, prefix=prefix, blend={}), read_manifest(prefix))
     numbers = (

@@ -22,14 +22,14 @@ _REPAIR = "preprocess again, or remove it to use the shard without the manifest'
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """Description of one shard. Shards of other tools have no manifest, so they cannot be checked."""
+    """Description of one shard. Shards from other tools have no manifest, so they cannot be checked."""
 
     tokenizer: str
     """The tokenizer as the user named it: `bytes` or a path."""
     tokenizer_fingerprint: str
     """Hash of the tokenizer's definition; two tokenizers with the same fingerprint give the same ids."""
     vocabulary_size: int
-    """Every token id is below this."""
+    """Every token id is below this number."""
     end_of_document: int | None
     """Token id that ends a document; None if the tokenizer has no such token."""
     end_of_document_appended: bool
@@ -45,21 +45,21 @@ class ShardManifest:
     sentences: str | None = None
     """Name of the sentence splitter; None if each document is one sequence."""
     num_skipped: int | None = None
-    """Number of documents that were left out because they could not be read."""
+    """Number of documents that were skipped because they could not be read."""
     num_duplicates: int | None = None
-    """Number of documents that were left out because an earlier one was equal; None if duplicates were kept."""
+    """Number of documents that were removed because an earlier one was equal; None if duplicates were kept."""
     sources: dict[str, Any] | None = None
-    """Number, bytes and one checksum of the input files, and the names of up to LISTED_SOURCES of them."""
+    """Number, total bytes and one checksum of the input files, and a list of up to LISTED_SOURCES of them."""
     tokenizer_copy: str | None = None
     """Name of the tokenizer's copy in `<prefix>.tokenizer`; None if the tokenizer has no files."""
     tokenizer_files: dict[str, str] | None = None
-    """File name -> checksum, of that copy."""
+    """Checksum of each file of that copy, by file name."""
     num_special_tokens_in_text: int | None = None
     """Number of names of special tokens in the text of documents; None if they were not counted."""
     special_tokens_in_text: str | None = None
-    """How they were tokenized: `text` (like any other text), `token` (as the special token) or `error` (refused)."""
+    """How these names were tokenized: `text` (like other text), `token` (as special tokens) or `error` (refused)."""
     bin_checksum: str | None = None
-    """`xxh128:<hex>` of the .bin file, as xxh128sum computes it."""
+    """Checksum of the .bin file, `xxh128:<hex>`, as xxh128sum computes it."""
     idx_checksum: str | None = None
 
     def to_json(self) -> str:
@@ -82,7 +82,7 @@ class ShardManifest:
             )
 
     def check_checksums(self, prefix: str | Path) -> None:
-        """Read both files, and raise DataError if one has another checksum."""
+        """Read both files, and raise DataError if a checksum differs."""
         for path, written in ((bin_path(prefix), self.bin_checksum), (idx_path(prefix), self.idx_checksum)):
             if written is not None and (found := checksum_of_file(path)) != written:
                 raise DataError(
@@ -97,7 +97,7 @@ class ShardManifest:
         if described != found:
             raise DataError(
                 f"{manifest_path(dataset.prefix)} describes another shard (dtype, documents, tokens: {described}, "
-                f"found {found}); remove it or copy the right one"
+                f"found {found}); remove it or copy the correct one"
             )
 
 
@@ -107,7 +107,7 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def read_manifest(prefix: str | Path) -> ShardManifest | None:
-    """Return the manifest of a shard; None if it has none. Raises DataError for a damaged or newer manifest."""
+    """Return the manifest of a shard, or None. Raises DataError for a damaged manifest or another format version."""
     path = manifest_path(prefix)
     if not path.is_file():
         return None
@@ -133,7 +133,7 @@ def _damaged(path: Path, problem: str) -> str:
 def open_shards(
     prefixes: Sequence[str | Path], vocabulary_size: int | None
 ) -> tuple[list[IndexedDataset], list[ShardManifest]]:
-    """Open shards, and return them with the manifests of those that have one.
+    """Open shards, and return the shards and all manifests that exist.
 
     Raises DataError for unusable shards, different tokenizers, and a vocabulary larger than `vocabulary_size`.
     """
@@ -183,7 +183,7 @@ def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_
 
 
 class StoredTokenizer(NamedTuple):
-    """The copy of a tokenizer. name: for `open_tokenizer`, but relative to the folder. files: name -> checksum."""
+    """The copy of a tokenizer. name: see `open_tokenizer`, relative to the folder. files: file name -> checksum."""
 
     name: str
     files: dict[str, str]
@@ -215,7 +215,7 @@ def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
 def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | Path) -> ShardManifest:
     """Copy the tokenizer that is stored with the shard `source` to `target`, and return the manifest for `target`.
 
-    If the copy was removed, the new shard has none either, and its manifest contains only the path of the tokenizer.
+    If the copy was removed, the new shard has no copy either. Its manifest contains only the path of the tokenizer.
     """
     if manifest.tokenizer_copy is None:
         return manifest
@@ -230,7 +230,7 @@ def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | P
 
 
 def tokenizer_of_shard(prefix: str | Path, manifest: ShardManifest) -> str:
-    """Return the name that opens a shard's tokenizer: its copy, or for older shards the name in the manifest.
+    """Return the name that opens a shard's tokenizer: its copy, or the name in the manifest if there is no copy.
 
     Raises DataError if the copy has changed since it was written.
     """

@@ -1,7 +1,7 @@
 """The order in which Megatron-LM draws and blends samples, to compare runs with its runs batch by batch.
 
-Unlike the project's own order, it is built at the start, for a known number of samples, in time and memory
-proportional to the documents and samples of the run. Source: megatron-core's GPTDataset, BlendedDataset and
+Unlike the default order of this project, it is built at the start, for a known number of samples. It takes time and
+memory proportional to the documents and samples of the run. Source: megatron-core's GPTDataset, BlendedDataset and
 BlendedMegatronDatasetBuilder; tests compare the indices with GPTDataset's token by token.
 """
 
@@ -17,15 +17,15 @@ from megapipe.data.manifest import check_ids, open_shards
 from megapipe.data.samples import SplitName, split_documents
 
 SEPARATE_BELOW = 0.80
-"""The last epoch is shuffled separately if less than this share of it is needed."""
+"""The last epoch is shuffled separately if less than this fraction of it is needed."""
 
 
 class MegatronSamples:
     """Samples of one split of a shard in Megatron-LM's order, which splits and shuffles sequences.
 
-    E epochs of the split's sequences are shuffled together and concatenated; sample w contains tokens [w * L, w * L +
-    L]. Ordinal o reads sample shuffle[o]. num_samples: the number of samples of the run. It decides how many epochs
-    are shuffled, and so the order of all samples.
+    The sequences of all epochs of the split are shuffled together (the last epoch may be shuffled separately) and
+    concatenated. Sample w contains tokens [w * L, w * L + L], and ordinal o reads sample shuffle[o]. num_samples: the
+    number of samples of the run, which determines the number of epochs, and therefore the order of all samples.
 
     Raises DataError for unusable shards, a split that is too small for one sample, and ordinals after the last sample.
     """
@@ -98,7 +98,7 @@ class MegatronSamples:
         if ordinals.size and (ordinals.min() < 0 or ordinals.max() >= self._num_samples):
             raise DataError(
                 f"sample {ordinals.max()} of {self._shard.prefix} does not exist: data.order megatron was made for "
-                f"{self._num_samples} samples, those of training.steps; set training.steps to the run's full length, "
+                f"the {self._num_samples} samples of training.steps; set training.steps to the run's full length, "
                 "and training.stop_at to end early"
             )
         return np.asarray(self._shuffle[ordinals].astype(np.int64))
@@ -130,22 +130,24 @@ def _shuffled_range(first: int, stop: int, generator: np.random.RandomState) -> 
 
 
 SURPLUS = 0.005
-"""Share of additional samples that are prepared of every corpus: Megatron-LM's mid_level_dataset_surplus."""
+"""Fraction of additional samples that are prepared of every corpus: Megatron-LM's mid_level_dataset_surplus."""
 
 
 def normalized(weights: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Return weights with the sum 1, rounded as Megatron-LM rounds them."""
+    """Return weights with the sum 1, with the same rounding as in Megatron-LM."""
     values = np.array(weights, dtype=np.float64)
     return values / np.sum(values)
 
 
 def samples_wanted(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Return the number of samples that every corpus is built for, in a blend of `num_samples`."""
+    """Return the number of samples for which every corpus is built, in a blend of `num_samples`."""
     return [math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS)) for weight in normalized(weights).tolist()]
 
 
 class MegatronBlendOrder:
-    """The first samples of a blend: sample i comes from the corpus with the largest w * max(i, 1) - count so far.
+    """Order of the first samples of a blend: sample i comes from the corpus with the largest w * max(i, 1) - count.
+
+    w is the weight of a corpus, and count is the number of its samples so far.
 
     num_samples: samples of the run; the order has a few more, like Megatron-LM's.
 
@@ -187,7 +189,7 @@ class MegatronBlendOrder:
                 )
 
     def ordinal_of(self, corpus: int, sample: int) -> int:
-        """Return the position in the blend of a corpus's sample, both counted from 0; the blend's end if it is not in
-        it."""
+        """Return the position in the blend of a corpus's sample, both counted from 0. Return the blend's length if it
+        does not contain the sample."""
         places = np.flatnonzero(self._corpora == corpus)
         return int(places[sample]) if sample < len(places) else self.num_samples

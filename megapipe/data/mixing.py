@@ -1,13 +1,14 @@
 """Sample sets made from others: blends of several corpora, and documents that are rearranged for fill-in-the-middle.
 
-The order of a blend gives each sample a corpus, in proportions that hold at every prefix. The weights are whole parts
-of a period. Within a period every corpus keeps its quota: of the first n samples it has n * parts / period, rounded up
-or down. After a period the order repeats, so that sample 10^13 costs the same as sample 0.
+The order of a blend assigns a corpus to each sample, in proportions that hold for every prefix of the order. Weights
+are converted to whole numbers of samples, parts, in a period. In the first n samples of a period, every corpus has
+n * parts / period samples, rounded up or down. After a period the order repeats, so sample 10^13 costs the same as
+sample 0.
 
-The k-th sample of a corpus with share w has a window: from (k - 1) / w, before which it would be more than a sample
-too early, to k / w, after which it would be too late. Of the samples whose window has started, the one whose window
-ends first is next. With one sample per position and shares with the sum 1, no window is ever missed, by Hall's
-theorem: the windows within n positions belong to at most n samples. Source: Baruah, Cohen, Plaxton and Varvel,
+The k-th sample of a corpus with proportion w has a window: from (k - 1) / w, before which it would be more than a
+sample too early, to k / w, after which it would be too late. Of the samples whose window has started, the sample whose
+window ends first is next. With one sample per position and proportions with the sum 1, no sample misses its window, by
+Hall's theorem: the windows within n positions belong to at most n samples. Source: Baruah, Cohen, Plaxton and Varvel,
 "Proportionate progress", Algorithmica 15 (1996); Tijdeman, "The chairman assignment problem", Discrete Mathematics 32
 (1980).
 
@@ -31,7 +32,7 @@ from megapipe.data.samples import SampleSet
 
 
 class CorpusOrder(Protocol):
-    """The corpus of each sample of a blend."""
+    """Assigns a corpus to each sample of a blend."""
 
     def assign(self, ordinals: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Return the corpus of each sample, and its ordinal within that corpus: int64 of the shape of `ordinals`."""
@@ -48,8 +49,8 @@ Corpus = TypeVar("Corpus", bound=Sized)
 class Blend(Generic[Corpus]):
     """Sample o of the blend is the next sample of the corpus that `order` assigns to o.
 
-    Every corpus has epochs of its own. repeats: whether corpora start over; if not, all samples after the end of the
-    first corpus that ends are empty, so that the proportions hold for everything that is read (evaluation).
+    Every corpus has separate epochs. repeats: whether corpora start again after an epoch. If not, all samples after
+    the end of the first corpus that ends are empty, so that the proportions hold for all samples (evaluation).
     """
 
     def __init__(self, corpora: Sequence[Corpus], order: CorpusOrder, *, repeats: bool) -> None:
@@ -63,8 +64,8 @@ class Blend(Generic[Corpus]):
         return self._num_samples
 
     def shares(self, ordinals: npt.ArrayLike) -> Iterator[tuple[Corpus, np.ndarray, np.ndarray]]:
-        """Yield, for each corpus in the batch: the corpus, positions in the flat `ordinals`, and its own ordinals for
-        them."""
+        """Yield for each corpus of the batch: the corpus, its positions in the flat `ordinals`, and the ordinals of
+        these samples within the corpus."""
         flat = np.asarray(ordinals, dtype=np.int64).reshape(-1)
         corpora, within = self._order.assign(flat)
         if not self._repeats:
@@ -107,18 +108,18 @@ class BlendedSamples(Blend[SampleSet]):
 
 
 LONGEST_PERIOD = 2**20
-"""Largest period. Weights that need a larger sum of whole numbers are rounded to parts of it."""
+"""Largest period. Weights that need a longer period are rounded to multiples of 1 / LONGEST_PERIOD."""
 
 IntegerArray = npt.NDArray[np.int64]
 
 
 class BlendOrder:
-    """The endless sequence of corpora of a blend with these weights. Any position costs the same.
+    """The endless sequence of corpora of a blend with these weights. All positions cost the same.
 
     weights: positive, with any sum. parts[d]: samples of corpus d in one period of `period` samples.
 
-    LONGEST_PERIOD bounds the memory, for corpora of any size. A run resumes on these values, so they must never
-    change, like those of `KeyedPermutation`.
+    LONGEST_PERIOD bounds the memory for corpora of any size. The order must never change, like the values of
+    `KeyedPermutation`, because runs resume in it.
 
     Raises DataError for a weight that is not a positive number, and for more corpora than LONGEST_PERIOD.
     """
@@ -135,7 +136,7 @@ class BlendOrder:
         self._parts = np.array(self.parts, dtype=np.int64)
 
     def assign(self, ordinals: npt.ArrayLike) -> tuple[IntegerArray, IntegerArray]:
-        """Return the corpus of each sample, and the number of samples of that corpus before it: int64 like
+        """Return the corpus of each sample, and the number of samples of that corpus before it: int64 of the shape of
         `ordinals`."""
         periods, places = np.divmod(np.asarray(ordinals, dtype=np.int64), self.period)
         corpora = self._corpora[places].astype(np.int64)
@@ -156,10 +157,10 @@ class BlendOrder:
 def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
     """Return whole numbers in the weights' proportions, with the smallest sum, at most LONGEST_PERIOD.
 
-    A weight is read as the decimal number that it is written as: 0.1 is a tenth. If no such numbers exist, return the
-    nearest ones with the sum LONGEST_PERIOD by largest remainders, each at least 1.
+    A weight is read as a decimal number: 0.1 is exactly a tenth. If no such numbers exist, return the nearest numbers
+    with the sum LONGEST_PERIOD by the largest-remainder method, each at least 1.
 
-    Raises DataError as `BlendOrder` does.
+    See `BlendOrder` for the errors.
     """
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
@@ -180,7 +181,7 @@ def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def weights_are_rounded(weights: Sequence[float]) -> bool:
-    """Return whether the parts of these weights have only approximately their proportions."""
+    """Return whether `whole_parts` of these weights have only approximately the same proportions."""
     parts, exact = whole_parts(weights), [Fraction(str(weight)) for weight in weights]
     return any(part * sum(exact) != sum(parts) * weight for part, weight in zip(parts, exact, strict=True))
 
@@ -193,7 +194,7 @@ def _rounded(numbers: Sequence[int]) -> tuple[int, ...]:
         remainders = [number * LONGEST_PERIOD % total for number in numbers]
         for index in sorted(range(len(parts)), key=lambda index: (-remainders[index], index))[:missing]:
             parts[index] += 1
-    while missing < 0:  # the smallest were rounded up to 1: take back at most one part per corpus
+    while missing < 0:  # the smallest were rounded up to 1: take one part from each of the largest
         largest = max(parts)
         for index in [index for index, part in enumerate(parts) if part == largest][:-missing]:
             parts[index] -= 1
@@ -228,15 +229,16 @@ _DRAWS = 4
 """Random numbers for each document of a sample: whether to rearrange it, in which form, and two cuts."""
 
 _STREAM = 0x46494D
-"""Separates these random numbers from others with the same seed."""
+"""Key that separates these random numbers from others with the same seed."""
 
 
 @dataclass(frozen=True)
 class FillInTheMiddleRule:
     """Parameters of fill-in-the-middle.
 
-    rate: share of documents that are rearranged. suffix_first: share of these in which the suffix comes first. prefix,
-    suffix, middle: ids of the three marks. end_of_document: the id that stays at the end of a document, if any.
+    rate: fraction of documents that are rearranged. suffix_first: fraction of these documents in which the suffix
+    comes first. prefix, suffix, middle: ids of the three special tokens. end_of_document: id that stays at the end of
+    a document, if any.
     """
 
     rate: float
@@ -252,8 +254,8 @@ class FillInTheMiddle:
 
     A text is cut at two random positions into prefix, middle and suffix, and becomes PREFIX prefix SUFFIX suffix
     MIDDLE middle or, with the suffix first, PREFIX SUFFIX suffix MIDDLE prefix middle. Its first three tokens are
-    dropped to make room for the marks. Lengths, boundaries and masks are therefore those of the original samples, and
-    stages that read no tokens are not affected. Texts of at most three tokens stay unchanged.
+    dropped to make room for the special tokens. Lengths, boundaries and masks therefore do not change, and stages that
+    read no tokens are not affected. Texts of at most three tokens stay unchanged.
 
     The random numbers are a function of the seed, the sample's ordinal and the document's position in it.
     """

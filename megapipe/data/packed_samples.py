@@ -1,4 +1,4 @@
-"""GPT samples of whole documents: a document that does not fit into a sample is put into another one, not cut."""
+"""GPT samples of whole documents: a document that does not fit into a sample is not cut but put into another one."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from megapipe.random.sampling import KeyedPermutation
 
 
 def best_fit(sizes: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.int64]:
-    """Return the bin of every piece, numbered from 0: int64 [pieces]. A bin has room for `capacity`, which is also the
-    largest size of a piece.
+    """Return the bin of every piece, numbered from 0: int64 [pieces]. `capacity` is the size of a bin, and the largest
+    size of a piece.
 
     Best-fit-decreasing bin packing by counts: millions of pieces in about a second. Source: Ding et al., "Fewer
     Truncations Improve Language Modeling", ICML 2024, arXiv 2404.10830, section 3.
 
-    sizes: positive, descending. Each piece is put into the fullest bin that has room for it, or else into a new one.
-    Pieces of equal size are placed together: if a bin has room for several, it stays the fullest one. The cost depends
-    on the number of distinct sizes and rooms, not of pieces.
+    sizes: positive, descending. Each piece is put into the fullest bin that has room for it, or else into a new bin.
+    Pieces of equal size are placed together: a bin with room for several stays the fullest one. The cost depends on
+    the numbers of distinct sizes and free spaces, not on the number of pieces.
     """
     bins = np.empty(len(sizes), dtype=np.int64)
     if not len(sizes):
@@ -58,7 +58,7 @@ def best_fit(sizes: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.in
 
 
 def _take(bins: list[int], pieces: int, each: int) -> list[int]:
-    """Remove as many bins from the end of a list as this number of pieces needs, and return them."""
+    """Remove bins for `pieces` pieces, `each` per bin, from the end of a list, and return them."""
     needed = min(len(bins), -(-pieces // each))
     chosen = bins[len(bins) - needed :]
     del bins[len(bins) - needed :]
@@ -139,7 +139,7 @@ class PackedSamples:
         return tokens.reshape(*bins.shape, -1)
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
-        """See `SampleSet.boundaries`: positions where another document, or a piece of one, starts."""
+        """See `SampleSet.boundaries`. A piece of a document counts as a document."""
         found = []
         for number in self._order(ordinals).flat:
             pieces = self._pieces_of(number)

@@ -18,13 +18,13 @@ from megapipe.random.sampling import KeyedPermutation
 
 
 class SampleSet(Protocol):
-    """Samples of one split, identified by ordinals: the number of samples that the run consumed before.
+    """Samples of one split. A sample's ordinal is the number of samples that the run consumed before it.
 
     Lengths and boundaries are computed without reading a token, so every rank can compute them. Thread-safe.
     """
 
     sequence_length: int
-    """Predictions of a full sample."""
+    """Number of predictions of a full sample."""
 
     def __len__(self) -> int:
         """Return the number of samples until the first one is repeated, or until the end of an order without
@@ -70,7 +70,7 @@ def parse_shares(text: str) -> tuple[float, float, float]:
 
 
 def split_documents(num_documents: int, shares: str) -> dict[SplitName, range]:
-    """Return contiguous document ranges of the three splits, rounded as in Megatron-LM: round(share so far * n).
+    """Return contiguous document ranges of the three splits, rounded as in Megatron-LM: round(cumulative share * n).
 
     A range may be empty; it is an error only if samples of it are requested.
     """
@@ -80,14 +80,14 @@ def split_documents(num_documents: int, shares: str) -> dict[SplitName, range]:
 
 
 FEW = 256
-"""Largest number of ordinals whose result is cached: lengths, boundaries and tokens of a micro-batch use the same
-ones."""
+"""Largest number of ordinals whose result is cached, because lengths, boundaries and tokens of a micro-batch use the
+same ordinals."""
 
 
 class EpochOrder:
-    """The order of `size` items: in each epoch a permutation keyed by (seed, epoch), or front to back, once.
+    """The order of `size` items: in each epoch a permutation keyed by (seed, epoch), or sequential, once.
 
-    In an order that is not shuffled, ordinals after the end give `size`.
+    In an order that is not shuffled, ordinals after the end map to `size`.
     """
 
     def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
@@ -150,7 +150,7 @@ class TokenStream:
         self.num_tokens = self._starts[-1]
 
     def read(self, start: int, count: int, vocabulary_size: int | None) -> np.ndarray:
-        """Return tokens [start, start + count): int64 [count]. Raises DataError for an id as `check_ids` does."""
+        """Return tokens [start, start + count): int64 [count]. See `check_ids` for the errors."""
         tokens = np.empty(count, dtype=np.int64)
         for shard, begin, end, position in self._pieces(start, count):
             window = shard.window(begin, end)
@@ -185,13 +185,13 @@ class TokenStream:
 
 
 class GptSamples:
-    """Samples of one split of a corpus, identified by ordinals: the number of samples that the run consumed before.
+    """Samples of one split of a corpus. A sample's ordinal is the number of samples that the run consumed before it.
 
-    Window w contains tokens [w * L, w * L + L] of the split's documents, concatenated in order: L inputs and, shifted
-    by one, L labels, so that windows overlap by one token. If shuffled, ordinal o reads window permutation(o mod n) of
-    epoch o // n, where (seed, epoch) keys the permutation; the last T - 1 - n * L predictions of an epoch are left
-    out. If sequential (`shuffle=False`, for evaluation), ordinal o reads window o, the last window may be shorter, and
-    samples after the end are empty, so that every prediction is scored exactly once.
+    Window w contains tokens [w * L, w * L + L] of the split's T concatenated tokens, where L is sequence_length: L
+    inputs and, shifted by one, L labels, so that windows overlap by one token. If shuffled, ordinal o reads window
+    permutation(o mod n) of epoch o // n, where n is the number of windows and (seed, epoch) keys the permutation; the
+    last T - 1 - n * L predictions are not used. If sequential (`shuffle=False`, for evaluation), ordinal o reads
+    window o, the last window may be shorter, and samples after the end are empty: each prediction is scored once.
 
     Everything except token ids comes from the .idx files, so every rank can compute it. Thread-safe.
 
@@ -248,7 +248,7 @@ class GptSamples:
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return the number of predictions in samples: int64 of the shape of `ordinals`. Reads no tokens.
 
-        The number is L, less in the last sample of a sequential order, 0 after its end.
+        The number is L. In a sequential order, it may be smaller in the last sample, and it is 0 after the end.
         """
         return self._num_labels(self._starts_of(ordinals))
 
@@ -269,8 +269,8 @@ class GptSamples:
         """Return for each sample the positions p, 0 < p <= L, at which a document starts: int64, ascending. Reads no
         tokens.
 
-        Token p - 1 ends a document (it is the end-of-document token if those were appended), so the label at p - 1
-        belongs to another document than its input.
+        Token p - 1 ends a document (with the end-of-document token, if such tokens were appended), so input and label
+        at p - 1 belong to different documents.
         """
         starts = self._starts_of(ordinals)
         windows = zip(starts.flat, self._num_labels(starts).flat, strict=True)

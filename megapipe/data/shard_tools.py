@@ -28,7 +28,7 @@ _ALIKE = (
 
 
 def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: str | None) -> None:
-    """Print counts, percentiles of document lengths and evenly spaced documents; draw a histogram of the lengths to a
+    """Print counts, percentiles of document lengths, and evenly spaced documents; save a histogram of the lengths to a
     file."""
     dataset, manifest = _opened(prefix)
     print(f"{prefix}: {counts(dataset)}")
@@ -53,7 +53,7 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
 
 
 def _opened(prefix: str, float_tokens: FloatTokens | None = None) -> tuple[IndexedDataset, ShardManifest | None]:
-    """Return a shard and its manifest, if there is one. Raises DataError if it describes another shard."""
+    """Return a shard, and its manifest or None. Raises DataError if the manifest describes another shard."""
     dataset, manifest = IndexedDataset(prefix, float_tokens), read_manifest(prefix)
     if manifest is not None:
         manifest.check_shard(dataset)
@@ -97,13 +97,13 @@ def verify(prefix: str) -> str:
 
 
 def _check_index(prefix: str, right: np.ndarray, begin: int, problem: str) -> None:
-    """Raise DataError for the first entry that is false. begin: number of the first entry in the index."""
+    """Raise DataError for the first false entry of `right`. begin: number of its first entry in the index."""
     if not right.all():
         raise DataError(f"{prefix}.idx is damaged: {problem.format(begin + int(np.argmin(right)))}")
 
 
 def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None = None) -> str:
-    """Write one shard with all documents in order, and return its counts. Float tokens become int32.
+    """Write one shard with all documents in order, and describe its counts. Float tokens become int32.
 
     float_tokens: meaning of the dtype codes 6 and 7.
 
@@ -131,7 +131,7 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
 
 
 def split(prefix: str, shares: str, output: str) -> Iterator[str]:
-    """Write consecutive documents of a shard to `<output>_0`, `<output>_1`, ... by shares; yield a line for each."""
+    """Split a shard into `<output>_0`, `<output>_1`, ... in proportion to `shares`; yield a line for each of them."""
     try:
         parts = np.array([float(share) for share in shares.split(",")])
     except ValueError as error:
@@ -168,7 +168,7 @@ def _append_whole_numbers(writer: ShardWriter, dataset: IndexedDataset) -> None:
 
 
 def counts(dataset: IndexedDataset) -> str:
-    """Return a shard's documents, sequences, tokens, token type and bytes in words."""
+    """Return a line with a shard's numbers of documents, sequences and tokens, its token type and its bytes."""
     return (
         f"{dataset.num_documents:,} documents, {dataset.num_sequences:,} sequences, {dataset.num_tokens:,} tokens "
         f"({dataset.dtype.name}, {bin_path(dataset.prefix).stat().st_size:,} bytes)"
@@ -212,7 +212,7 @@ def _joined_manifest(
 
 
 def _counted(manifest: ShardManifest, parts: Sequence[IndexedDataset | ShardWriter]) -> ShardManifest:
-    """Return the manifest for a shard of these parts, without the fields that are known only for the whole input."""
+    """Return the manifest for a shard of these parts, without the fields that describe the input."""
     return replace(
         manifest,
         num_documents=sum(part.num_documents for part in parts),
@@ -226,7 +226,8 @@ def _counted(manifest: ShardManifest, parts: Sequence[IndexedDataset | ShardWrit
 
 
 def _tokenizer_of(name: str | None, prefix: str, manifest: ShardManifest | None) -> Tokenizer | None:
-    """Return the named tokenizer or the shard's own; print a line and return None if that cannot be opened."""
+    """Return the tokenizer `name`, or the shard's tokenizer. Print a line and return None if the latter cannot be
+    opened."""
     if name is None and manifest is None:
         print("  no manifest: samples are shown as ids; name the shard's --tokenizer to read them")
         return None

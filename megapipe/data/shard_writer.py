@@ -25,7 +25,7 @@ _KINDS = ("bin", "lengths", "boundaries")
 
 
 class WriterPosition(NamedTuple):
-    """Position up to which a shard was written, for a writer that continues after a crash."""
+    """Position up to which a shard has been written, from which a writer can continue after a crash."""
 
     num_sequences: int
     num_documents: int
@@ -35,7 +35,7 @@ class WriterPosition(NamedTuple):
 
 
 class ShardWriter:
-    """Collects documents in `<prefix>.bin.partial`; `commit` makes them a shard.
+    """Collects documents in `<prefix>.bin.partial`; `commit` turns them into a shard.
 
         with ShardWriter(prefix, dtype) as writer:
             writer.add_document([tokens])
@@ -43,8 +43,8 @@ class ShardWriter:
 
     Leaving the block without a commit removes the partial files, unless `keep` was called. A crash leaves only
     `.partial` files, which no reader opens and the next writer of the same prefix replaces. A writer with the `resume`
-    position of an earlier writer continues there instead, and raises DataError if the files are not as that writer
-    left them. A writer that is not `durable` does not wait for the disk.
+    position of an earlier writer continues there instead, and raises DataError if the files have changed since that
+    position. If `durable` is false, the writer does not wait for the disk.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ShardWriter:
         self.close()
 
     def add_document(self, sequences: Iterable[Sequence[int] | np.ndarray]) -> None:
-        """Append one document of any number of sequences. Empty sequences are left out; a document may be empty.
+        """Append one document of any number of sequences. Empty sequences are omitted; a document may be empty.
 
         Raises DataError for a token that does not fit into the shard's dtype.
         """
@@ -90,7 +90,7 @@ class ShardWriter:
     def append_shard(self, prefix: str | Path, keep: np.ndarray | None = None) -> None:
         """Append the documents of another shard of the same dtype, without checking its tokens.
 
-        keep: bool [num_documents], which documents to append; None appends all.
+        keep: bool [num_documents], true for documents to append; None appends all.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
@@ -115,7 +115,7 @@ class ShardWriter:
         self.num_tokens += len(tokens)
 
     def position(self) -> WriterPosition:
-        """Write everything to the disk, and return the position at which a later writer may continue."""
+        """Write everything to the disk, and return the position from which a later writer can continue."""
         for file in self._files:
             file.flush_to_disk()
         tokens, lengths, boundaries = (file.checksum() for file in self._files)
@@ -133,7 +133,7 @@ class ShardWriter:
         self.close()
 
     def commit(self, manifest: ShardManifest | None = None) -> ShardManifest | None:
-        """Publish the shard with its manifest, in place of an older shard with that prefix.
+        """Publish the shard with its manifest, and replace an older shard with the same prefix.
 
         The .idx is removed first and appears last, so that at every moment there is the old shard, no shard, or the
         new one. Returns the manifest with the checksums of both files.

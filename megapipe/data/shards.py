@@ -1,7 +1,7 @@
 """One .bin/.idx shard: its format, and a memory-mapped reader that opens a billion documents as fast as one.
 
-The format is that of Megatron-LM, little-endian, byte for byte. `<prefix>.bin` contains only the tokens, one after the
-other. `<prefix>.idx` contains
+The format is byte for byte the little-endian format of Megatron-LM. `<prefix>.bin` contains only the tokens,
+consecutively. `<prefix>.idx` contains
 
     9 bytes   magic "MMIDIDX" and two zeros
     u64       version, 1
@@ -40,12 +40,12 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 FLOAT_CODES = (6, 7)
-"""Codes of float types: 6 is float64 and 7 float32 in Megatron-LM, the reverse in GPT-NeoX, and both are float64 in
-old versions of Megatron-LM."""
+"""Codes of float types. Megatron-LM: 6 is float64 and 7 is float32. GPT-NeoX: the reverse. Old versions of
+Megatron-LM: both are float64."""
 FloatTokens = Literal["float32", "float64"]
 
 LARGEST_UINT16_VOCABULARY = 65_500
-"""Megatron-LM writes uint16 for vocabularies below this size (not below 65,536), and its readers expect the same."""
+"""Megatron-LM writes uint16 for vocabularies below this size (not below 65,536), and its readers expect this."""
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -77,7 +77,7 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
     """
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise DataError(
-            f"{path} is not the index of a .bin/.idx shard: it begins with {header[:9]!r} instead of {MAGIC!r}; "
+            f"{path} is not the index of a .bin/.idx shard: it starts with {header[:9]!r} instead of {MAGIC!r}; "
             "write the shard with megapipe preprocess"
         )
     if len(header) < HEADER.size:
@@ -88,7 +88,7 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
     if code in FLOAT_CODES and float_tokens is None:
         raise DataError(
             f"{path} holds tokens of dtype code {code}: a float type whose meaning differs between versions of "
-            f"Megatron-LM and its forks; say which it is to write the shard with integers: megapipe data merge "
+            f"Megatron-LM and its forks; name the type to write the shard with integers: megapipe data merge "
             f"{path.with_suffix('')} --float-tokens float32 (or float64) --output-prefix ..."
         )
     if code not in (*DTYPE_OF_CODE, *FLOAT_CODES):
@@ -99,7 +99,7 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
     return dtype, num_sequences, num_boundaries - 1
 
 
-_REDO = "the file is damaged or its writing was cut off: copy it or preprocess it again"
+_REDO = "the file is damaged or incomplete: copy it again or preprocess again"
 
 
 class IndexedDataset:
@@ -108,10 +108,10 @@ class IndexedDataset:
     dtype: token type of the .bin file. float_tokens: meaning of the dtype codes 6 and 7, which differs between
     writers; None refuses them.
 
-    Raises DataError if a file is missing, truncated or of another format, or if the two files do not belong together.
+    Raises DataError if a file is missing, truncated or in another format, or if the two files do not belong together.
     The arrays are read-only views of the mapped files. Each access first checks that the file still has the size that
-    it had when it was opened (this takes a microsecond and reads nothing), and raises DataError otherwise. Reading a
-    mapped page that was cut off would kill the process with SIGBUS.
+    it had when it was opened (this takes a microsecond and reads nothing), and raises DataError otherwise, because
+    reading a mapped page after the end of a truncated file would kill the process with SIGBUS.
     """
 
     def __init__(self, prefix: str | Path, float_tokens: FloatTokens | None = None) -> None:
@@ -122,7 +122,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All sequences, one after the other: [num_tokens]."""
+        """The tokens of all sequences, concatenated: [num_tokens]."""
         if self._tokens is not None:
             _check_size(self._tokens, bin_path(self.prefix))
         return self._token_array
@@ -185,14 +185,14 @@ class IndexedDataset:
         return np.unique(offsets[documents[first:last]] // item)
 
     def search_index(self) -> None:
-        """Announce random access to the index.
+        """Tell the kernel that the index is accessed randomly.
 
         The kernel then reads only the page that a search touches, and not hundreds of pages after it.
         """
         _advise(self._index, "MADV_RANDOM")
 
     def scatter(self) -> None:
-        """Announce random access to the tokens, which must then be read by `window`."""
+        """Tell the kernel that the tokens are accessed randomly. They must then be read by `window`."""
         self._scattered = self._tokens is not None and _advise(self._tokens, "MADV_RANDOM")
 
     def window(self, begin: int, end: int) -> np.ndarray:
@@ -247,7 +247,7 @@ class IndexedDataset:
             raise DataError(f"{path} is truncated: {size} bytes, but its index describes {expected}; copy it again")
         if size > expected:
             raise DataError(
-                f"{path} has {size} bytes, but its index describes {expected}: the two files are not of the same shard"
+                f"{path} has {size} bytes, but its index describes {expected}: the files belong to different shards"
             )
         self._tokens: mmap.mmap | None = None
         self._scattered = False
@@ -274,7 +274,7 @@ _RESTORE = "restore the file and start the same command again, which resumes fro
 
 
 def _advise(mapped: mmap.mmap, advice: str) -> bool:
-    """Announce to the kernel how a file will be read; return whether the system accepts such advice."""
+    """Tell the kernel how a file will be read; return whether the system accepts this advice."""
     if not hasattr(mmap, advice):
         return False
     mapped.madvise(getattr(mmap, advice))

@@ -258,7 +258,7 @@ def test_duplicates_are_left_out_of_every_field(tmp_path: Path, capsys: pytest.C
         assert (
             preprocess("--input", tmp_path / "in.jsonl", *arguments, "--output-prefix", tmp_path / f"o{workers}") == 0
         )
-    assert "1,050 duplicates left out" in capsys.readouterr().out
+    assert "1,050 duplicates omitted" in capsys.readouterr().out
     assert texts_of(tmp_path / "o1_a_document") == [str(n) for n in range(350)]
     assert IndexedDataset(tmp_path / "o1_b_document").num_documents == 350
     for name in ("a_document.bin", "a_document.idx", "b_document.bin", "b_document.idx"):

@@ -118,7 +118,7 @@ def damage(path: Path, keep: int | None = None, at: int = 0, patch: bytes = b"")
         ("idx", {"patch": b"\x04", "at": 86}, "damaged.*0 to 4"),
         ("idx", {"patch": b"\x00" * 8, "at": 26}, "no document boundaries"),
         ("bin", {"keep": 11}, "truncated: 11 bytes.*describes 12"),
-        ("bin", {"patch": b"\x00\x00", "at": 12}, "not of the same shard"),
+        ("bin", {"patch": b"\x00\x00", "at": 12}, "belong to different shards"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, kind: str, change: dict, message: str) -> None:

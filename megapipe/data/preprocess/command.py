@@ -66,11 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="NAME",
         help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (with its merges.txt), a "
-        ".tiktoken file (cl100k_base:PATH where its name does not say), bert-uncased:PATH or bert-cased:PATH of a "
-        "vocab.txt, or a folder with one of them",
+        ".tiktoken file (cl100k_base:PATH if the encoding is not its name), bert-uncased:PATH or bert-cased:PATH of "
+        "a vocab.txt, or a folder with one of them",
     )
     parser.add_argument(
-        "--end-of-document", metavar="TOKEN", help="token that ends documents, if not known from files"
+        "--end-of-document", metavar="TOKEN", help="token that ends documents, if the tokenizer does not define it"
     )
     parser.add_argument(
         "--special-tokens-in-text",
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokenizer-core",
         choices=["auto", "library"],
         default="auto",
-        help="auto takes a faster core for byte-level BPE if it gives the library's ids on a sample (auto)",
+        help="auto uses a faster core for byte-level BPE if it returns the library's ids on a sample (auto)",
     )
     parser.add_argument(
         "--join-keys", metavar="TEXT", help="join all --json-keys to one document, with TEXT between them"
@@ -94,9 +94,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--language", default="en", metavar="CODE", help="language of the sentences, such as en, de, fr (en)"
     )
     parser.add_argument(
-        "--drop-duplicates", action="store_true", help="leave out documents that equal an earlier one in all fields"
+        "--drop-duplicates", action="store_true", help="omit documents that equal an earlier document in all fields"
     )
-    parser.add_argument("--append-eod", action="store_true", help="end every document with that token; GPT needs it")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with that token, as GPT needs")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output's paths")
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="processes (all cores)")
     return parser
@@ -131,15 +131,15 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         "python-stdlib: the sources of Python's standard library",
     )
     parser.add_argument(
-        "--dataset-revision", metavar="REVISION", help="branch, tag or commit of datasets on the hub (its default)"
+        "--dataset-revision", metavar="REVISION", help="branch, tag or commit of datasets on the hub (default branch)"
     )
     parser.add_argument(
-        "--dataset-streaming", action="store_true", help="read datasets of the hub over the network; keep no copy"
+        "--dataset-streaming", action="store_true", help="read datasets on the hub over the network, without a copy"
     )
     parser.add_argument(
         "--include", nargs="+", default=[], metavar="PATTERN", help="names to read in folders, such as '*.py'"
     )
-    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to leave out")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to omit")
     parser.add_argument(
         "--json-keys",
         nargs="+",
@@ -148,7 +148,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         help="fields of JSON lines, columns of tables (text)",
     )
     parser.add_argument(
-        "--on-error", choices=["stop", "skip"], default="stop", help="what to do about unreadable documents (stop)"
+        "--on-error", choices=["stop", "skip"], default="stop", help="what to do with unreadable documents (stop)"
     )
 
 
@@ -156,7 +156,7 @@ SHOWN_SKIPS = 10
 
 
 class ProgressLine:
-    """A progress bar over the input, lines about skipped documents, and a last line with the speed."""
+    """Prints a progress bar over the input, lines about skipped documents, and a last line with the speed."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total = total_bytes
@@ -165,14 +165,14 @@ class ProgressLine:
         self._bar: ProgressBar | None = None
 
     def start(self, journal: Journal) -> None:
-        """Print how much an earlier run of the same command has done, and start the bar."""
+        """Print how much an earlier run of the same command processed, and start the bar."""
         self._done, self._skipped, self._before = journal.done_bytes, journal.num_skipped, journal.done_bytes
         if journal.next_part:
             print(f"continuing a run that stopped after {self._done / 1e6:,.1f} MB", file=sys.stderr)
         self._bar = ProgressBar("preprocessing", max(1, self._total - self._before) / 1e6, "MB", log=True)
 
     def show(self, part: TokenizedPart, writer: ShardWriter) -> None:
-        """Count a finished part, and print its first skipped documents."""
+        """Count a finished part, and print skipped documents, at most SHOWN_SKIPS in total."""
         for reason in part.skipped[: max(0, SHOWN_SKIPS - self._skipped)]:
             print(f"skipped: {reason}", file=sys.stderr)
         self._skipped += len(part.skipped)
@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Convert texts to shards, with a line of progress, and print the counts of each shard.
+    """Convert texts to shards with a progress bar, and print the counts of each shard.
 
     Raises DataError for inputs, a tokenizer or options that cannot be used.
     """
@@ -244,9 +244,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     progress.finish()
     for name, manifest in zip(settings.output_names(), manifests, strict=True):
-        duplicates = (
-            f", {manifest.num_duplicates:,} duplicates left out" if manifest.num_duplicates is not None else ""
-        )
+        duplicates = f", {manifest.num_duplicates:,} duplicates omitted" if manifest.num_duplicates is not None else ""
         if manifest.num_special_tokens_in_text:
             became = "text" if manifest.special_tokens_in_text == "text" else "the special tokens"
             print(
@@ -272,8 +270,8 @@ def _inputs(arguments: argparse.Namespace) -> list[InputFile]:
 
 
 def with_fast_core(settings: TokenizeSettings, files: Sequence[InputFile]) -> TokenizeSettings:
-    """Return the settings with the fast core if it can be used; print the reason if it cannot encode a byte-level
-    BPE."""
+    """Return the settings with the fast core if it can be used. For a byte-level BPE that it cannot encode, print the
+    reason."""
     tokenizer = settings.open()
     if not is_byte_level_bpe(tokenizer):
         return settings

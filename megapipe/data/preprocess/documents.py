@@ -1,5 +1,5 @@
-"""Documents of a part of the input. They are read as bytes first, so that one broken document does not end the
-reading."""
+"""Reads the documents of a part of the input. They are read as bytes first, so that one broken document does not stop
+the others."""
 
 import codecs
 import gzip
@@ -29,7 +29,7 @@ class Document(Protocol):
         """Return one text per key. Raises DataError with file and line or row."""
 
     def place(self) -> str:
-        """Return the file, with line or row if there are any."""
+        """Return the file, with the line or row if there is one."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class RawDocument:
         return [self._field(record, key) for key in keys]
 
     def place(self) -> str:
-        """Return the file, with the line number if there are lines. This counts all lines before it: only for
-        messages."""
+        """Return the file, with the line number if there are lines. Use this only for messages, because it counts all
+        lines before the document."""
         if self.line is not None:
             return f"{self.path}, line {self.line}"
         if self.offset is None:
@@ -104,10 +104,10 @@ class RawDocument:
 
 
 def read_documents(piece: FileRange, keys: Sequence[str]) -> Iterator[Document]:
-    """Yield the documents of a piece of a file, in order. Blank lines are skipped; of tables, only the `keys` are
-    read.
+    """Yield the documents of a piece of a file, in order. Blank lines are skipped. Only the columns `keys` of tables
+    are read.
 
-    Raises DataError for a file that cannot be opened, is damaged or cut off, after the documents before the damage.
+    Raises DataError for a file that cannot be opened, is damaged or cut off. Documents before the damage come first.
     """
     if piece.format in ("parquet", "arrow", "dataset"):
         batches = {
@@ -165,8 +165,8 @@ def _numbered_lines(path: Path, file: BinaryIO) -> Iterator[Document]:
 
 
 _BROKEN_COMPRESSION = (EOFError, OSError, zlib.error)
-"""Errors of gzip: cut off; not gzip or wrong checksum; damaged. Arrow, which reads .zst, raises OSError for all of
-them."""
+"""Errors of gzip for a file that is cut off; is not gzip or has a wrong checksum; is damaged. Arrow, which reads .zst,
+raises OSError in all these cases."""
 
 
 def _broken_compression(path: Path, line: int | None, error: Exception) -> DataError:
@@ -184,7 +184,7 @@ def _open(piece: FileRange) -> BinaryIO:
     if suffix == ".zst":
         import pyarrow
 
-        # This reader reports a file that is cut off; the zstandard library would treat it as the end.
+        # This reader reports a file that is cut off; the zstandard library would treat the cut as the end.
         return io.BufferedReader(pyarrow.input_stream(str(piece.path), compression="zstd"), 1 << 16)
     return piece.path.open("rb")
 
@@ -205,8 +205,8 @@ class SampledTexts:
     """Iterates over the texts of documents, each of which is selected with probability sample_bytes / size of the
     input.
 
-    The selection is the same in every run. on_error: what a document that cannot be read does: "stop" raises
-    DataError, "skip" leaves it out with a message on stderr, None leaves it out silently, for callers that report such
+    The selection is the same in every run. on_error: effect of a document that cannot be read: "stop" raises
+    DataError, "skip" omits it with a message on stderr, None omits it silently, for callers that report such
     documents later. After the iteration, num_texts and num_bytes are the numbers of texts and bytes that were read.
     """
 

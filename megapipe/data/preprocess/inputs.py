@@ -45,14 +45,14 @@ PYTHON_SOURCES_EXCLUDED = ("site-packages", "dist-packages", "test*", "idlelib",
 
 class InputFile(NamedTuple):
     path: Path
-    """The file; for a dataset its complete name, "dataset:..."."""
+    """Path of the file; for a dataset, its complete name, "dataset:..."."""
     size: int
     """Size on disk in bytes."""
 
     @property
     def format(self) -> Format:
-        """Format by the name without .gz or .zst. A .json contains lines, as Megatron-LM expects; unknown names are
-        text."""
+        """Format by the name without .gz or .zst. A .json contains JSON lines, as Megatron-LM expects; a file with an
+        unknown suffix is text."""
         if str(self.path).startswith(DATASET_PREFIX):
             return "dataset"
         name = self.path.with_suffix("") if self.is_compressed else self.path
@@ -76,17 +76,17 @@ def find_inputs(
     revision: str | None = None,
     stream: bool = False,
 ) -> list[InputFile]:
-    """Return the files of the inputs in their order; files of one folder or pattern are sorted by their path inside
-    it.
+    """Return the files of the inputs in their order. Files of one folder are sorted by their path inside it, and files
+    of one pattern by their path.
 
     An input is a file, a folder (all files in it except hidden ones), a glob pattern (** crosses folders),
     `python-stdlib`, a dataset `dataset:NAME[:CONFIGURATION][@SPLIT]`, or the folder of a dataset that was saved to
-    disk. In folders and patterns, `include` keeps files whose name or inner path matches one of its patterns;
+    disk. In folders and patterns, `include` keeps files whose name or inner path matches one of its patterns, and
     `exclude` drops files if a folder, the name or the inner path matches. A file that is named twice is read once.
-    Datasets of the hub are read at `revision` (a branch, tag or commit), and with `stream` without a copy on disk.
+    Datasets on the hub are read at `revision` (a branch, tag or commit), and with `stream` without a copy on disk.
 
     Raises DataError for an input without files, for an unsupported format, and for `revision` or `stream` without a
-    dataset of the hub.
+    dataset on the hub.
     """
     if (revision or stream) and not any(spec.startswith(DATASET_PREFIX) for spec in inputs):
         raise DataError(f"--dataset-revision and --dataset-streaming need an input {DATASET_PREFIX}NAME: remove them")
@@ -163,7 +163,7 @@ PART_BYTES = 4 * 2**20
 
 
 class FileRange(NamedTuple):
-    """The documents [begin, end) of a file, counted in the units in which its format can be cut."""
+    """Range [begin, end) of a file, in the units at which its format can be cut."""
 
     path: Path
     begin: int
@@ -188,10 +188,10 @@ class Part(NamedTuple):
 
 
 def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> Iterator[Part]:
-    """Yield parts of about `part_bytes`, documents in order.
+    """Yield parts of about `part_bytes`, with the documents in order.
 
-    The cut depends only on the inputs, never on the number of workers, and so does the joined output. Text files and
-    compressed files are not cut, because they cannot be read from the middle; tables are cut between row groups or
+    The parts, and therefore the joined output, depend only on the inputs, never on the number of workers. Text files
+    and compressed files are not cut, because they cannot be read from the middle. Tables are cut between row groups or
     record batches.
     """
     pieces: list[FileRange] = []
@@ -208,7 +208,7 @@ def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> 
 
 
 def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
-    """Return why workers will be idle although the input is large, and how to fix it; None if all have work."""
+    """Return the reason why workers will be idle with a large input, and how to fix it; None if all have work."""
     if sum(file.size for file in files) <= PART_BYTES or not all(file.is_whole for file in files):
         return None
     busy = sum(1 for _ in cut_into_parts(files, PART_BYTES))
@@ -216,8 +216,8 @@ def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
         return None
     many = f"{len(files)} files keep" if len(files) > 1 else f"{files[0].path} keeps"
     return (
-        f"{many} {busy} of {workers} workers busy: compressed and text files cannot be read from their middle; give "
-        "them as several files, or as plain JSON lines or Parquet"
+        f"{many} {busy} of {workers} workers busy: compressed and text files cannot be read from the middle; split "
+        "them into several files, or write plain JSON lines or Parquet"
     )
 
 
@@ -244,7 +244,7 @@ LISTED_SOURCES = 1000
 
 
 class SourceChecksums:
-    """Hashes the files in a background thread, at memory speed. Hashing releases the interpreter lock."""
+    """Hashes files in a background thread, while workers read them. Hashing releases the interpreter lock."""
 
     def __init__(self, files: Sequence[InputFile]) -> None:
         self._pool = ThreadPoolExecutor(1)

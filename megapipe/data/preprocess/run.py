@@ -1,4 +1,4 @@
-"""The complete preprocessing: from inputs to one finished shard, with its manifest, per output."""
+"""The complete preprocessing, from inputs to one finished shard with its manifest per output."""
 
 import fcntl
 import hashlib
@@ -41,10 +41,10 @@ FORMAT_VERSION = 1
 
 @dataclass(kw_only=True)
 class Journal:
-    """State of the output on disk: all parts before `next_part`, joined, flushed, with checksums."""
+    """State of the output on disk: all parts before `next_part` are joined and flushed. `writers` has checksums."""
 
     job: str
-    """Identity of input and settings; a run with another identity starts from the beginning."""
+    """Identity of the input and settings. A run with a different identity starts from the beginning."""
     next_part: int = 0
     done_bytes: int = 0
     num_skipped: int = 0
@@ -72,8 +72,8 @@ def read_journal(path: Path, job: str) -> Journal | None:
 
 
 def job_identity(files: Sequence[InputFile], settings: TokenizeSettings, fingerprint: str) -> str:
-    """Return a hash of everything that decides the output: names, sizes and times of the files, settings,
-    tokenizer."""
+    """Return a hash of everything that determines the output: names, sizes and modification times of the files, the
+    settings, and the tokenizer."""
     digest = hashlib.sha256(json.dumps([PART_BYTES, asdict(settings), fingerprint]).encode())
     for file in files:
         changed = file.path.stat().st_mtime_ns if file.format != "dataset" else 0
@@ -87,8 +87,8 @@ Result = TypeVar("Result")
 def map_in_order(
     function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]], workers: int
 ) -> Generator[Result, None, None]:
-    """Yield `function(*task)` for each task, in order. At most two tasks per worker are pending; one worker runs in
-    this process.
+    """Yield `function(*task)` for each task, in order. At most two tasks per worker are pending. If `workers` is 1,
+    tasks run in this process.
 
     Raises the exception of a task after the results before it, and DataError if a worker process dies.
     """
@@ -118,8 +118,8 @@ def map_in_order(
 def interrupts_put_off() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block.
 
-    Processes that the block starts have it blocked from their start, so that they do not print a traceback during
-    their imports and do not find half a message from this process.
+    Processes that the block starts have SIGINT blocked from their start, so that they print no traceback during their
+    imports, and never read an incomplete message from this process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -137,7 +137,7 @@ def interrupts_put_off() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, and end this worker if its parent is killed."""
+    """Ignore Ctrl-C, which the parent handles, and end this worker if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -150,7 +150,7 @@ def _end_with(parent: Any) -> None:
 
 
 JOURNAL_SECONDS = 0.5
-"""Approximate amount of work that a crash may lose."""
+"""Approximate amount of work that a crash may lose, in seconds."""
 
 
 def work_folder(prefix: str) -> Path:
@@ -169,10 +169,10 @@ def preprocess(
 ) -> list[ShardManifest]:
     """Write `<prefix>_<output>.{bin,idx,manifest.json}` for each output; return the manifests in their order.
 
-    The bytes do not depend on `workers`. Workers write parts to `<prefix>.parts`, and one process joins them in order.
-    A journal there lists what is joined and flushed. After a crash, the same call continues from it and removes all
-    other files. `on_start` is called with the journal; `on_part` is called after each part with the writer of the
-    first output.
+    The bytes do not depend on `workers`. Workers write parts to `<prefix>.parts`, and this process joins them in
+    order. A journal in the same folder records which parts have been joined and flushed. After a crash, the same call
+    continues from the journal and removes all other files. `on_start` is called with the journal. `on_part` is called
+    after each part with the writer of the first output.
 
     Raises DataError, and then leaves no files, for unusable input (unless the settings skip it) and for input without
     a document. Any other exception (a full disk, Ctrl-C) leaves the files that are needed to continue.
@@ -215,8 +215,8 @@ class _Outputs:
         self.writers: list[ShardWriter] = []
 
     def open(self) -> None:
-        """Open writers at the journal's positions; if the files do not fit it, start over with a new journal."""
-        # Parts of an earlier run are never used; of its other files only those that a journal needs to continue.
+        """Open writers at the journal's positions. If the files do not match it, start again with a new journal."""
+        # Parts of an earlier run are never used. Only the files that a journal needs to continue are kept.
         for path in self._folder.iterdir():
             if path.name != "lock" and not (self.journal.writers and path.name.startswith(("journal", "seen"))):
                 path.unlink()
@@ -240,7 +240,7 @@ class _Outputs:
         self._saved = time.monotonic()
 
     def add(self, part: TokenizedPart) -> None:
-        """Append the documents of the next part, and remove its files."""
+        """Append the documents of the next part, and remove the part's files."""
         journal, keep = self.journal, None
         if self._seen is not None:
             keep = self._seen.are_new(part.digests, journal.next_part)
@@ -255,7 +255,7 @@ class _Outputs:
         journal.num_special_tokens += part.num_special_tokens
 
     def save_now_and_then(self) -> None:
-        """Save the journal if JOURNAL_SECONDS have passed since the last time: the parts so far then survive a
+        """Save the journal if JOURNAL_SECONDS have passed since the last save. The parts so far then survive a
         crash."""
         if time.monotonic() - self._saved < JOURNAL_SECONDS:
             return
@@ -302,7 +302,7 @@ class _Outputs:
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files. After a DataError they are removed; otherwise a later run may continue."""
+        """Close the files. After a DataError they are removed; otherwise a later run can continue."""
         if self._seen is not None:
             self._seen.close()
         if isinstance(error, DataError):

@@ -32,7 +32,7 @@ _TYPES_IN_WORDS: dict[type, str] = {
 
 
 def type_in_words(value: object) -> str:
-    """Return the type of a value from a JSON file or a table, for an error message."""
+    """Describe the type of a value from a JSON file or a table, for an error message."""
     return _TYPES_IN_WORDS.get(type(value), f"of type {type(value).__name__}")
 
 
@@ -62,8 +62,7 @@ class DocumentRow:
 
 
 def parquet_ranges(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield (bytes before compression, number of the first row) of each row group. Raises DataError for a damaged
-    file."""
+    """Yield (uncompressed bytes, number of the first row) of each row group. Raises DataError for a damaged file."""
     import pyarrow.parquet
 
     with _errors_named(path, "Parquet"):
@@ -90,7 +89,7 @@ def parquet_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> It
 def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (first byte, end, number of the first row) of each record batch of an Arrow file or stream.
 
-    Raises DataError for a damaged file, and for dictionaries, without which a batch in the middle cannot be read.
+    Raises DataError for a damaged file, and for dictionary-encoded columns, whose batches need an earlier message.
     """
     import pyarrow
 
@@ -151,7 +150,7 @@ def check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None
 
 
 def _values(column: "pyarrow.Array") -> list[object]:
-    """Return Python values. Text that is not UTF-8 is returned as bytes, so that all other values can be used."""
+    """Return Python values. Text that is not UTF-8 becomes bytes, so that all other values can be used."""
     import pyarrow
 
     try:
@@ -171,7 +170,7 @@ def _decoded(value: object) -> object:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator["pyarrow.MemoryMappedFile"]:
-    """Map a file and seek to its schema. An Arrow file is an Arrow stream with a frame around it."""
+    """Map a file and seek to its schema. An Arrow file is an Arrow stream with a header and a footer."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source:
@@ -200,7 +199,7 @@ DEFAULT_SPLIT = "train"
 class DatasetName(NamedTuple):
     """Parts of `dataset:NAME[:CONFIGURATION][@SPLIT][?REVISION][&stream]`; the last two come from options.
 
-    revision: a branch, tag or commit of the hub. stream: read its files over the network, without a copy on disk.
+    revision: a branch, tag or commit on the hub. stream: whether to read its files over the network, without a copy.
     """
 
     name: str
@@ -233,9 +232,9 @@ _STREAM = "&stream"
 def with_options(spec: str, revision: str | None, stream: bool) -> str:
     """Return the name of a dataset with --dataset-revision and --dataset-streaming.
 
-    A dataset that is streamed is pinned to the current commit of its revision, so that all workers read the same.
+    A streamed dataset is pinned to the current commit of its revision, so that all workers read the same data.
 
-    Raises DataError for a folder, which has neither.
+    Raises DataError for a folder, which has no revision and cannot be streamed.
     """
     if not (revision or stream):
         return spec
@@ -268,8 +267,7 @@ def is_saved_dataset(folder: str) -> bool:
 
 
 def dataset_bytes(spec: str) -> int:
-    """Return the bytes of the rows in memory, about the size of their texts; 0 if they are not known before
-    reading."""
+    """Return the bytes of the rows in memory, about the size of their texts; 0 if the size of a stream is unknown."""
     if DatasetName.of(spec).stream:
         return int(_opened(spec).info.dataset_size or 0)
     size: int = _open(spec).data.nbytes
@@ -277,7 +275,7 @@ def dataset_bytes(spec: str) -> int:
 
 
 def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row, end, bytes) of ranges of about `range_bytes`; for a stream, numbers of files instead of
+    """Yield (first row, end, bytes) of ranges of about `range_bytes`. For a stream, yield numbers of files instead of
     rows."""
     if DatasetName.of(spec).stream:
         # With this size each file becomes one part, because a file can only be streamed from its beginning.
@@ -292,7 +290,7 @@ def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]
 
 
 def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"]:
-    """Yield the rows [begin, end) of a dataset in batches; of a streamed dataset, its files [begin, end)."""
+    """Yield the rows [begin, end) of a dataset in batches. For a streamed dataset, yield the files [begin, end)."""
     dataset = _open(spec)
     if DatasetName.of(spec).stream:
         for number in range(begin, end):
@@ -303,7 +301,7 @@ def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"
 
 
 def dataset_fingerprint(spec: str) -> str:
-    """Return an identifier of a dataset's state: its commit if it is streamed. It is not a checksum of its rows."""
+    """Return an identifier of a dataset's state: its commit if it is streamed. It is not a checksum of the rows."""
     named = DatasetName.of(spec)
     if named.stream:
         return f"commit:{named.revision}"
@@ -317,10 +315,10 @@ def _open(spec: str) -> Any:
 
 @lru_cache(maxsize=4)
 def _opened(spec: str) -> Any:
-    """Return the dataset. spec: as in DatasetName; NAME may be a folder.
+    """Open the dataset. spec: see DatasetName; NAME may be a folder.
 
-    Raises DataError if the library is missing, the dataset cannot be opened, or it has several splits and none is
-    named.
+    Raises DataError if the library is missing, the dataset cannot be opened, or it does not have the split. Without a
+    name, the split is DEFAULT_SPLIT or the only split.
     """
     name, configuration, split, revision, stream = DatasetName.of(spec)
     unreachable = None if Path(name).exists() else _why_unreachable()
@@ -342,8 +340,8 @@ def _opened(spec: str) -> Any:
         if unreachable is not None or isinstance(error, ConnectionError):
             raise DataError(
                 f"{spec} is not in the cache of the datasets library, and {_host()} cannot be reached "
-                f"({unreachable or _first_line(error)}): load it once where there is a network, or name a folder "
-                f"of its files, {DATASET_PREFIX}FOLDER"
+                f"({unreachable or _first_line(error)}): load it once with a network, or name a folder with "
+                f"its files, {DATASET_PREFIX}FOLDER"
             ) from error
         what = "folder" if Path(name).is_dir() else "name and revision"
         raise DataError(f"{spec} cannot be opened as a dataset; check the {what} ({_first_line(error)})") from error
@@ -363,7 +361,7 @@ def _host() -> str:
 
 
 def _why_unreachable() -> str | None:
-    """Return why the host of datasets cannot be reached; None if it may be reachable, for example through a proxy."""
+    """Return the reason why the host of datasets cannot be reached; None if it may be reachable, e.g. by a proxy."""
     if urllib.request.getproxies():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Tokenization of a part of the input into one shard per output, which is the task of a worker."""
+"""Tokenization of a part of the input into one shard per output. This is the task of a worker."""
 
 import importlib.metadata
 import re
@@ -29,9 +29,9 @@ def sentence_splitter_name(language: str) -> str:
 
 
 def split_sentences(text: str, language: str = "en") -> list[str]:
-    """Return the sentences in order, each with the white space around it; concatenated, they are the text.
+    """Return the sentences in order, with the white space around them. Their concatenation is the text.
 
-    A blank line ends a sentence, a line end does not. Pieces that are only white space belong to the previous
+    A blank line ends a sentence, but a line end does not. Pieces that are only white space belong to the previous
     sentence.
     """
     sentences: list[str] = []
@@ -45,7 +45,7 @@ def split_sentences(text: str, language: str = "en") -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Return ranges of lines that end with a blank line."""
+    """Split a text into paragraphs, each of which ends with a blank line."""
     paragraphs: list[str] = []
     begin = position = 0
     for line in text.splitlines(keepends=True):
@@ -59,7 +59,7 @@ def _paragraphs(text: str) -> list[str]:
 def _split_paragraph(paragraph: str, language: str) -> list[str]:
     import sentencex
 
-    # The library fails on white space of several bytes, so it gets plain spaces; only its lengths are used.
+    # The library fails on white space of several bytes, so it gets plain spaces. Only the lengths of pieces are used.
     plain = paragraph.translate(_SPACES)
     pieces = sentencex.segment(language, plain)
     if "".join(pieces) != plain:
@@ -76,7 +76,7 @@ _CACHE_KIB = 65_536
 
 
 def digest_of(texts: Sequence[str]) -> bytes:
-    """Return 16 bytes (XXH3) of a document's fields. Among 10^9 documents, a collision has the probability 10^-21."""
+    """Return a 16-byte hash (XXH3) of a document's fields. For 10^9 documents, a collision has probability 10^-21."""
     digest = xxhash.xxh3_128()
     for text in texts:
         encoded = text.encode()
@@ -86,7 +86,7 @@ def digest_of(texts: Sequence[str]) -> bytes:
 
 
 class SeenDocuments:
-    """The digests of all documents so far, in an SQLite file. A crash loses the changes since the last flush."""
+    """Stores the digests of all documents so far in an SQLite file. A crash loses the changes since the last flush."""
 
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None)
@@ -101,7 +101,7 @@ class SeenDocuments:
         self.flush()
 
     def are_new(self, digests: bytes, part: int) -> np.ndarray:
-        """Return whether each digest is new: bool [number of digests]. Adds them."""
+        """Add digests, and return whether each of them is new: bool [number of digests]."""
         insert = self._database.cursor()
         statement = "INSERT OR IGNORE INTO seen VALUES (?, ?)"
         new = [
@@ -131,26 +131,26 @@ class TokenizeSettings:
     json_keys: tuple[str, ...] = ("text",)
     """Fields of JSON lines and columns of tables; each becomes a separate shard."""
     join_keys: str | None = None
-    """Text between the fields if they are joined to one document of one shard; None makes separate shards."""
+    """Text between the fields if they are joined to one document of one shard; None writes separate shards."""
     split_sentences: bool = False
     """One sequence per sentence instead of one per document."""
     language: str = "en"
     """Language of the sentences, ISO 639-1."""
     drop_duplicates: bool = False
-    """Leave out documents whose fields are all equal to those of an earlier one."""
+    """Omit documents whose fields are all equal to the fields of an earlier document."""
     on_error: Literal["stop", "skip"] = "stop"
-    """Effect of a document that cannot be read: end the run, or leave the document out of every shard and count it."""
+    """Effect of a document that cannot be read: end the run, or omit the document from every shard and count it."""
     special_tokens_in_text: Literal["text", "token", "error"] = "text"
     """How to read the name of a special token in a document: as text, as that token, or as an error."""
     fast_core: bool = False
     """Encode with the fast core, which has been checked to give the same ids."""
 
     def open(self) -> Tokenizer:
-        """Open the tokenizer. Raises DataError for an unknown one, and if it has no token to append."""
+        """Open the tokenizer. Raises DataError if it is unknown, or has no token to append."""
         tokenizer = open_tokenizer(self.tokenizer, self.end_of_document)
         if self.append_end_of_document and tokenizer.end_of_document is None:
             raise DataError(
-                f"{self.tokenizer} does not say which token ends a document: name it with --end-of-document"
+                f"{self.tokenizer} does not specify the token that ends a document: name it with --end-of-document"
             )
         tokenizer.read_special_tokens(self.special_tokens_in_text == "token")
         if self.fast_core:
@@ -158,7 +158,7 @@ class TokenizeSettings:
         return tokenizer
 
     def output_names(self) -> list[str]:
-        """Return the names of the shards after the prefix, as in Megatron-LM."""
+        """Return the suffixes that the names of the shards have after the prefix, as in Megatron-LM."""
         level = "sentence" if self.split_sentences else "document"
         keys = self.json_keys if self.join_keys is None else ["_".join(self.json_keys)]
         return [f"{key}_{level}" for key in keys]
@@ -169,7 +169,7 @@ class TokenizedPart(NamedTuple):
     """Prefix of one shard for each output."""
     input_bytes: int
     skipped: tuple[str, ...]
-    """The reason for each document that was left out."""
+    """The reason for each document that was skipped."""
     digests: bytes
     """One digest per document if duplicates are to be dropped; else empty."""
     num_special_tokens: int
@@ -228,7 +228,7 @@ def _names_of_special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 def _count_special_tokens(
     document: Document, texts: Sequence[str], names: re.Pattern[str] | None, settings: TokenizeSettings
 ) -> int:
-    """Count the names of special tokens in a document. Raises DataError for one if the settings refuse them."""
+    """Count the names of special tokens in a document. Raises DataError for a name if the settings refuse them."""
     if names is None:
         return 0
     occurrences = [name for text in texts for name in names.findall(text)]
@@ -241,7 +241,7 @@ def _count_special_tokens(
 
 
 def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: TokenizeSettings) -> list[np.ndarray]:
-    """Return the token ids of a document: one sequence, or one per sentence, without empty ones."""
+    """Return the token ids of a document: one sequence, or one per sentence, without empty sequences."""
     texts = split_sentences(text, settings.language) if settings.split_sentences else [text]
     sequences = [ids for ids in map(tokenizer.encode_array, texts) if len(ids)]
     end = tokenizer.end_of_document
@@ -258,5 +258,5 @@ def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: To
 
 @lru_cache(maxsize=1)
 def _opened(settings: TokenizeSettings) -> Tokenizer:
-    """Return the tokenizer, which a worker keeps for its later parts."""
+    """Open the tokenizer, which a worker keeps for its later parts."""
     return settings.open()

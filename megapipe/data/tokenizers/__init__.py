@@ -33,8 +33,8 @@ FOLDER_FILES = (
 class Definition(NamedTuple):
     """Files that define a tokenizer.
 
-    kind: the part before the path, or empty. name: name of the file that opens it, empty for a folder. files: all
-    files that define it; none for `bytes`.
+    kind: the part of the name before the path, or empty. name: name of the file to open; empty for a folder. files:
+    all files that define the tokenizer; none for `bytes`.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Definition(NamedTuple):
 
 
 def definition_of(spec: str) -> Definition:
-    """Return the files of the tokenizer that `open_tokenizer` opens by `spec`."""
+    """Return the files of the tokenizer that `open_tokenizer(spec)` opens."""
     if spec == "bytes":
         return Definition("", "", ())
     kind, path = kind_and_path(spec)
@@ -72,7 +72,7 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
     """
     if spec == "bytes":
         if end_of_document is not None:
-            raise DataError(f"the byte tokenizer has its own end of document (256), it cannot be {end_of_document!r}")
+            raise DataError(f"the byte tokenizer always ends documents with 256; remove {end_of_document!r}")
         return ByteTokenizer()
     kind, path = kind_and_path(spec)
     if path.is_dir():

@@ -22,8 +22,8 @@ END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of the tokenizers library, without its template (tokens at the beginning and end), truncation and
-    padding."""
+    """A tokenizer of the tokenizers library, without truncation, padding, and its template (tokens at the beginning
+    and end)."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer", spec: str, fingerprint: str, end: str | None) -> None:
         """Wrap a tokenizer. end: name of the token that ends documents; None uses the first of END_OF_DOCUMENT_NAMES,
@@ -45,7 +45,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if token.special
         }
         self.fast_core: Callable[[str], np.ndarray] | None = None
-        """Returns the same ids as `encode`, faster; see `FastCore`."""
+        """Function that returns the ids of `encode` faster; see `FastCore`."""
 
     def read_special_tokens(self, as_tokens: bool) -> None:
         self._tokenizer.encode_special_tokens = not as_tokens
@@ -83,8 +83,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
-    """Open a tokenizer.json. The end of a document is `end`, else the eos_token of the tokenizer_config.json in its
-    folder.
+    """Open a tokenizer.json. The end of a document is `end`, or else the eos_token of the tokenizer_config.json in the
+    same folder.
 
     Raises DataError for a file that the library cannot read.
     """
@@ -122,8 +122,8 @@ BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str | None) -> HuggingFaceTokenizer:
     """Open a WordPiece tokenizer from the vocab.txt of BERT's publication, one token per line.
 
-    lowercase: also strips accents; None reads do_lower_case from a tokenizer_config.json in the same folder. Raises
-    DataError if that file does not specify it, and for a vocabulary without one of BERT_SPECIAL_TOKENS.
+    lowercase: convert to lower case and strip accents; None reads do_lower_case from a tokenizer_config.json in the
+    same folder. Raises DataError if that file does not set it, and if one of BERT_SPECIAL_TOKENS is missing.
     """
     import tokenizers
 
@@ -131,12 +131,12 @@ def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str
     lowercase = told if lowercase is None and isinstance(told, bool) else lowercase
     if lowercase is None:
         raise DataError(
-            f"{path} does not say whether its text is lower case; give it as bert-uncased:{path} or bert-cased:{path}"
+            f"it is unknown whether {path} is for lower-case text; name it bert-uncased:{path} or bert-cased:{path}"
         )
     try:
         vocabulary = tokenizers.models.WordPiece.read_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{path} is not a vocabulary of one token a line: {error}") from error
+        raise DataError(f"{path} is not a vocabulary with one token per line: {error}") from error
     if missing := [name for name in BERT_SPECIAL_TOKENS if name not in vocabulary]:
         raise DataError(f"{path} has no token {missing[0]}; a BERT vocabulary has {', '.join(BERT_SPECIAL_TOKENS)}")
     tokenizer = word_piece(vocabulary, BERT_SPECIAL_TOKENS, lowercase)
@@ -173,17 +173,17 @@ def _configuration(path: Path) -> dict[str, object]:
 
 
 CHECKED_BYTES = 1_000_000
-"""Bytes of the input's own texts that are compared; the library needs about 0.3 s for them."""
+"""Bytes of input text that are compared; the library needs about 0.3 s for them."""
 _RENEWED_AFTER = 64_000_000
 """Bytes of text after which the core is recreated, because it caches every word."""
 _CHARACTERS_AT_ONCE = 500
 
 
 class FastCore:
-    """Ids of a text by gigatoken, with memory that does not grow with the corpus."""
+    """Returns the ids of a text by the gigatoken library, with memory that does not grow with the corpus."""
 
     def __init__(self, definition: str) -> None:
-        """Read a definition: the content of a tokenizer.json. Raises an error of the library if it is not
+        """Read `definition`, the content of a tokenizer.json. Raises an error of the library if it is not
         supported."""
         self._definition = definition.encode()
         self._left = 0
@@ -214,15 +214,15 @@ def use_fast_core(tokenizer: Tokenizer) -> None:
 
 
 def why_no_fast_core(tokenizer: HuggingFaceTokenizer, texts: Iterable[str]) -> str | None:
-    """Return the reason not to use the fast core; None if it gives the library's ids.
+    """Return the reason not to use the fast core; None if it returns the library's ids.
 
-    The comparison covers every Unicode character that is a word of its own (ideographs and Hangul by samples), the
-    special tokens within text, and about CHECKED_BYTES of `texts`.
+    The comparison covers all assigned Unicode characters (a sample of ideographs and Hangul), special tokens within
+    text, and about CHECKED_BYTES of `texts`.
     """
     try:
         core = FastCore(tokenizer.definition())
     except Exception as error:  # the library raises various errors
-        return f"it does not know this tokenizer ({error})"
+        return f"it does not support this tokenizer ({error})"
     for text in (*_tricky_texts(tokenizer), *_limited(texts)):
         if core(text).tolist() != tokenizer.encode(text):
             return f"its ids differ from those of the tokenizers library for {_shortened(text)}"

@@ -18,7 +18,7 @@ class SentencePieceTokenizer(Tokenizer):
     With a model of `train_sentence_piece`, decoding restores every text, except that U+2581, SentencePiece's mark for
     a space, becomes a space; other models may normalize more.
 
-    The end of a document is the piece named `end`, else the model's end-of-sentence piece, if any. Raises DataError
+    The end of a document is the piece named `end`, or else the model's end-of-sentence piece, if any. Raises DataError
     for a file that is not a model, and for an unknown piece.
     """
 
@@ -60,7 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def is_bpe(self) -> bool:
-        """True for a BPE model; other models split a text by the best sum of scores."""
+        """Whether this is a BPE model. Other models split a text by the best sum of scores."""
         from sentencepiece import sentencepiece_model_pb2
 
         messages: Any = sentencepiece_model_pb2  # its classes are created at run time
@@ -83,14 +83,14 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 OPENERS: dict[str, Callable[[Path, str | None], Tokenizer]] = {".model": SentencePieceTokenizer}
-"""Ending of a file -> what opens it, given the name of the token that ends documents or None."""
+"""Opener of each file suffix. Its arguments: path, and name of the token that ends documents or None."""
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
 class Encoding(NamedTuple):
-    """The properties of an encoding that a .tiktoken file does not contain: the pattern that splits a text before
-    merging, and the special tokens."""
+    """Properties of an encoding that a .tiktoken file does not contain: the pattern that splits a text before merging,
+    and the special tokens."""
 
     pattern: str
     special_tokens: dict[str, int]
@@ -133,7 +133,7 @@ class TiktokenTokenizer:
 
     pattern: splits a text before merging. ranks: token -> id, without special tokens.
 
-    Raises DataError for a file of another format, and for an `end` that is not a special token.
+    Raises DataError for a file in another format, and if `end` is not a special token.
     """
 
     def __init__(self, path: Path, spec: str, encoding: str, end: str | None = None) -> None:
@@ -178,19 +178,20 @@ class TiktokenTokenizer:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Return token -> id. The library's own loader caches files by their path, and would not notice a change."""
+    """Return the id of each token. The library's loader is not used, because it caches files by path and would not
+    notice a change."""
     try:
         lines = (line.split() for line in path.read_bytes().splitlines() if line)
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
-        raise DataError(f"{path} is not a .tiktoken file (a token in base64 and its rank a line): {error}") from error
+        raise DataError(f"{path} is not a .tiktoken file (a base64 token and its rank per line): {error}") from error
 
 
 def encoding_of(path: Path) -> str:
-    """Return the encoding by the name of its file. Raises DataError for an unknown name."""
+    """Return the name of the encoding for a file name. Raises DataError if the file name is unknown."""
     if path.stem not in ENCODINGS:
         raise DataError(
-            f"{path} does not say how text is split before merging: put the name of its encoding in front, for "
+            f"it is unknown how {path} splits text before merging: put the name of its encoding before the path, for "
             f"example cl100k_base:{path}; supported are {', '.join(ENCODINGS)}"
         )
     return path.stem

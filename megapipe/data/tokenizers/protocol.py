@@ -13,9 +13,9 @@ class Tokenizer(Protocol):
     text."""
 
     spec: str
-    """The name that opened it: `bytes` or a path."""
+    """A name with which `open_tokenizer` opens it: `bytes`, a path, or a path with a kind before it."""
     vocabulary_size: int
-    """Every id is below this: the number of embedding rows that a model needs."""
+    """Every id is below this number, which is the number of embedding rows that a model needs."""
     end_of_document: int | None
     """Id of the token that ends a document; None if the vocabulary has no such token."""
 
@@ -27,19 +27,19 @@ class Tokenizer(Protocol):
     def read_special_tokens(self, as_tokens: bool) -> None:
         """Set whether the name of a special token in a text becomes that token, or is tokenized like any other text.
 
-        By default, names are tokens for tokenizers of Hugging Face, and text for all others. Raises DataError if the
-        tokenizer does not support it.
+        By default, tokenizers of Hugging Face read names as tokens, and all others read them as text. Raises DataError
+        if the tokenizer does not support the setting.
         """
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, which must not contain lone surrogates."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Return the same ids as an integer array [number of tokens], by the fast core if there is one."""
+        """Return the ids of a text as an integer array [number of tokens]. This uses the fast core if there is one."""
         return np.array(self.encode(text), dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. The end of a document is left out, and bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids without the end of a document. Bytes that are not UTF-8 become U+FFFD."""
 
 
 def fingerprint_of_files(*paths: Path, extra: str = "") -> str:

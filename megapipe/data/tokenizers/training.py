@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""Name of the token that ends documents in byte-level BPE that is trained here (in SentencePiece models: </s>)."""
+"""Name of the token that ends documents in byte-level BPE from this module (in SentencePiece models: </s>)."""
 RESERVED_TOKENS = (END_OF_DOCUMENT, *BERT_SPECIAL_TOKENS, "<unk>", "</s>")
 
 
@@ -22,9 +22,9 @@ def train_sentence_piece(
 ) -> bytes:
     """Return a SentencePiece .model of exactly `vocabulary_size` pieces, from which decoding restores every text.
 
-    The important settings: no text is normalized, trimmed or prefixed; line ends are separate pieces; sequences of
-    spaces may be pieces (without these two, source code has over 50% more tokens); characters without a piece are
-    split into bytes. Raises DataError if there is too little text for the vocabulary.
+    Important settings: texts are not normalized, trimmed or prefixed; line ends are separate pieces, and sequences of
+    spaces may be pieces (without these two settings, source code has over 50% more tokens); characters without a piece
+    are split into bytes. Raises DataError if there is too little text for the vocabulary.
     """
     import sentencepiece
 
@@ -83,7 +83,7 @@ def train_word_piece(
     """
     names = [*BERT_SPECIAL_TOKENS, *special_tokens]
     # The library numbers continuing characters in the order of its hash table, which differs in every run, and breaks
-    # ties by number. If they are passed to it as first tokens, their numbers are fixed.
+    # ties by number. The numbers are fixed if the characters are passed to it as the first tokens.
     alphabet = _train_word_piece(texts, 0, names, lowercase)
     characters = sorted(token for token in alphabet if len(token) == 3 and token.startswith("##"))
     vocabulary = _train_word_piece(texts, vocabulary_size, [*names, *characters], lowercase)
@@ -127,7 +127,7 @@ TRAINERS: dict[str, tuple[str, Trainer]] = {
     "wordpiece-uncased": (".json", partial(train_word_piece, lowercase=True)),
     "wordpiece-cased": (".json", partial(train_word_piece, lowercase=False)),
 }
-"""Kinds of tokenizers that can be trained: the suffix of the file, and the function that returns its content."""
+"""For each kind of tokenizer: the suffix of its file, and the function that trains it and returns the content."""
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
@@ -151,6 +151,6 @@ def _sentence_piece_error(error: RuntimeError, vocabulary_size: int) -> DataErro
 
 def _too_few_texts(vocabulary_size: int, largest: int) -> DataError:
     return DataError(
-        f"the input is too small for a vocabulary of {vocabulary_size}: it gives at most {largest}; lower "
-        "--vocabulary-size or give more text"
+        f"the input is too small for a vocabulary of {vocabulary_size}: it allows at most {largest}; lower "
+        "--vocabulary-size or add more text"
     )
