@@ -342,7 +342,7 @@ def _agree(ours: Tokenizer, theirs: "tokenizers.Tokenizer", text: str) -> bool:
 
 
 def _samples(ours: Tokenizer) -> Iterator[str]:
-    """Yield texts that both must split equally: fixed ones, and the vocabulary in its order and in another order."""
+    """Yield texts that both tokenizers must split equally: fixed texts, and the vocabulary in two different orders."""
     yield from _TEXTS
     special = {*ours.special_tokens.values(), ours.end_of_document}
     # A tiktoken vocabulary has gaps, which the library does not decode.

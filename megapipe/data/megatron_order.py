@@ -98,7 +98,7 @@ class MegatronSamples:
         if ordinals.size and (ordinals.min() < 0 or ordinals.max() >= self._num_samples):
             raise DataError(
                 f"sample {ordinals.max()} of {self._shard.prefix} does not exist: data.order megatron was made for "
-                f"the {self._num_samples} samples of training.steps; set training.steps to the run's full length, "
+                f"{self._num_samples} samples (from training.steps); set training.steps to the run's full length, "
                 "and training.stop_at to end early"
             )
         return np.asarray(self._shuffle[ordinals].astype(np.int64))
