@@ -69,20 +69,20 @@ def await_written(
     Raises:
         CheckpointError: no file grew for `patience` seconds, or `abandoned` was set.
     """
-    found: dict[int, Manifest] = {}
+    manifests: dict[int, Manifest] = {}
     pause, grown, since = _FIRST_PAUSE, -1, time.monotonic()
     while True:
         sizes = _sizes(partial)
-        for rank in set(range(1, size)) - found.keys():
+        for rank in set(range(1, size)) - manifests.keys():
             if _record(partial, rank).name in sizes:
-                found[rank] = read_manifest_file(_record(partial, rank))
-        if len(found) == size - 1:
+                manifests[rank] = read_manifest_file(_record(partial, rank))
+        if len(manifests) == size - 1:
             break
         now, total = time.monotonic(), len(sizes) + sum(sizes.values())
         if total != grown:
             grown, since = total, now
         if now - since > patience:
-            missing = ", ".join(str(rank) for rank in range(1, size) if rank not in found)
+            missing = ", ".join(str(rank) for rank in range(1, size) if rank not in manifests)
             raise CheckpointError(
                 f"rank {missing} wrote nothing into {partial} for {patience:g} s; every rank must see the same folder "
                 "there; if its disk was only slow, raise parallel.timeout_seconds"
@@ -92,18 +92,18 @@ def await_written(
         pause = min(2 * pause, _LONGEST_PAUSE)
     for rank in range(1, size):
         storage.remove(_record(partial, rank))
-    return [found[rank] for rank in range(1, size)]
+    return [manifests[rank] for rank in range(1, size)]
 
 
 def _sizes(partial: Path) -> dict[str, int]:
     """Return the size of each file in bytes; it grows while a rank writes the file."""
-    found = {}
+    sizes = {}
     for entry in os.scandir(partial):
         try:
-            found[entry.name] = entry.stat().st_size
+            sizes[entry.name] = entry.stat().st_size
         except FileNotFoundError:
             continue
-    return found
+    return sizes
 
 
 def _record(partial: Path, rank: int) -> Path:
@@ -211,11 +211,11 @@ class BackgroundSaver:
                 copy, or the previous save took too long. Every rank raises the same error. If the previous save
                 failed, `poll` returns the failure.
         """
-        begun = time.perf_counter()
+        started = time.perf_counter()
         outcome = self._settle(within)
         if outcome.given_up and outcome.error is not None:
             raise outcome.error
-        self.waited = time.perf_counter() - begun
+        self.waited = time.perf_counter() - started
         plan = self._plan_of(states)
         world = self._mesh.world
         on_first_rank(world, lambda: begin(self._storage, self._directory, run.step))

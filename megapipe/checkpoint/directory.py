@@ -122,8 +122,8 @@ def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, kee
 def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
     if not directory.is_dir():
         return []
-    found = [(path, pattern.fullmatch(path.name)) for path in directory.iterdir() if path.is_dir()]
-    return [(path, match) for path, match in found if match is not None]
+    matches = [(path, pattern.fullmatch(path.name)) for path in directory.iterdir() if path.is_dir()]
+    return [(path, match) for path, match in matches if match is not None]
 
 
 LOCK = ".lock"

@@ -58,8 +58,8 @@ def agreed(world: Group, work: Callable[[], T]) -> T:
 
 def on_first_rank(world: Group, work: Callable[[], T]) -> T:
     """Run `work` only on rank 0 and return its value, which must be small, on all ranks. See `gathered` for errors."""
-    found: list[list[T]] = gathered(world, lambda: [work()] if world.rank == 0 else [])
-    return found[0][0]
+    values: list[list[T]] = gathered(world, lambda: [work()] if world.rank == 0 else [])
+    return values[0][0]
 
 
 def as_all_ranks_raise_it(error: BaseException, world: Group) -> CheckpointError:

@@ -148,9 +148,9 @@ def _group_differences(
     prefix: str, here: Any, stored: Mapping[str, Any], default: Any
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences of one group. A field that is not stored had the value in `default`."""
-    for each in fields(here):
-        name, value, initial = f"{prefix}.{each.name}", getattr(here, each.name), getattr(default, each.name)
-        was = stored.get(each.name, initial)
+    for field in fields(here):
+        name, value, initial = f"{prefix}.{field.name}", getattr(here, field.name), getattr(default, field.name)
+        was = stored.get(field.name, initial)
         if is_dataclass(value):
             yield from _group_differences(name, value, was if isinstance(was, Mapping) else {}, initial)
             continue
@@ -185,14 +185,14 @@ def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mappi
     specs: all parameters of the model. model: its configuration as plain values; the message names differing fields.
     """
     stored = manifest.shapes()
-    wanted = {spec.name: spec.shape for spec in specs}
-    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    expected = {spec.name: spec.shape for spec in specs}
+    problems = [f"{name} is missing" for name in expected if name not in stored]
     problems += [
         f"{name} has shape {stored[name]} instead of {shape}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in stored and stored[name] != shape
     ]
-    problems += [f"{name} is not a parameter of this model" for name in stored if name not in wanted]
+    problems += [f"{name} is not a parameter of this model" for name in stored if name not in expected]
     if not problems:
         return
     differing = model_differences(manifest, model)

@@ -84,16 +84,16 @@ class HuggingFaceFamily:
         """
         tied = {"tie_word_embeddings": "lm_head.weight" not in tensors}
         config = self._checked({**tied, **self.defaults, **config})
-        found = {ours: config[key] for key, ours in self.keys.items()}
+        values = {ours: config[key] for key, ours in self.keys.items()}
         for key in _ACTIVATION_KEYS & self.keys.keys():
-            found["activation"] = known_word(self.words, config[key], f"{key} ")
-        heads = found["num_heads"]
-        found["num_kv_heads"] = found.get("num_kv_heads") or heads
-        found["head_size"] = found.get("head_size") or found["hidden_size"] // heads
+            values["activation"] = known_word(self.words, config[key], f"{key} ")
+        heads = values["num_heads"]
+        values["num_kv_heads"] = values.get("num_kv_heads") or heads
+        values["head_size"] = values.get("head_size") or values["hidden_size"] // heads
         if self.kind == "bert":
             starts = {start for start in SENTENCE_HEAD for name in tensors if name.startswith(start)}
-            found["sentence_head"] = len(starts) == len(SENTENCE_HEAD)
-        return {**self.needs, **found, **self.more(config)}
+            values["sentence_head"] = len(starts) == len(SENTENCE_HEAD)
+        return {**self.needs, **values, **self.more(config)}
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """Return a config.json for a model. The caller compares its `fields`, because the model may not fit."""
@@ -180,13 +180,13 @@ def _rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise CheckpointError("partial_rotary_factor is not 1, which the model configuration cannot express")
-    found = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+    fields = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return {**found, "rope_scaling.kind": "none"}
+        return {**fields, "rope_scaling.kind": "none"}
     kind = known_word({"linear": "linear", "llama3": "llama3"}, kind)
     stretched = {f"rope_scaling.{ours}": rope[key] for key, ours in _ROPE_FIELDS[kind].items()}
-    return {**found, "rope_scaling.kind": kind, **stretched}
+    return {**fields, "rope_scaling.kind": kind, **stretched}
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -466,19 +466,19 @@ def nearest_family(model: ModelConfig) -> str:
 def field_differences(model: ModelConfig, wanted: Mapping[str, Any]) -> list[str]:
     """Return one message for each field of `model` that differs from `wanted`."""
     stretched = {f"rope_scaling.{name}": value for name, value in vars(model.rope_scaling).items()}
-    found = {**_values(model), **stretched}
+    actual = {**_values(model), **stretched}
     if wanted.get("expert_balance_rate") and model.expert_balance_rate:
-        found["expert_balance_rate"] = wanted["expert_balance_rate"]  # any rate matches: it belongs to the training
-    if not found.get("sentence_head", True):
+        actual["expert_balance_rate"] = wanted["expert_balance_rate"]  # any rate matches: it belongs to the training
+    if not actual.get("sentence_head", True):
         wanted = {**wanted, "sentence_head": False}  # a model without a sentence head ignores the folder's
     if "sliding_window" in wanted:
         window = _effective(wanted["sliding_window"], model)
         wanted = {**wanted, "sliding_window": window}
-        found["sliding_window"] = _effective(model.sliding_window, model)
+        actual["sliding_window"] = _effective(model.sliding_window, model)
     return [
-        f"set model.{name} to {value!r} (it is {found[name]!r})"
+        f"set model.{name} to {value!r} (it is {actual[name]!r})"
         for name, value in wanted.items()
-        if found[name] != value
+        if actual[name] != value
     ]
 
 

@@ -176,10 +176,10 @@ def check_files(path: Path, manifest: Manifest) -> None:
         file = path / name
         if not file.is_file():
             raise DamagedCheckpointError(f"{file} is missing", "files")
-        found = file.stat().st_size
-        if found != size:
+        num_bytes = file.stat().st_size
+        if num_bytes != size:
             raise DamagedCheckpointError(
-                f"{file} has {found:,} bytes instead of {size:,}: it has changed since it was saved", "files"
+                f"{file} has {num_bytes:,} bytes instead of {size:,}: it has changed since it was saved", "files"
             )
 
 

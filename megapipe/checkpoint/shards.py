@@ -112,8 +112,8 @@ def tiling_problem(shape: Sequence[int], extents: Sequence[Extent]) -> str | Non
         members = sorted(ranges[box], key=lambda extent: extent.start)
         if any(after.start < before.stop for before, after in itertools.pairwise(members)):
             return "two parts hold the same elements"
-    held, wanted = sum(extent.num_elements for extent in extents), math.prod(shape)
-    return None if held == wanted else f"its parts hold {held} of {wanted} elements"
+    held, total = sum(extent.num_elements for extent in extents), math.prod(shape)
+    return None if held == total else f"its parts hold {held} of {total} elements"
 
 
 def _runs(extent: Extent) -> Iterator[tuple[Box, int]]:
@@ -218,14 +218,14 @@ def buffers(state: UnitState) -> dict[str, Tensor]:
 
 def parts_of(shard: Shard) -> dict[str, Tensor]:
     """Return the shard's elements in each buffer that a checkpoint stores, in one dimension, by kind."""
-    found = {}
+    parts = {}
     held = shard.state.held(shard.segment)
     first = shard.segment.start + held.start - shard.state.shard.start
     for kind, buffer in buffers(shard.state).items():
         start = first - shard.state.moment_starts.get(kind, 0)
         if start >= 0 and start + len(held) <= buffer.numel():
-            found[kind] = buffer[start : start + len(held)]
-    return found
+            parts[kind] = buffer[start : start + len(held)]
+    return parts
 
 
 def shards_to_write(states: Sequence[UnitState], world: Group) -> list[Shard]:

@@ -194,12 +194,12 @@ def inside(folder: Path, name: str) -> Path:
 def read_json(path: Path) -> Mapping[str, Any]:
     """Return the object in a JSON file. Raises CheckpointError if the file is unreadable or does not contain one."""
     try:
-        found = untrusted.read_json(path, CheckpointError)
+        content = untrusted.read_json(path, CheckpointError)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not contain a JSON object")
-    return found
+    return content
 
 
 def check_counts(path: Path, files: int, tensors: int) -> None:

@@ -76,11 +76,11 @@ def write_tensors(
         header, _ = _layout((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
         yield memoryview(header)
         for tensor in ordered:
-            found = []
+            digests = []
             for piece in _pieces(tensor.values):
-                found.append(xxhash.xxh3_64_hexdigest(piece))
+                digests.append(xxhash.xxh3_64_hexdigest(piece))
                 yield piece
-            checksums[tensor.key] = tuple(found)
+            checksums[tensor.key] = tuple(digests)
 
     size = write_file(storage, path, parts())
     return size, checksums
@@ -133,10 +133,10 @@ def touched_pieces(spans: Iterable[range], width: int) -> list[int]:
 
 def check_piece(path: Path, key: str, start: int, piece: memoryview, checksum: str) -> None:
     """Raise DamagedCheckpointError unless a piece of a tensor, which starts at byte `start`, has this checksum."""
-    found = xxhash.xxh3_64_hexdigest(piece)
-    if found != checksum:
+    actual = xxhash.xxh3_64_hexdigest(piece)
+    if actual != checksum:
         raise DamagedCheckpointError(
-            f"{path}: tensor {key!r}, bytes {start} to {start + len(piece)}, have checksum {found} instead of "
+            f"{path}: tensor {key!r}, bytes {start} to {start + len(piece)}, have checksum {actual} instead of "
             f"{checksum}: the file has changed since it was saved",
             "checksum",
         )

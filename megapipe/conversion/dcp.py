@@ -101,26 +101,26 @@ class DcpFiles:
         """Return the elements of a tensor inside `index`, contiguous. In addition to them, one chunk at a time is in
         memory."""
         tensor = self.tensors[name]
-        wanted = box_of(index, tensor.shape)
-        found = torch.empty(wanted.num_elements, dtype=DTYPES[tensor.dtype])
+        box = box_of(index, tensor.shape)
+        elements = torch.empty(box.num_elements, dtype=DTYPES[tensor.dtype])
         for chunk in tensor.chunks:
-            for shared in overlaps(Extent.whole(chunk.box), Extent.whole(wanted)):  # two boxes overlap at most once
+            for shared in overlaps(Extent.whole(chunk.box), Extent.whole(box)):  # two boxes overlap at most once
                 with self._opened(chunk, tensor) as (archive, place):
-                    shared.copy(archive.tensor(place).reshape(-1), found)
-        return found.reshape(wanted.shape)
+                    shared.copy(archive.tensor(place).reshape(-1), elements)
+        return elements.reshape(box.shape)
 
     def verify(self, name: str, first: int | None = None) -> list[str]:
         """Read a tensor, or only its chunks that contain index `first` of the first axis, and return the problems."""
-        tensor, found = self.tensors[name], []
+        tensor, problems = self.tensors[name], []
         for chunk in tensor.chunks:
             if first is not None and not chunk.box.starts[0] <= first < chunk.box.stops[0]:
                 continue
             try:
                 with self._opened(chunk, tensor) as (archive, place):
-                    found += archive.verify(place)
+                    problems += archive.verify(place)
             except CheckpointError as error:
-                found.append(str(error))
-        return found
+                problems.append(str(error))
+        return problems
 
     @contextmanager
     def _opened(self, chunk: DcpChunk, tensor: DcpTensor) -> Iterator[tuple[Archive, TensorPlace]]:
@@ -275,11 +275,11 @@ class DcpSource:
                 f"{path} has no {CONFIG}, which describes the model of its tensors; write one with the `model` "
                 'section of the configuration: {"model": {"num_layers": 12, ...}}'
             )
-        told = read_json(path / CONFIG)
-        if not isinstance(told.get("model"), dict):
+        document = read_json(path / CONFIG)
+        if not isinstance(document.get("model"), dict):
             raise CheckpointError(f"{path / CONFIG} has no `model` section")
-        model = model_of(told["model"])
-        run, applied = _run_of(told, path / CONFIG)
+        model = model_of(document["model"])
+        run, applied = _run_of(document, path / CONFIG)
         self._sandbox = Sandbox(allow_pickle, path)
         with on_failure(self.close):
             self._files = DcpFiles(path, self._sandbox)
@@ -333,12 +333,12 @@ def _parsed(key: str) -> tuple[str, str]:
     return key.removeprefix(_MODEL), WEIGHTS
 
 
-def _run_of(told: Mapping[str, Any], path: Path) -> tuple[RunState | None, dict[str, int]]:
-    if told.get("run") is None:
+def _run_of(document: Mapping[str, Any], path: Path) -> tuple[RunState | None, dict[str, int]]:
+    if document.get("run") is None:
         return None, {}
     try:
-        run = RunState.from_dict(told["run"], config=dict(told["run"]["config"]))
-        return run, {str(name): int(count) for name, count in told["applied_updates"].items()}
+        run = RunState.from_dict(document["run"], config=dict(document["run"]["config"]))
+        return run, {str(name): int(count) for name, count in document["applied_updates"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has an unreadable training position in `run`: {error!r}; remove `run`"

@@ -71,8 +71,8 @@ class Contents:
     @property
     def kinds(self) -> list[str]:
         """Kinds of tensors that are stored, weights first."""
-        found = dict.fromkeys(tensor.kind for tensor in self.tensors)
-        return sorted(found, key=lambda kind: (kind != WEIGHTS, kind))
+        kinds = dict.fromkeys(tensor.kind for tensor in self.tensors)
+        return sorted(kinds, key=lambda kind: (kind != WEIGHTS, kind))
 
     def weights_only(self) -> "Contents":
         """Return the contents without moments and earlier weights. The run state is kept as the origin of the

@@ -100,11 +100,11 @@ class HuggingFaceSource:
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """Return the configuration of the folder's model."""
     prefix = "rope_scaling."
-    found = fields_of_config(folder, config, names)
-    fields: dict[str, Any] = {name: value for name, value in found.items() if not name.startswith(prefix)}
+    values = fields_of_config(folder, config, names)
+    fields: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith(prefix)}
     fields.setdefault("max_positions", config.get("max_position_embeddings", ModelConfig().max_positions))
     fields["rope_scaling"] = {
-        name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)
+        name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)
     }
     model = model_of(fields)
     check_layers(folder, model, len(names))

@@ -197,13 +197,13 @@ class MegapipeSource:
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         """Return elements; see `Source.read`. Only the pieces that contain them are read and checked."""
         box = box_of(index, tensor.shape)
-        wanted = Extent.whole(box)
-        found = torch.empty(box.num_elements, dtype=DTYPES[tensor.dtype])
+        extent = Extent.whole(box)
+        elements = torch.empty(box.num_elements, dtype=DTYPES[tensor.dtype])
         for chunk in self.manifest.chunks_of(tensor.name, tensor.kind):
-            shared = list(overlaps(chunk.extent, wanted))
+            shared = list(overlaps(chunk.extent, extent))
             if shared:
-                self._copy(chunk, shared, found, wanted)
-        return found.reshape(box.shape)
+                self._copy(chunk, shared, elements, extent)
+        return elements.reshape(box.shape)
 
     def verify(self, tensor: StoredTensor) -> list[str]:
         """Read and check all pieces of a tensor; return one message for each bad chunk."""
@@ -223,12 +223,14 @@ class MegapipeSource:
 
     def _tensors(self, model: ModelConfig) -> list[StoredTensor]:
         """Return the tensors: weights first, then the other kinds, parameters in the model's order."""
-        found: dict[tuple[str, str], StoredTensor] = {}
+        tensors: dict[tuple[str, str], StoredTensor] = {}
         for chunk in self.manifest.chunks:
-            found.setdefault((chunk.name, chunk.kind), StoredTensor(chunk.name, chunk.kind, chunk.shape, chunk.dtype))
+            tensors.setdefault(
+                (chunk.name, chunk.kind), StoredTensor(chunk.name, chunk.kind, chunk.shape, chunk.dtype)
+            )
         places = {name: place for place, name in enumerate(parameters_of(model))}
         return sorted(
-            found.values(),
+            tensors.values(),
             key=lambda each: (each.kind != WEIGHTS, each.kind, places.get(each.name, len(places)), each.name),
         )
 
@@ -243,9 +245,9 @@ class MegapipeSource:
                 if problem is not None:
                     raise DamagedCheckpointError(f"{kind} of {name}: {problem}", "manifest")
 
-    def _copy(self, chunk: Chunk, shared: list[Overlap], target: Tensor, wanted: Extent) -> None:
-        if chunk.extent == wanted:
-            self._read(chunk, target, [range(wanted.num_elements)])
+    def _copy(self, chunk: Chunk, shared: list[Overlap], target: Tensor, extent: Extent) -> None:
+        if chunk.extent == extent:
+            self._read(chunk, target, [range(extent.num_elements)])
             return
         # Pages of this buffer that are not touched take no memory.
         source = torch.empty(chunk.extent.num_elements, dtype=DTYPES[chunk.dtype])
@@ -288,12 +290,12 @@ def _step_of(path: Path) -> Path:
     """Return the folder of a step: `path` itself, or the newest complete checkpoint in it."""
     if (path / MANIFEST).is_file():
         return path
-    found = newest_whole(path / "checkpoints") or newest_whole(path)
-    if found is None:
+    newest = newest_whole(path / "checkpoints") or newest_whole(path)
+    if newest is None:
         raise CheckpointError(
             f"no complete checkpoint in {path}: a run keeps them in folders such as checkpoints/step-00000100"
         )
-    return found
+    return newest
 
 
 def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:

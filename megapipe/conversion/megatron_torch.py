@@ -80,7 +80,7 @@ class MegatronTorchSource:
         return whole[index].clone() if index else whole.contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        return [told for archive, place in self._shards[tensor.name] for told in archive.verify(place)]
+        return [problem for archive, place in self._shards[tensor.name] for problem in archive.verify(place)]
 
     def close(self) -> None:
         for archive in self._archives.values():
@@ -120,7 +120,7 @@ class MegatronTorchSource:
         """Map each parameter to its shards, one for each tensor rank."""
         self._specs = known
         by_key = {(place.layer, key): name for name, place in known.items() for key in (place.key, place.fused_key)}
-        found: dict[str, list[tuple[Archive, TensorPlace]]] = {}
+        shards_of: dict[str, list[tuple[Archive, TensorPlace]]] = {}
         for tensor_rank in range(self._tensor_size):
             for archive, layer, key, place in self._states(tensor_rank):
                 if key == _TIED_COPY and model.tie_embeddings:
@@ -131,12 +131,12 @@ class MegatronTorchSource:
                         f"{archive.path} contains {key!r}{'' if layer is None else f' in layer {layer}'}, which is "
                         "not a parameter of the model that its args describe"
                     )
-                shards = found.setdefault(name, [])
+                shards = shards_of.setdefault(name, [])
                 if len(shards) != tensor_rank:
                     raise CheckpointError(f"{archive.path} contains {name} twice, or another tensor rank lacks it")
                 shards.append((archive, place))
-        self._check(found, known)
-        return found
+        self._check(shards_of, known)
+        return shards_of
 
     def _states(self, tensor_rank: int) -> Iterator[tuple[Archive, int | None, str, TensorPlace]]:
         """Yield (archive, global layer, key, tensor) for one tensor rank, in the order of the model's layers."""
@@ -159,11 +159,11 @@ class MegatronTorchSource:
                 first += layers
 
     def _check(
-        self, found: Mapping[str, list[tuple[Archive, TensorPlace]]], known: Mapping[str, ParameterLocation]
+        self, shards_of: Mapping[str, list[tuple[Archive, TensorPlace]]], known: Mapping[str, ParameterLocation]
     ) -> None:
         """Check that every parameter exists, with the shape that the model requires."""
         for name, place in known.items():
-            shards = found.get(name, [])
+            shards = shards_of.get(name, [])
             if len(shards) != self._tensor_size:
                 raise CheckpointError(
                     f"{self._folder} lacks {name} ({place.key}) on {self._tensor_size - len(shards)} tensor ranks"

@@ -65,16 +65,16 @@ def cast(values: Tensor, tensor: StoredTensor) -> Tensor:
     dtype = DTYPES[tensor.dtype]
     if values.dtype == dtype:
         return values
-    found = torch.empty(values.shape, dtype=dtype)
+    result = torch.empty(values.shape, dtype=dtype)
     narrower = torch.finfo(dtype).max < torch.finfo(values.dtype).max
-    for old, new in zip(values.reshape(-1).split(_PIECE), found.view(-1).split(_PIECE), strict=True):
+    for old, new in zip(values.reshape(-1).split(_PIECE), result.view(-1).split(_PIECE), strict=True):
         new.copy_(old)
         if narrower and bool((new.isinf() & old.isfinite()).any()):
             raise CheckpointError(
                 f"{tensor.kind} of {tensor.name} has values beyond {torch.finfo(dtype).max:g}, the largest value of "
                 f"{tensor.dtype}; choose --precision bf16 or fp32"
             )
-    return found
+    return result
 
 
 _ELEMENTS = 1 << 24
@@ -89,11 +89,11 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
     """
     named = [_weights(source) for source in sources]
     shapes = [{name: tensor.shape for name, tensor in weights.items()} for weights in named]
-    for number, found in enumerate(shapes[:-1], start=1):
-        if found != shapes[-1]:
-            name = next(name for name in {**found, **shapes[-1]} if found.get(name) != shapes[-1].get(name))
+    for number, other in enumerate(shapes[:-1], start=1):
+        if other != shapes[-1]:
+            name = next(name for name in {**other, **shapes[-1]} if other.get(name) != shapes[-1].get(name))
             raise CheckpointError(
-                f"checkpoints of different models cannot be averaged: {name} has shape {found.get(name)} in "
+                f"checkpoints of different models cannot be averaged: {name} has shape {other.get(name)} in "
                 f"checkpoint {number} and {shapes[-1].get(name)} in the last one"
             )
     target = open_target()
@@ -106,15 +106,15 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
 
 def _mean(parts: Sequence[tuple[Source, StoredTensor]], tensor: StoredTensor) -> Tensor:
     """Return the mean in the type of `tensor`. Some rows are computed at a time, to limit the memory for float64."""
-    found = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-    rows = max(1, _ELEMENTS * tensor.shape[0] // found.numel())
+    mean = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    rows = max(1, _ELEMENTS * tensor.shape[0] // mean.numel())
     for start in range(0, tensor.shape[0], rows):
         index = (slice(start, min(start + rows, tensor.shape[0])), *(slice(0, length) for length in tensor.shape[1:]))
-        total = torch.zeros(found[index].shape, dtype=torch.float64)
+        total = torch.zeros(mean[index].shape, dtype=torch.float64)
         for source, stored in parts:
             total.add_(source.read(stored, index).double())
-        found[index] = cast(total.div_(len(parts)).float(), tensor)
-    return found
+        mean[index] = cast(total.div_(len(parts)).float(), tensor)
+    return mean
 
 
 def _weights(source: Source) -> dict[str, StoredTensor]:
@@ -145,9 +145,9 @@ def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) 
             if tensor.shape != other[key].shape:
                 lines.append(f"{_called(key)}: shape {tensor.shape} and {other[key].shape}")
                 continue
-            found = difference(ours.read(tensor), theirs.read(other[key]))
-            if not found.absolute <= tolerance:
-                lines.append(f"{_called(key)}: max difference {found.absolute:.3g}, relative {found.relative:.3g}")
+            largest = difference(ours.read(tensor), theirs.read(other[key]))
+            if not largest.absolute <= tolerance:
+                lines.append(f"{_called(key)}: max difference {largest.absolute:.3g}, relative {largest.relative:.3g}")
     return lines, len(common)
 
 
@@ -196,19 +196,19 @@ def _called(key: tuple[str, str]) -> str:
 
 def checkpoints_of(path: Path) -> list[Path]:
     """Return all checkpoints of a run's folder; any other folder is one checkpoint."""
-    found = steps(path / "checkpoints") or steps(path)
-    return list(found.values()) or [path]
+    folders = steps(path / "checkpoints") or steps(path)
+    return list(folders.values()) or [path]
 
 
 def problems_of(source: Source) -> list[str]:
     """Return the problems of a checkpoint, one line for each problem of each bad file."""
-    found: dict[str, list[str]] = {}
+    affected: dict[str, list[str]] = {}
     with tracked(source.contents.tensors, "verifying") as tensors:
         for tensor in tensors:
             name = tensor.name if tensor.kind == WEIGHTS else f"{tensor.kind} of {tensor.name}"
             for problem in source.verify(tensor):
-                found.setdefault(problem, []).append(name)
-    return [f"{problem}; lost: {', '.join(names)}" for problem, names in found.items()]
+                affected.setdefault(problem, []).append(name)
+    return [f"{problem}; lost: {', '.join(names)}" for problem, names in affected.items()]
 
 
 _LOSSES = 3
@@ -220,10 +220,10 @@ def as_text(known: Format, contents: Contents) -> str:
     lines += [*_table(_run_rows(contents)), ""] if contents.run is not None else []
     kinds = [["kind", "tensors", "elements", "bytes", "type"]]
     for kind in contents.kinds:
-        those = [tensor for tensor in contents.tensors if tensor.kind == kind]
-        types = ", ".join(sorted({tensor.dtype for tensor in those}))
-        elements, num_bytes = (sum(each.num_elements for each in those), sum(each.num_bytes for each in those))
-        kinds.append([kind, str(len(those)), f"{elements:,}", f"{num_bytes:,}", types])
+        members = [tensor for tensor in contents.tensors if tensor.kind == kind]
+        types = ", ".join(sorted({tensor.dtype for tensor in members}))
+        elements, num_bytes = (sum(each.num_elements for each in members), sum(each.num_bytes for each in members))
+        kinds.append([kind, str(len(members)), f"{elements:,}", f"{num_bytes:,}", types])
     lines += [*_table(kinds), ""]
     rows = [["tensor", "kind", "shape", "type", "bytes"]]
     rows += [

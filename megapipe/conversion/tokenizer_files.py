@@ -97,7 +97,7 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
     """Return every pair of pieces that forms a third, by descending score of the third: SentencePiece tries the same
     pairs."""
     ranks = {piece: number for number, (piece, _, kind) in enumerate(pieces) if kind == _NORMAL}
-    found = []
+    scored = []
     for piece, score, kind in pieces:
         if kind != _NORMAL:
             continue
@@ -105,9 +105,9 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
             (piece[:cut], piece[cut:]) for cut in range(1, len(piece)) if piece[:cut] in ranks and piece[cut:] in ranks
         ]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        found += [(score, pair) for pair in pairs]
-    found.sort(key=lambda entry: -entry[0])
-    return [pair for _, pair in found]
+        scored += [(score, pair) for pair in pairs]
+    scored.sort(key=lambda entry: -entry[0])
+    return [pair for _, pair in scored]
 
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -333,12 +333,12 @@ def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
 
 def _agree(ours: Tokenizer, theirs: "tokenizers.Tokenizer", text: str) -> bool:
     ids = ours.encode(text)
-    found = theirs.encode(text, add_special_tokens=False).ids
-    if ids != found and not (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, found)):
+    their_ids = theirs.encode(text, add_special_tokens=False).ids
+    if ids != their_ids and not (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, their_ids)):
         return False
     if isinstance(ours, SentencePieceTokenizer) and ours.unknown in ids:
         return True  # SentencePiece decodes an unknown piece as two question marks, transformers as its name
-    return ours.decode(ids) == theirs.decode(found, skip_special_tokens=False)
+    return ours.decode(ids) == theirs.decode(their_ids, skip_special_tokens=False)
 
 
 def _samples(ours: Tokenizer) -> Iterator[str]:
@@ -382,18 +382,18 @@ def _ids(ours: Tokenizer) -> dict[str, Any]:
 
 
 def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: ModelConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
     }
-    found |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
+    config |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
     if model.kind == "bert":
         # transformers returns token types only if they are listed here.
-        found["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
         normalizer = json.loads(theirs.to_str())["normalizer"] or {}
         if _is_berts(theirs, normalizer):
-            found |= {
+            config |= {
                 "tokenizer_class": _BERT,
                 "do_lower_case": normalizer["lowercase"],
                 "strip_accents": normalizer["strip_accents"],
@@ -401,8 +401,8 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
             }
     elif ours.end_of_document is not None:
         end = theirs.id_to_token(ours.end_of_document)
-        found |= {"bos_token": end, "eos_token": end}
-    return found
+        config |= {"bos_token": end, "eos_token": end}
+    return config
 
 
 def _is_berts(theirs: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:

@@ -49,9 +49,9 @@ class TorchDistSource:
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         folder = iteration_folder(path)
         config = read_json(folder / DIST_CONFIG)
-        told = {name: config.get(name) for name in _BACKEND}
-        if told != _BACKEND:
-            raise CheckpointError(f"{folder / DIST_CONFIG} has {told}; only {_BACKEND} can be read")
+        backend = {name: config.get(name) for name in _BACKEND}
+        if backend != _BACKEND:
+            raise CheckpointError(f"{folder / DIST_CONFIG} has {backend}; only {_BACKEND} can be read")
         self._sandbox = Sandbox(allow_pickle, folder)
         with on_failure(self.close):
             self._files = DcpFiles(folder, self._sandbox)
@@ -97,14 +97,14 @@ class TorchDistSource:
         if place.layer is not None:
             candidates = [(f"decoder.layers.{key}", place.layer), (f"decoder.layers.{place.layer}.{key}", None)]
         for name, layer in candidates:
-            found = self._files.tensors.get(name)
-            if found is None:
+            stored = self._files.tensors.get(name)
+            if stored is None:
                 continue
-            has = found.shape if layer is None else found.shape[1:]
+            has = stored.shape if layer is None else stored.shape[1:]
             fits = len(has) == len(shape) and has[1:] == shape[1:]
             fits = fits and (has[0] >= shape[0] if place.spec.padded else has[0] == shape[0])
-            if not fits or (layer is not None and layer >= found.shape[0]):
-                raise CheckpointError(f"{folder}: {name!r} has shape {found.shape}, but its args require {shape}")
+            if not fits or (layer is not None and layer >= stored.shape[0]):
+                raise CheckpointError(f"{folder}: {name!r} has shape {stored.shape}, but its args require {shape}")
             return name, layer
         raise CheckpointError(f"{folder} has no {candidates[0][0]!r}, which megapipe needs for {place.spec.name}")
 

@@ -191,9 +191,9 @@ class Masking:
     ) -> list[tuple[int, int]]:
         """Return the ranges of tokens to hide, each [begin, end)."""
         hidden = [False] * len(starts)
-        wanted = np.searchsorted(self.lengths, draws.fractions(len(starts)), side="right") + 1
+        numbers = np.searchsorted(self.lengths, draws.fractions(len(starts)), side="right") + 1
         runs: list[tuple[int, int]] = []
-        for word, number in zip(draws.order(len(starts)).tolist(), wanted.tolist(), strict=True):
+        for word, number in zip(draws.order(len(starts)).tolist(), numbers.tolist(), strict=True):
             if budget == 0:
                 break
             count = min(number, limits[word])

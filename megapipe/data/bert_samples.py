@@ -85,8 +85,8 @@ class BertSamples:
 
     def text(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return the original tokens of samples without special tokens, concatenated: int64 [n]."""
-        found = [self._text(self._pairs.parts(int(each))) for each in np.asarray(ordinals)]
-        return np.concatenate([np.concatenate(parts) for parts in found])
+        pairs = [self._text(self._pairs.parts(int(each))) for each in np.asarray(ordinals)]
+        return np.concatenate([np.concatenate(parts) for parts in pairs])
 
     def batch(self, ordinals: npt.ArrayLike) -> BertBatch:
         """Return samples with hidden tokens. Raises DataError, with the shard, for an id outside the vocabulary."""
@@ -182,10 +182,10 @@ class BlendedBertSamples(Blend[BertSamples]):
 
     def lengths(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `BertSamples.lengths`."""
-        found = np.zeros(np.size(ordinals), dtype=np.int64)
+        lengths = np.zeros(np.size(ordinals), dtype=np.int64)
         for corpus, rows, within in self.shares(ordinals):
-            found[rows] = corpus.lengths(within)
-        return found
+            lengths[rows] = corpus.lengths(within)
+        return lengths
 
     def text(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `BertSamples.text`; the samples of each corpus are together."""
@@ -195,11 +195,11 @@ class BlendedBertSamples(Blend[BertSamples]):
         """See `BertSamples.batch`."""
         parts = [(rows, corpus.batch(within)) for corpus, rows, within in self.shares(ordinals)]
         size = np.size(ordinals)
-        found = BertBatch(*(np.zeros((size, *each.shape[1:]), each.dtype) for each in parts[0][1]))
+        batch = BertBatch(*(np.zeros((size, *each.shape[1:]), each.dtype) for each in parts[0][1]))
         for rows, part in parts:
-            for whole, values in zip(found, part, strict=True):
+            for whole, values in zip(batch, part, strict=True):
                 whole[rows] = values
-        return found
+        return batch
 
 
 def open_bert_samples(

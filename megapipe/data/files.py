@@ -194,7 +194,7 @@ def _resident_share(mapped: np.ndarray, pages: int) -> float:
     """Return the fraction of the pages of one mapped file that are in memory."""
     length = min(pages, PAGES_IN_A_RUN)
     runs = min(SAMPLED_RUNS, -(-pages // length))
-    found = np.zeros(length, dtype=np.uint8)
+    flags = np.zeros(length, dtype=np.uint8)
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "mincore"):
         raise OSError("this system has no mincore")
@@ -202,8 +202,8 @@ def _resident_share(mapped: np.ndarray, pages: int) -> float:
     for first in np.linspace(0, pages - length, runs).astype(np.int64).tolist():
         address = mapped.ctypes.data + first * mmap.PAGESIZE
         if library.mincore(
-            ctypes.c_void_p(address), ctypes.c_size_t(length * mmap.PAGESIZE), ctypes.c_void_p(found.ctypes.data)
+            ctypes.c_void_p(address), ctypes.c_size_t(length * mmap.PAGESIZE), ctypes.c_void_p(flags.ctypes.data)
         ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        seen += int((found & 1).sum())
+        seen += int((flags & 1).sum())
     return seen / (runs * length)

@@ -84,20 +84,20 @@ class ShardManifest:
     def check_checksums(self, prefix: str | Path) -> None:
         """Read both files, and raise DataError if a checksum differs."""
         for path, written in ((bin_path(prefix), self.bin_checksum), (idx_path(prefix), self.idx_checksum)):
-            if written is not None and (found := checksum_of_file(path)) != written:
+            if written is not None and (checksum := checksum_of_file(path)) != written:
                 raise DataError(
-                    f"{path} is damaged: its checksum is {found}, but {written} was written; copy it again or "
+                    f"{path} is damaged: its checksum is {checksum}, but {written} was written; copy it again or "
                     "preprocess again"
                 )
 
     def check_shard(self, dataset: IndexedDataset) -> None:
         """Raise DataError if the manifest does not describe this shard."""
         described = (self.dtype, self.num_documents, self.num_tokens)
-        found = (dataset.dtype.name, dataset.num_documents, dataset.num_tokens)
-        if described != found:
+        actual = (dataset.dtype.name, dataset.num_documents, dataset.num_tokens)
+        if described != actual:
             raise DataError(
                 f"{manifest_path(dataset.prefix)} describes another shard (dtype, documents, tokens: {described}, "
-                f"found {found}); remove it or copy the correct one"
+                f"the files have {actual}); remove it or copy the correct one"
             )
 
 

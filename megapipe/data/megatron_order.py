@@ -86,12 +86,12 @@ class MegatronSamples:
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """See `SampleSet.boundaries`. Every sequence counts as a document."""
-        found = []
+        starts = []
         for window in self._windows(ordinals).flat:
             start = int(window) * self.sequence_length
             bounds = np.searchsorted(self._starts, [start, start + self.sequence_length], side="right")
-            found.append(np.unique(self._starts[bounds[0] : bounds[1]]) - start)
-        return found
+            starts.append(np.unique(self._starts[bounds[0] : bounds[1]]) - start)
+        return starts
 
     def _windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         ordinals = np.asarray(ordinals, dtype=np.int64)

@@ -100,11 +100,11 @@ class BlendedSamples(Blend[SampleSet]):
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """See `SampleSet.boundaries`."""
-        found = [np.empty(0, dtype=np.int64)] * np.size(ordinals)
+        starts = [np.empty(0, dtype=np.int64)] * np.size(ordinals)
         for corpus, chosen, within in self.shares(ordinals):
             for place, boundaries in zip(chosen, corpus.boundaries(within), strict=True):
-                found[place] = boundaries
-        return found
+                starts[place] = boundaries
+        return starts
 
 
 LONGEST_PERIOD = 2**20
@@ -212,12 +212,12 @@ def _one_period(parts: Sequence[int]) -> npt.NDArray[np.int32]:
     begins = earlier * period // shares
     ends = -((earlier + 1) * -period // shares)
     order = np.argsort(begins, kind="stable")
-    begun = np.searchsorted(begins[order], np.arange(period), side="right").tolist()
+    started = np.searchsorted(begins[order], np.arange(period), side="right").tolist()
     keys = (ends * len(parts) + corpora)[order].tolist()
     picked: list[int] = []
     waiting: list[int] = []
     known = 0
-    for stop in begun:
+    for stop in started:
         for key in keys[known:stop]:
             heapq.heappush(waiting, key)
         known = stop
@@ -312,8 +312,8 @@ class FillInTheMiddle:
             return
         kept = text[3:].copy()
         first, second = sorted(int(value * (len(kept) + 1)) for value in draw[2:])
-        before, between, behind = kept[:first], kept[first:second], kept[second:]
+        before, between, after = kept[:first], kept[first:second], kept[second:]
         if draw[1] < rule.suffix_first:
-            text[:] = [rule.prefix, rule.suffix, *behind, rule.middle, *before, *between]
+            text[:] = [rule.prefix, rule.suffix, *after, rule.middle, *before, *between]
         else:
-            text[:] = [rule.prefix, *before, rule.suffix, *behind, rule.middle, *between]
+            text[:] = [rule.prefix, *before, rule.suffix, *after, rule.middle, *between]

@@ -37,29 +37,29 @@ def best_fit(sizes: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.in
             fitting = rooms >> size
             if fitting:
                 room = size + (fitting & -fitting).bit_length() - 1
-                each = room // size
-                chosen = _take(by_room[room], stop - begin, each)
+                per_bin = room // size
+                chosen = _take(by_room[room], stop - begin, per_bin)
                 if not by_room[room]:
                     rooms &= ~(1 << room)
             else:
-                room, each = capacity, capacity // size
-                needed = -(-(stop - begin) // each)
+                room, per_bin = capacity, capacity // size
+                needed = -(-(stop - begin) // per_bin)
                 chosen = list(range(opened, opened + needed))
                 opened += needed
-            filled = min(stop - begin, each * len(chosen))
-            bins[begin : begin + filled] = np.repeat(chosen, each)[:filled]
+            filled = min(stop - begin, per_bin * len(chosen))
+            bins[begin : begin + filled] = np.repeat(chosen, per_bin)[:filled]
             begin += filled
-            last = filled - each * (len(chosen) - 1)
-            for number, room_left in ((chosen[:-1], room - each * size), (chosen[-1:], room - last * size)):
+            last = filled - per_bin * (len(chosen) - 1)
+            for number, room_left in ((chosen[:-1], room - per_bin * size), (chosen[-1:], room - last * size)):
                 if number:
                     by_room[room_left] += number
                     rooms |= 1 << room_left
     return bins
 
 
-def _take(bins: list[int], pieces: int, each: int) -> list[int]:
-    """Remove bins for `pieces` pieces, `each` per bin, from the end of a list, and return them."""
-    needed = min(len(bins), -(-pieces // each))
+def _take(bins: list[int], pieces: int, per_bin: int) -> list[int]:
+    """Remove bins for `pieces` pieces, `per_bin` in each, from the end of a list, and return them."""
+    needed = min(len(bins), -(-pieces // per_bin))
     chosen = bins[len(bins) - needed :]
     del bins[len(bins) - needed :]
     return chosen
@@ -140,11 +140,11 @@ class PackedSamples:
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """See `SampleSet.boundaries`. A piece of a document counts as a document."""
-        found = []
+        starts = []
         for number in self._order(ordinals).flat:
             pieces = self._pieces_of(number)
-            found.append(np.cumsum(self._sizes[pieces.start : pieces.stop][:-1]))
-        return found
+            starts.append(np.cumsum(self._sizes[pieces.start : pieces.stop][:-1]))
+        return starts
 
     def _pieces_of(self, number: int) -> range:
         """Return the pieces of a bin; none for the number after the last bin."""

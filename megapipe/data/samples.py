@@ -110,11 +110,11 @@ class EpochOrder:
         if not self.shuffle:
             return np.asarray(np.minimum(ordinals, self.size))
         epochs, positions = np.divmod(ordinals, self.size)
-        found = np.empty_like(positions)
+        items = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = self._permutation(int(epoch))(positions[here])
-        return found
+            items[here] = self._permutation(int(epoch))(positions[here])
+        return items
 
     def _found_bytes(self, ordinals: bytes) -> bytes:
         return self._found(np.frombuffer(ordinals, dtype=np.int64)).tobytes()

@@ -33,12 +33,12 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
     dataset, manifest = _opened(prefix)
     print(f"{prefix}: {counts(dataset)}")
     if manifest is not None:
-        for each in fields(manifest):
-            value = getattr(manifest, each.name)
-            if each.name == "sources" and value is not None:
+        for field in fields(manifest):
+            value = getattr(manifest, field.name)
+            if field.name == "sources" and value is not None:
                 value = f"{value['num_files']:,} files, {value['num_bytes']:,} bytes, {value['checksum']}"
             if value is not None:
-                print(f"  {each.name}: {value}")
+                print(f"  {field.name}: {value}")
     lengths = document_lengths(dataset)
     if len(lengths):
         values = np.percentile(lengths, _PERCENTILES)

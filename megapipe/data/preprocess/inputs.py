@@ -90,7 +90,7 @@ def find_inputs(
     """
     if (revision or stream) and not any(spec.startswith(DATASET_PREFIX) for spec in inputs):
         raise DataError(f"--dataset-revision and --dataset-streaming need an input {DATASET_PREFIX}NAME: remove them")
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for spec in inputs:
         files = list(_files_of(spec, include, exclude))
         if not files:
@@ -99,8 +99,8 @@ def find_inputs(
             if not DatasetName.of(spec).name:
                 raise DataError(f"input {spec!r} names no dataset: give {DATASET_PREFIX}NAME")
             files = [Path(with_options(spec, revision, stream))]
-        found.update(dict.fromkeys(files))
-    return [InputFile(path, _size(path)) for path in found]
+        paths.update(dict.fromkeys(files))
+    return [InputFile(path, _size(path)) for path in paths]
 
 
 def _size(path: Path) -> int:

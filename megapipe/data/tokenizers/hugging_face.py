@@ -74,12 +74,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _find_end(self, name: str | None) -> int | None:
         candidates = [name] if name is not None else END_OF_DOCUMENT_NAMES
-        found: list[int] = [
+        ids: list[int] = [
             token for candidate in candidates if (token := self._tokenizer.token_to_id(candidate)) is not None
         ]
-        if name is not None and not found:
+        if name is not None and not ids:
             raise DataError(f"{self.spec} has no token {name!r} to end documents with; name one that it has")
-        return found[0] if found else None
+        return ids[0] if ids else None
 
 
 def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
@@ -127,8 +127,8 @@ def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str
     """
     import tokenizers
 
-    told = _configuration(path.with_name("tokenizer_config.json")).get("do_lower_case")
-    lowercase = told if lowercase is None and isinstance(told, bool) else lowercase
+    configured = _configuration(path.with_name("tokenizer_config.json")).get("do_lower_case")
+    lowercase = configured if lowercase is None and isinstance(configured, bool) else lowercase
     if lowercase is None:
         raise DataError(
             f"it is unknown whether {path} is for lower-case text; name it bert-uncased:{path} or bert-cased:{path}"
