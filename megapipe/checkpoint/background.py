@@ -2,8 +2,8 @@
 
 Ranks agree by collectives when a save starts and when it ends, both in the training thread. In between, a rank reports
 a durable file to rank 0 by a file in the checkpoint's folder, because collectives of another thread would interleave
-with those of training in no fixed order. `rank-00001.json` means that the rank's tensor file is durable, and describes
-it as a manifest of this file only. It is renamed to this name when it is complete.
+with the collectives of training in no fixed order. `rank-00001.json` means that the rank's tensor file is durable. It
+is a manifest of this tensor file only, and is renamed to this name when it is complete.
 
 A failed disk may refuse any file, so a failure is reported through the flag `failed`: the caller sums this flag with
 the other sums of a step, and all ranks then call `finish`, which exchanges the reasons. At most one save is in

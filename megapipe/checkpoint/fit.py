@@ -69,7 +69,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
         "reliability": ("skip_non_finite", "skip_samples"),
     },
 }
-"""Rule -> group of the configuration -> its fields. Fields that are not listed are allowed."""
+"""Fields by rule and by group of the configuration. Fields that are not listed are allowed."""
 
 BY_CONTENT = ("data.prefix", "data.blend", "data.tokenizer")
 """Fields with paths, which are compared by the content of their files (`DataIdentity`). The weights of a blend are
@@ -147,7 +147,7 @@ def _differences(config: PretrainConfig, stored: Mapping[str, Any]) -> Iterator[
 def _group_differences(
     prefix: str, here: Any, stored: Mapping[str, Any], default: Any
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences of one group. A field that is not stored had the value in `default`."""
+    """Yield the differences of one group. A field that is not stored has the value in `default`."""
     for field in fields(here):
         name, value, initial = f"{prefix}.{field.name}", getattr(here, field.name), getattr(default, field.name)
         was = stored.get(field.name, initial)
@@ -197,7 +197,7 @@ def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mappi
         return
     differing = model_differences(manifest, model)
     reason = "; ".join(differing) if differing else "the configurations agree, so different code wrote the checkpoint"
-    raise CheckpointError(f"its parameters are not those of this model: {_listed(problems, ', ')}. {reason}")
+    raise CheckpointError(f"its parameters differ from those of this model: {_listed(problems, ', ')}. {reason}")
 
 
 def model_differences(manifest: Manifest, model: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ WARM_UP_STEPS = 5
 """Steps at the start of a run that are not measured: they compile, allocate and fill caches."""
 
 FIRST_SAVE_STEPS = 10
-"""Steps before the first save, which measures the cost of one."""
+"""Steps before the first save, which measures the cost of a save."""
 
 
 def interval(step_seconds: float, stall_seconds: float, durable_seconds: float, max_overhead: float) -> int:
@@ -38,7 +38,7 @@ def interval(step_seconds: float, stall_seconds: float, durable_seconds: float, 
 
 @dataclass
 class _Steps:
-    """Steps of one kind since the last save."""
+    """Number and total duration of steps since the last save."""
 
     count: int = 0
     seconds: float = 0.0

@@ -82,7 +82,7 @@ class RunState:
 
     @property
     def finite_losses(self) -> list[list[float | None]]:
-        """The losses for JSON: None in place of a loss that is not finite, which JSON cannot express."""
+        """The losses for JSON, with None for a loss that is not finite, because JSON cannot express it."""
         return [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses]
 
     @classmethod
@@ -125,7 +125,7 @@ class Manifest:
         return set(self._tensors.get(name, {}))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return parameter name -> global shape."""
+        """Return the global shape of each parameter by name."""
         return {chunk.name: chunk.shape for chunk in self.chunks}
 
     @cached_property

@@ -53,7 +53,7 @@ def box_of(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A box that two extents share, as a view of the flat elements of each.
+    """A box that two extents have in common, as a view of the flat elements of each.
 
     source, target: the view of each extent's elements.
     """
@@ -62,7 +62,7 @@ class Overlap:
     target: "View"
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the shared elements from the flat elements of one extent to those of the other; dtypes may differ."""
+        """Copy the common elements from the flat `source` to the flat `target`; dtypes may differ."""
         self.target.of(target).copy_(self.source.of(source))
 
 
@@ -89,7 +89,7 @@ class View:
 
 
 def overlaps(source: Extent, target: Extent) -> Iterator[Overlap]:
-    """Yield the elements that two extents of one tensor share, as disjoint boxes."""
+    """Yield the elements that two extents of one tensor have in common, as disjoint boxes."""
     for source_box, source_offset in _runs(source):
         for target_box, target_offset in _runs(target):
             shared = _intersection(source_box, target_box)

@@ -53,7 +53,7 @@ _METADATA = {
     "torch.serialization": ("_get_layout",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
 }
-"""Module -> names whose objects become records."""
+"""Names whose objects become records, by module."""
 
 
 class Refused(Exception):
@@ -82,7 +82,7 @@ class Inert:
 
 
 def inert_classes(names: Mapping[str, Iterable[str]]) -> dict[str, type[Inert]]:
-    """Return `module.name` -> its placeholder class."""
+    """Return the placeholder class of each name, by `module.name`."""
     return {
         f"{module}.{name}": type(name, (Inert,), {"__slots__": (), "name": f"{module}.{name}"})
         for module, listed in names.items()
@@ -136,7 +136,7 @@ MAX_DEPTH = 20
 MEMORY_BYTES = 8 << 30
 """Address space in addition to that at the start of the process."""
 CPU_SECONDS = 120
-"""Largest CPU time of one request."""
+"""Limit of the CPU time for one request."""
 
 _VALUES_FOR_A_BYTE, _CHARACTERS_FOR_A_BYTE = 8, 64
 """Limits of a reply per byte of the pickle, because a pickle can refer to one value many times."""
@@ -389,7 +389,7 @@ def warm_up() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer requests until the channel closes, in a process that was forked for this. Does not return."""
+    """Answer requests until the channel closes. This runs in a forked process and does not return."""
     try:
         gc.disable()  # finalizers of the parent's objects must not close descriptors that are reused here
         warnings.simplefilter("ignore")

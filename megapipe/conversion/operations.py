@@ -23,7 +23,7 @@ _PIECE = 1 << 22
 """Number of elements that are cast or compared at once, because float64 and the search for infinities take memory."""
 
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""Types of written weights -> their names in safetensors files. Moments keep their types."""
+"""Types of written weights, and their names in safetensors files. Moments keep their types."""
 
 
 def contents_for(contents: Contents, target: Format, precision: str | None, weights_only: bool) -> Contents:

@@ -113,7 +113,7 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 LETTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(0x100 + number) for number, byte in enumerate(_OTHERS)}
-"""Byte -> its character in byte-level vocabularies (GPT-2): the same character if it is printable."""
+"""The character of each byte in byte-level vocabularies (GPT-2): the same character if it is printable."""
 
 
 def from_tiktoken(
@@ -278,7 +278,7 @@ def _named_ids(folder: Path, ours: Tokenizer) -> dict[str, Any]:
 
 
 def copied_files(folder: Path) -> dict[str, bytes]:
-    """Return name -> content of the files of a Hugging Face folder that belong to its tokenizer and to generation."""
+    """Return the contents, by file name, of a Hugging Face folder's files for its tokenizer and for generation."""
     files = {}
     for name in FOLDER_FILES:
         path = inside(folder, name)

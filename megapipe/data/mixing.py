@@ -128,7 +128,7 @@ class BlendOrder:
         self.parts = whole_parts(weights)
         self.period = sum(self.parts)
         self._corpora = _one_period(self.parts)
-        # Positions in a period, sorted by corpus; those of one corpus are ascending.
+        # Positions in a period, sorted by corpus; the positions of one corpus are ascending.
         self._places = np.argsort(self._corpora, kind="stable").astype(np.int32)
         self._firsts = np.concatenate([[0], np.cumsum(self.parts)])
         self._ranks = np.empty(self.period, dtype=np.int32)

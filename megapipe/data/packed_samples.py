@@ -74,7 +74,7 @@ class PackedSamples:
 
     A document of more than L + 1 tokens is cut into pieces of that length, each starting with the last token of the
     previous one, so that every prediction within a document is in one sample. Predictions from one document to the
-    next must be excluded from the loss by `boundaries`. Documents of one token contain no prediction and are left out.
+    next must be excluded from the loss by `boundaries`. Documents of one token contain no prediction and are omitted.
 
     If shuffled, the samples of an epoch are in a keyed order. Only the seed decides which documents share a sample.
     Packing reads the length of every document at the start and stores 16 bytes per piece and 16 per sample. Unlike

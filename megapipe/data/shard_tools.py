@@ -63,8 +63,9 @@ def _opened(prefix: str, float_tokens: FloatTokens | None = None) -> tuple[Index
 def verify(prefix: str) -> str:
     """Read the whole shard and return its counts. Raises DataError with the first problem.
 
-    The checks are: sizes of both files, offsets equal to the running sum of lengths, order of the document boundaries,
-    token ids below the manifest's vocabulary size, end-of-document tokens, counts and checksums of the manifest.
+    It checks the sizes of both files, that offsets equal the running sum of lengths, the order of document boundaries,
+    that token ids are below the manifest's vocabulary size, end-of-document tokens, and the manifest's counts and
+    checksums.
     """
     dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
     offset = 0
@@ -79,7 +80,7 @@ def verify(prefix: str) -> str:
         steps = np.diff(dataset.document_indices[begin : begin + _AT_ONCE + 1])
         _check_index(prefix, steps >= 0, begin, "document {} ends before it starts")
     if manifest is None:
-        return f"{counts(dataset)}; sound, but without a manifest the tokens cannot be checked"
+        return f"{counts(dataset)}; no problem found, but without a manifest the tokens cannot be checked"
     manifest.check_shard(dataset)
     for begin in range(0, dataset.num_tokens, _AT_ONCE):
         tokens = dataset.tokens[begin : begin + _AT_ONCE]
@@ -92,7 +93,7 @@ def verify(prefix: str) -> str:
     if manifest.end_of_document_appended:
         _check_ends(dataset, manifest)
     manifest.check_checksums(prefix)
-    checked = "checksums right" if manifest.bin_checksum else "sound; its manifest has no checksums"
+    checked = "checksums match" if manifest.bin_checksum else "no problem found; its manifest has no checksums"
     return f"{counts(dataset)}; {checked}"
 
 

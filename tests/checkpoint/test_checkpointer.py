@@ -164,7 +164,7 @@ def test_initial_weights_from_a_checkpoint(config: PretrainConfig, tmp_path: Pat
 @pytest.mark.parametrize(
     ("model", "source", "message"),
     [
-        (LLAMA_SHAPE, "", "does not fit: its parameters are not those of this model"),
+        (LLAMA_SHAPE, "", "does not fit: its parameters differ from those of this model"),
         (GPT2_SHAPE, "nowhere", "is not a folder"),
         (GPT2_SHAPE, "checkpoints/empty", "neither a megapipe checkpoint .* nor a Hugging Face model"),
     ],

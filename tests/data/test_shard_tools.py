@@ -95,7 +95,7 @@ def test_verify_finds_every_damage(
 ) -> None:
     prefix = write_text(tmp_path, "in", ["abc", "de"])
     assert main(["verify", prefix]) == 0
-    assert "checksums right" in capsys.readouterr().out
+    assert "checksums match" in capsys.readouterr().out
     path = Path(f"{prefix}.{kind}")
     content = bytearray(path.read_bytes())
     content[position] = value
