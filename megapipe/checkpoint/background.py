@@ -45,7 +45,7 @@ _LONGEST_PAUSE = 0.5
 
 
 def report_written(storage: StorageWriter, partial: Path, rank: int, manifest: Manifest) -> None:
-    """Report that this rank's part is durable. manifest: of this part only. Raises CheckpointError.
+    """Report that this rank's part is durable. manifest: the manifest of this part only. Raises CheckpointError.
 
     The rename is the last operation: after it, rank 0 may rename the whole folder.
     """

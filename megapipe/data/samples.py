@@ -41,7 +41,7 @@ class SampleSet(Protocol):
         ...
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
-        """Return for each sample the positions p, 0 < p <= its labels, at which a document starts, ascending."""
+        """Return for each sample the positions p, 0 < p <= its num_labels, at which a document starts, ascending."""
         ...
 
 

@@ -61,7 +61,7 @@ def _opened(prefix: str, float_tokens: FloatTokens | None = None) -> tuple[Index
 
 
 def verify(prefix: str) -> str:
-    """Read the whole shard and return its counts. Raises DataError with the first problem.
+    """Read the whole shard and return a line with its counts. Raises DataError with the first problem.
 
     It checks the sizes of both files, that offsets equal the running sum of lengths, the order of document boundaries,
     that token ids are below the manifest's vocabulary size, end-of-document tokens, and the manifest's counts and
@@ -104,7 +104,7 @@ def _check_index(prefix: str, right: np.ndarray, begin: int, problem: str) -> No
 
 
 def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None = None) -> str:
-    """Write one shard with all documents in order, and describe its counts. Float tokens become int32.
+    """Write one shard with all documents in order, and return a line with its counts. Float tokens become int32.
 
     float_tokens: meaning of the dtype codes 6 and 7.
 
