@@ -100,9 +100,9 @@ class TorchDistSource:
             stored = self._files.tensors.get(name)
             if stored is None:
                 continue
-            has = stored.shape if layer is None else stored.shape[1:]
-            fits = len(has) == len(shape) and has[1:] == shape[1:]
-            fits = fits and (has[0] >= shape[0] if place.spec.padded else has[0] == shape[0])
+            stored_shape = stored.shape if layer is None else stored.shape[1:]
+            fits = len(stored_shape) == len(shape) and stored_shape[1:] == shape[1:]
+            fits = fits and (stored_shape[0] >= shape[0] if place.spec.padded else stored_shape[0] == shape[0])
             if not fits or (layer is not None and layer >= stored.shape[0]):
                 raise CheckpointError(f"{folder}: {name!r} has shape {stored.shape}, but its args require {shape}")
             return name, layer

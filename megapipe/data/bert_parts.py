@@ -163,15 +163,15 @@ class Masking:
         runs = self._runs(starts, ends, limits, masking_budget(self.probability, len(tokens)), draws)
         positions = np.array(sorted(place for begin, end in runs for place in range(begin, end)), dtype=np.int64)
         labels = tokens[positions]
-        fates = draws.fractions(len(positions))
+        fractions = draws.fractions(len(positions))
         if self.alike:
-            fates = _first_of_each_run(fates, positions, runs)
-        strangers = (draws.fractions(len(positions)) * self.vocabulary.size).astype(np.int64)
-        seen = tokens.copy()
-        seen[positions] = np.where(
-            fates < MASKED, self.vocabulary.mask, np.where(fates < MASKED + RANDOM, strangers, labels)
+            fractions = _first_of_each_run(fractions, positions, runs)
+        random_tokens = (draws.fractions(len(positions)) * self.vocabulary.size).astype(np.int64)
+        inputs = tokens.copy()
+        inputs[positions] = np.where(
+            fractions < MASKED, self.vocabulary.mask, np.where(fractions < MASKED + RANDOM, random_tokens, labels)
         )
-        return Masked(seen, positions, labels)
+        return Masked(inputs, positions, labels)
 
     def _words(self, tokens: np.ndarray, parts: np.ndarray) -> tuple[list[int], list[int], list[int]]:
         """Return for each word its first token, its end, and the number of words from it to the end of its part."""
