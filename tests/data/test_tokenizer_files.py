@@ -69,7 +69,7 @@ def test_a_bert_vocabulary_knows_its_special_tokens(word_piece: tuple[Path, bool
     assert tokenizer.fingerprint != opened(f"bert-cased:{path}").fingerprint
     copy = tmp_path / "vocab.txt"
     copy.write_bytes(path.read_bytes())
-    with pytest.raises(DataError, match=r"give it as bert-uncased:.*vocab\.txt or bert-cased:"):
+    with pytest.raises(DataError, match=r"pass it as bert-uncased:.*vocab\.txt or bert-cased:"):
         open_tokenizer(str(copy))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
     assert open_tokenizer(str(tmp_path)).encode("ABC Éa") == bert_oracle(path, lowercase).encode("ABC Éa").ids[1:-1]

@@ -131,7 +131,7 @@ def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str
     lowercase = configured if lowercase is None and isinstance(configured, bool) else lowercase
     if lowercase is None:
         raise DataError(
-            f"it is unknown whether {path} is for lower-case text; name it bert-uncased:{path} or bert-cased:{path}"
+            f"it is unknown whether {path} is for lower-case text; pass it as bert-uncased:{path} or bert-cased:{path}"
         )
     try:
         vocabulary = tokenizers.models.WordPiece.read_file(str(path))
