@@ -1,8 +1,8 @@
-"""Bytes that each pipeline coordinate holds, for searches: the walk of the order, which many layouts share.
+"""Bytes that each pipeline coordinate holds, computed for searches by a walk that many layouts share.
 
-The walk is that of `predict_rank` (`layout.walk`), with each stage as one unit of the sizes that a walk through its
-layers gives. Whole weights and gradients of sharded units come from a walk through the layers of a few ranks; other
-ranks with the same layers are like one of them.
+`predict_rank` uses the same walk (`layout.walk`). Here each stage is one unit; a walk through its layers gives the
+unit's sizes. Whole weights and gradients of sharded units come from a walk through the layers of a few ranks; every
+other rank has the same layers as one of these.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -29,13 +29,13 @@ from megapipe.spec.parameters import LayerSpec
 
 Floats = npt.NDArray[np.float64]
 RANKS = 4
-"""Pipeline ranks that are walked layer by layer, where fewer show all layers."""
+"""Number of pipeline ranks to walk layer by layer, unless more are needed to cover all layers."""
 _microbatch_walk = lru_cache(maxsize=1024)(MicrobatchWalk)
 
 
 class _Shown(NamedTuple):
-    """All that the bytes of a stage depend on: kinds of its layers, spans of them that are recomputed together, and
-    whether its input comes from another rank."""
+    """Everything that determines the bytes of a stage: the kinds of its layers, the spans of layers that are
+    recomputed together, and whether another rank sends its input."""
 
     kinds: tuple[int, ...]
     spans: tuple[range, ...]
@@ -44,11 +44,11 @@ class _Shown(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
+    """Bytes of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), for any division into stages.
 
-    of: by tensor up to `Tensor.WEIGHT_HALF` and kind. copied: what a forward keeps besides, if the backward is split.
-    returned: what a weight half reads from the slot of the gradient of the layer's output, if that is a message.
-    stream: bytes of a message between stages. over_nccl: messages are kept until they have left.
+    of: by tensor (up to `Tensor.WEIGHT_HALF`) and by kind. copied: additional bytes that a forward saves if the
+    backward is split. returned: bytes that a weight half reads from the message slot of the output gradient, if
+    another rank sends it. stream: bytes of a message between stages. over_nccl: messages are kept until they are sent.
     """
 
     of: Floats
@@ -59,8 +59,8 @@ class LayerSizes:
 
     @classmethod
     def of_run(cls, run: RunLayout) -> "LayerSizes":
-        """Return those of a run, which hold for all that differ from it in their pipeline, their replicas and what
-        these shard alone."""
+        """Return the sizes of a run. They also hold for runs that differ from it only in the pipeline, the number of
+        replicas, or the sharding over replicas."""
         costs, layers = run.costs, [run.stages.layers[index] for index in run.kinds]
         sizes = [[costs.kept(each) for each in layers]]
         sizes.append([costs.pending(each) for each in layers])
@@ -73,8 +73,8 @@ class LayerSizes:
 
     @cached_method
     def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> tuple[StageBytes, StageBytes]:
-        """Return the bytes of stages whose backwards are split or not: if the gradient of their output comes from
-        another rank, and if it was there before."""
+        """Return the bytes of stages twice: if another rank sends the gradient of their output, and if it is already
+        on the rank. splits: whether backwards are split."""
         return self._of_stages(shown, splits, self.stream), self._of_stages(shown, splits, 0)
 
     def _of_stages(self, shown: tuple[_Shown, ...], splits: bool, gradient: int) -> StageBytes:
@@ -87,7 +87,7 @@ class LayerSizes:
             own = self.of[:, list(kinds)]
             if splits:
                 own[Tensor.KEPT] += self.copied[list(kinds)]
-            if arrives:  # a message stays in its slot, which is no activation
+            if arrives:  # a message stays in its slot, which does not count as an activation
                 own[: Tensor.BACKWARD, 0] -= np.minimum(self.stream, own[: Tensor.BACKWARD, 0])
             if gradient:
                 own[Tensor.PENDING, -1] -= self.returned[kinds[-1]]
@@ -96,8 +96,8 @@ class LayerSizes:
 
     @cached_method
     def held(self, order: Order, cut: "Cut", by_layer: bool) -> tuple[list[int], list[int], list[int]]:
-        """Return by rank the bytes of activations after any action, by how much they exceed that within an action, and
-        the bytes of messages. by_layer: whether micro-batches pass stages layer by layer."""
+        """Return for each rank the peak bytes of activations after any action, by how much the peak within an action
+        exceeds this, and the bytes of messages. by_layer: whether micro-batches pass stages layer by layer."""
         header, walk = stage_walk(order)
         apart, together = self.of_stages(cut.shown, order.splits)
         sizes = Sizes(walk.num_places, 1, self.stream, self.stream if self.over_nccl else 0)
@@ -128,11 +128,11 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Sizes of the parameters of one layer of each kind of a run (`RunLayout.kinds`), whatever its stages.
+    """Sizes of the parameters in one layer of each kind of a run (`RunLayout.kinds`), for any division into stages.
 
-    of_units: of the run. layers: one of each kind. tied: names of weights that several layers use. units: state units
-    of each kind, without these. elements: of the flat buffers of those that are sharded. summands: bytes of a sum of
-    their gradients.
+    of_units: costs of the run's state units. layers: one layer of each kind. tied: names of weights that several
+    layers use. units: state units of each kind, without tied weights. elements: elements in the flat buffers of the
+    sharded units of each kind. summands: bytes that a sum of their gradients needs.
     """
 
     of_units: UnitCosts
@@ -144,7 +144,7 @@ class StateSizes:
 
     @classmethod
     def of(cls, run: RunLayout) -> "StateSizes":
-        """Return those of a run, which hold for all runs with its tensor ranks, replicas and sharding."""
+        """Return the sizes of a run. They hold for all runs with the same tensor ranks, replicas and sharding."""
         of_units, gloo = run.costs.of_units, hardware_device_type(run.hardware) == "cpu"
         layers = tuple(run.stages.layers[index] for index in run.kinds)
         units = tuple(layer_units(layer, run.tied, run.config.zero) for layer in layers)
@@ -155,7 +155,7 @@ class StateSizes:
 
     @cached_method
     def buffers(self, order: Order, gathers: ShardedRanks | None, sums: ShardedRanks, cut: "Cut") -> list[int]:
-        """Return by rank the bytes of whole weights and gradients of sharded units, and of what their sums need."""
+        """Return for each rank the bytes of whole weights and gradients of sharded units, and of their sums."""
         peaks = self._peaks(order, sums, cut)
         if gathers is not None:
             peaks = peaks + self._peaks(order, gathers, cut)
@@ -164,7 +164,7 @@ class StateSizes:
 
     @cached_method
     def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
-        """Return what `buffers` adds up, of a few ranks."""
+        """Return the bytes that `buffers` adds up, for a few ranks."""
         found = few_ranks(order, sharding)
         walk, precision = found.walk, cast(Precision, self.of_units.config.training.precision)
         sizes, elements = Sizes(walk.num_places, 1, 0, 0), np.array(self.elements)
@@ -179,7 +179,8 @@ class StateSizes:
 
     @cached_method
     def of_rank(self, present: tuple[int, ...], versions: int, buffers: int) -> StateBytes:
-        """Return what lives between steps, by a rank's layers of each kind, weight versions and gradient buffers."""
+        """Return the bytes that a rank keeps between steps. present: number of its layers of each kind. versions,
+        buffers: numbers of weight versions and of gradient buffers."""
         units = [(unit, count) for own, count in zip(self.units, present, strict=True) for unit in own if count]
         for name in self.tied:
             uses = [
@@ -200,13 +201,13 @@ class StateSizes:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A model in stages.
+    """A model divided into stages.
 
-    ranks, kinds, spans: of every stage its rank, the kinds of its layers, and what of them is recomputed together.
-    own: stages of each rank. present: by rank, layers of each kind. shown: one of each of the stages that are alike.
-    like: the number among `shown` of every stage. arrives: by stage, whether another rank sends its input. local:
-    whether the next stage is on the same rank. few: ranks that show all layers. like_few, like_few_stages: the number
-    among `few` of every rank, and among the stages of these of every stage.
+    ranks, kinds, spans: for each stage its rank, the kinds of its layers, and the spans that are recomputed together.
+    own: stages of each rank. present: number of layers of each kind, by rank. shown: the distinct kinds of stages.
+    like: index in `shown` for each stage. arrives: for each stage, whether another rank sends its input. local:
+    whether the next stage is on the same rank. few: ranks that together have all kinds of layers. like_few: index in
+    `few` for each rank. like_few_stages: for each stage, index among the stages of the ranks in `few`.
     """
 
     ranks: tuple[int, ...]
@@ -224,12 +225,12 @@ class Cut:
 
 
 def cut_of(run: RunLayout) -> Cut:
-    """Return how a run cuts its model.
+    """Return how a run divides its model into stages.
 
-    Runs with the same stages on the same ranks and the same recomputation share one answer.
+    Runs with the same stages on the same ranks and the same recomputation share one cached result.
     """
     spans = tuple(map(tuple, run.recomputed)) or ((),) * len(run.ranks)
-    # The cached value keeps the stages alive, so that no other ones get their id.
+    # The cached value keeps the stages alive, so that no other object gets the same id.
     return _cut(Keyed((id(run.stages), run.ranks, spans), (run, spans)))
 
 
@@ -274,12 +275,12 @@ def _cut(keyed: Keyed) -> Cut:
 def rank_memories(
     run: RunLayout, layers: LayerSizes | None = None, states: StateSizes | None = None
 ) -> tuple[RankMemory, ...]:
-    """Return the memory of every pipeline coordinate, ascending. layers, states: of the run, if they are known."""
+    """Return the memory of pipeline coordinates, in ascending order. layers, states: the run's sizes, if known."""
     layers, states = layers or LayerSizes.of_run(run), states or StateSizes.of(run)
     asked, cut, zero = Order.of(run.config, run.num_microbatches), cut_of(run), run.config.zero
     short = asked.short()[0]
     by_layer = any(run.recomputed) or (zero.stage >= 2 and states.of_units.shards > 1)
-    # Slots of a schedule that never flushes depend on all micro-batches.
+    # The message slots of a schedule without a flush depend on the total number of micro-batches.
     activations, temporaries, messages = layers.held(short if asked.flushes else asked, cut, by_layer)
     buffers = [0] * run.pipeline
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
@@ -294,9 +295,9 @@ def rank_memories(
 
 
 def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedRanks]:
-    """Return what gathers of weights and sums of gradients of a few ranks depend on; None without gathers.
+    """Return the sharding that determines the gathers and the gradient sums of a few ranks; None without gathers.
 
-    cut: of the run. Runs that shard the same cut in the same way share one answer.
+    cut: stages of the run. Runs that shard the same cut in the same way share one cached result.
     """
     config, replicas = run.config, run.costs.of_units.replicas
     fields = repr((config.zero, config.offload, config.parallel.layers)), config.training.precision
@@ -308,7 +309,7 @@ def _sharding(cut: Cut, keyed: Keyed) -> tuple[ShardedRanks | None, ShardedRanks
     run: RunLayout = keyed.value
     units, layers = run.costs.of_units, [run.stages.layers[index] for index in run.kinds]
     one_each = StageLayout(tuple(layers), tuple(range(kind, kind + 1) for kind in range(len(layers))), ())
-    # Experts that are a state unit of their own count with the rest of their layer here.
+    # Experts with a state unit of their own are counted here together with the rest of their layer.
     config = replace(run.config, zero=replace(run.config.zero, expert_shard_size=None))
     table = StateUnits(config, one_each, units.replicas).table()
     filled = [any(spec.name not in run.tied for spec in layer.parameters.values()) for layer in layers]

@@ -1,4 +1,4 @@
-"""The terms of an estimated step, and how long its micro-batches take by a walk of the schedule's order."""
+"""Terms of an estimated step. A walk through the schedule's order gives the time of its micro-batches."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,14 +22,14 @@ from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 Floats = npt.NDArray[np.float64]
 Entry = TypeVar("Entry", np.float64, np.bool_)
 STEPS = 4
-"""Optimizer steps that are walked or simulated of a schedule without a flush; half of them fill the pipeline."""
+"""Optimizer steps to walk or simulate for a schedule without a flush; the first half fills the pipeline."""
 WALKED_PERIODS = (9, 36)
-"""Numbers of periods of an order that are walked first: if all clocks repeat, the remaining periods repeat them."""
+"""Numbers of periods of an order to try first: if all ranks' times repeat, the remaining periods repeat them too."""
 
 
 class Waiting(NamedTuple):
-    """Seconds of a step in which the busiest rank waits for other ranks' compute, and for their messages, and seconds
-    that work after the last actions of ranks adds to it."""
+    """Seconds of a step that the busiest rank waits for other ranks' compute and for their messages, and seconds that
+    the work after each rank's last action adds to the step."""
 
     bubble: float
     messages: float
@@ -39,14 +39,14 @@ class Waiting(NamedTuple):
 def waiting_of(
     name: str, options: Options, costs: OrderCosts, num_microbatches: int, work: float, after: Floats
 ) -> Waiting:
-    """Return what the rank with the most work waits for in one step of a named schedule.
+    """Return the seconds that the rank with the most work waits in one step.
 
     Args:
-        name, options: of the schedule.
-        costs: of one layout.
-        num_microbatches: of a step of one replica.
+        name, options: name and options of the schedule.
+        costs: costs of one layout.
+        num_microbatches: number of micro-batches of one replica in a step.
         work: seconds of a micro-batch on the busiest rank.
-        after: seconds of work that follows each rank's last action, shape [ranks].
+        after: seconds of work that follow each rank's last action, shape [ranks].
     """
     if costs.latency.shape[-1] == 1:
         return Waiting(0.0, 0.0, float(after[0]))
@@ -62,10 +62,11 @@ def waiting_of(
 def step_seconds(
     name: str, options: Options, costs: OrderCosts, num_microbatches: int, after: Floats | None = None
 ) -> Floats:
-    """Return the seconds of a step up to its last backward, for each layout; without a flush those of a later step.
+    """Return the seconds of a step up to its last backward, for each layout; without a flush, of a later step.
 
-    Long steps are not walked in full where a shorter one shows that all clocks repeat (`OrderGraph.slope`): what the
-    micro-batches between add is then exact. after: as of `OrderGraph.finish`; other arguments as of `waiting_of`.
+    A long step is not walked in full if a shorter one shows that all ranks' times repeat (`OrderGraph.slope`): the
+    time that the remaining micro-batches add is then exact. See `OrderGraph.finish` for `after`, and `waiting_of` for
+    the other arguments.
     """
     ranks = costs.latency.shape[-1]
     generator = find_generator(name)
@@ -90,19 +91,19 @@ def step_seconds(
 
 @lru_cache(maxsize=64)
 def _graphs(name: str, options: tuple[tuple[str, object], ...], ranks: int, count: int) -> tuple[OrderGraph, ...]:
-    """Return the graph of a step, or without a flush those of `STEPS` / 2 and of `STEPS` steps."""
+    """Return the graph of one step; without a flush, return the graphs of `STEPS` / 2 and of `STEPS` steps."""
     schedule = order(name, ranks, count, **dict(options))  # type: ignore[arg-type]
     return tuple(OrderGraph(schedule, steps) for steps in ((1,) if schedule.flushes else (STEPS // 2, STEPS)))
 
 
 PERIODS = 3
-"""Periods of an order, the last of which counts for all that follow."""
+"""Periods of an order to count; every later period has the same traffic as the last of these."""
 
 
 class TrafficCounts(NamedTuple):
-    """By stage, per micro-batch: gathers of all its weights, for forward and backward together, and sums of all its
-    gradients. gathers, sums: nothing of what stays in its buffer from the first micro-batch of a step to the last;
-    all_gathers, all_sums: that too."""
+    """Traffic of each stage per micro-batch, shape [stages]: the number of gathers of all its weights, for forward and
+    backward together, and the number of sums of all its gradients. gathers, sums: 0 if each unit stays in its buffer
+    during the whole step; all_gathers, all_sums: these are counted too."""
 
     gathers: Floats
     sums: Floats
@@ -111,7 +112,7 @@ class TrafficCounts(NamedTuple):
 
 
 def traffic_counts(run: RunLayout) -> TrafficCounts:
-    """Return those of a run; zeros where state is not sharded that far."""
+    """Return the traffic of a run; all zeros if neither gradients nor weights are sharded."""
     zero, count = run.config.zero, run.num_microbatches
     if zero.stage < 2 or run.costs.of_units.shards == 1:
         return TrafficCounts(*np.zeros((4, len(run.ranks))))
@@ -128,7 +129,7 @@ def traffic_counts(run: RunLayout) -> TrafficCounts:
 
 @lru_cache(maxsize=1024)
 def _counted(asked: Order, sharding: ShardedRanks, part: Literal["gathers", "sums"]) -> Floats:
-    """Return the gathers or sums of each stage of a few ranks in a step."""
+    """Return the number of gathers or sums in a step, for each stage of a few ranks."""
     short, period = asked.short(PERIODS)
     found: Floats = getattr(few_ranks(short, sharding), part)
     left = asked.num_microbatches - short.num_microbatches
@@ -139,18 +140,18 @@ def _counted(asked: Order, sharding: ShardedRanks, part: Literal["gathers", "sum
 
 
 def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> tuple[Term, ...]:
-    """Return the terms of a step's time, without those of 0 seconds.
+    """Return the terms of a step's time, without terms of 0 seconds.
 
-    costs: of the stages. assumptions: with the machine's slow-down filled in. source: of the kernels' times.
+    costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
     """
     found = _Step(run, costs, assumptions, source).terms()
     return tuple(replace(term, seconds=float(term.seconds)) for term in found if term.seconds)
 
 
 def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, float]]:
-    """Return latency and transfer of a message from each pipeline rank to the next, and from the last to the first.
+    """Return latency and transfer of a message from each pipeline rank to the next; the last sends to the first.
 
-    Scattered sends include the gather that puts the pieces of a message together again.
+    Scattered sends include the gather that puts the pieces of a message together.
     """
     message, tensor = run.costs.stream, run.costs.tensor
     if run.pipeline == 1:
@@ -164,15 +165,15 @@ def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, f
 
 
 class _Pace(NamedTuple):
-    """Seconds of a micro-batch: on each rank, shape [ranks], and of its backwards by chunk, shape [chunks, ranks]."""
+    """Seconds of a micro-batch: all work of each rank, shape [ranks], and each chunk's backward, [chunks, ranks]."""
 
     work: Floats
     backward: Floats
 
 
 class _Exposed(NamedTuple):
-    """By stage, the seconds that traffic of replicas adds to a pass of a micro-batch; late: before the last unit that
-    waits for a free buffer."""
+    """Seconds that replicas' traffic adds to a pass of a micro-batch through each stage. late: the part of
+    units whose traffic waits for a free buffer."""
 
     whole: Floats
     late: Floats
@@ -194,7 +195,7 @@ class _Step:
         return traffic_counts(self.run)
 
     def terms(self) -> Iterator[Term]:
-        """Yield all terms. Traffic of sharded weights and gradients of a micro-batch overlaps with its compute."""
+        """Yield all terms. A micro-batch's traffic of sharded weights and gradients overlaps with its compute."""
         costs, splits = self.costs, self.run.splits
         backward = costs.input_half + costs.weight_half(apart=splits)
         (forward_traffic, late_forward), (backward_traffic, late_backward), split = self._exposed_traffic()
@@ -239,13 +240,13 @@ class _Step:
         messages = waiting.messages
         before = self.count * work + waiting.bubble + messages
         if self.assumptions.waits_for_sends and self.run.pipeline > 1:
-            # Each chunk receives and sends, forward and backward; a send and the receive of its like are one.
+            # Each chunk receives and sends in forward and backward; a send overlaps with the receive of the same kind.
             messages += 2 * self.run.chunks * float(hops.sum(axis=1).max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
         yield from self._at_the_end(pace, before, waiting.after if self.flushes else self._reductions(pace, before))
 
     def _links(self, hops: Floats) -> tuple[Floats, Floats]:
-        """Return latencies and transfers for `OrderCosts`. hops: by rank, both of a message to the next rank."""
+        """Return latencies and transfers for `OrderCosts`. hops: both times of a message to the next rank, by rank."""
         size = self.run.pipeline
         ranks, found = np.arange(size), np.zeros((2, size, size))
         following = (ranks + 1) % size
@@ -254,10 +255,10 @@ class _Step:
         return found[0][None], found[1][None]
 
     def _exposed_traffic(self) -> tuple[_Exposed, _Exposed, _Exposed]:
-        """Return what a forward, a backward, and a backward without its sums wait for.
+        """Return how long traffic delays a forward, a backward, and a backward without its gradient sums.
 
-        While a unit computes, the weights of the unit that follows in its pass are gathered, and the gradients of the
-        one before are summed. A unit that computes for less time than its neighbors' traffic takes waits for it.
+        While a unit computes, the weights of the next unit in the pass are gathered, and the gradients of the previous
+        one are summed. If this traffic takes longer than the unit's compute, the unit waits for it.
         """
         units = self.costs.units
         if units is None:
@@ -269,7 +270,7 @@ class _Step:
         each = np.arange(ends[-1])
         following, preceding = each + 1, each - 1
         following[ends - 1], preceding[starts] = starts, ends - 1
-        # Other units' traffic happens earlier or later, while other stages compute.
+        # The traffic of the remaining units happens earlier or later, while other stages compute.
         late = (following - np.repeat(starts, sizes) >= self._buffers) & (following > each)
 
         def exposed(compute: Floats, traffic: Floats) -> _Exposed:
@@ -290,9 +291,9 @@ class _Step:
         return zero.gradient_buffers if zero.stage < 3 else min(zero.weight_buffers, zero.gradient_buffers)
 
     def _up_to_the_update(self) -> Floats:
-        """Return by stage how long an update after every micro-batch waits for traffic that its backward did not hide.
-        A unit's sum starts when its gradient is there, so the last one is always exposed; while the first gradient is
-        computed, the next unit's weights are gathered."""
+        """Return for each stage how long an update after every micro-batch waits for traffic that its backward does
+        not hide. A unit's sum starts when its gradient is complete, so the last sum is always exposed. While the first
+        gradient is computed, the next unit's weights are gathered."""
         costs = self.costs
         backward = costs.whole_again + costs.input_half + costs.weight_half(apart=self.run.splits)
         gathers = costs.sharded_gather * self.traffic.gathers / 2
@@ -301,8 +302,8 @@ class _Step:
         return np.array([Beside(*values).exposed(self.assumptions.slow_down) for values in each])
 
     def _between_backwards(self) -> Floats:
-        """Return by stage the share of recomputation between backwards of a micro-batch: all but the part that the
-        first backward needs, which may be ready before the gradient arrives."""
+        """Return for each stage the fraction of recomputation that runs between the backwards of a micro-batch. The
+        part that the first backward needs is excluded, because it may be ready before the gradient arrives."""
         found = np.zeros(len(self.costs.ranks))
         for stage, spans in enumerate(self.run.recomputed):
             units = sum(len(span) for span in spans)
@@ -311,7 +312,7 @@ class _Step:
         return found
 
     def _by_chunk(self, values: npt.NDArray[Entry]) -> npt.NDArray[Entry]:
-        """Return values of stages as [chunks, ranks], the chunks of a rank in the order of its stages."""
+        """Return values of stages with shape [chunks, ranks]; the chunks of a rank are in the order of its stages."""
         order = np.argsort(self.costs.ranks, kind="stable")
         return values[order].reshape(self.run.pipeline, self.run.chunks).T
 
@@ -327,7 +328,7 @@ class _Step:
         yield Term("context", once(costs.context.microbatch(apart=self.run.splits)), costs.context.source)
 
     def _at_the_end(self, pace: _Pace, before: float, sums: float) -> Iterator[Term]:
-        """Yield the terms after the last backward. before: seconds up to it. sums: of gradients, seconds after it."""
+        """Yield the terms after the last backward. before: seconds up to it. sums: seconds of sums after it."""
         sums = max(sums, self._streamed() - before)
         yield Term("data", sums, "gradient reduction that overlaps with backwards, arXiv 2211.13878")
         tied = tied_seconds(self.run) - sums - self._slack(before)[0]
@@ -340,7 +341,7 @@ class _Step:
         yield Term("data", self._gathers(), "gathers of updated weights (ZeRO 1 and 2)")
 
     def _update(self, pace: _Pace) -> float:
-        """Return the update of the slowest rank; without a flush, each rank's update is a part of its own work."""
+        """Return the seconds of the slowest rank's update; without a flush, updates are part of each rank's work."""
         if self.flushes:
             return float(self.costs.by_rank(self.costs.update).max())
         updates = self._of_update
@@ -349,18 +350,18 @@ class _Step:
 
     @cached_property
     def _of_update(self) -> Floats:
-        """Return by rank the seconds of an update without a flush and of the gathers that follow it."""
+        """Return for each rank the seconds of an update without a flush and of the gathers that follow it."""
         return self.costs.by_rank(self.costs.update + self.costs.gather_after)
 
     def _reductions(self, pace: _Pace, before: float) -> float:
-        """Return the seconds that sums of gradients add to a step without a flush, on the rank that ends last."""
+        """Return the seconds that gradient sums add to a step without a flush, on the rank that finishes last."""
         return max(0.0, float(self._sums_left(pace, before).max()))
 
     def _streamed(self) -> float:
-        """Return the seconds of the busiest rank's stream of gathers and sums in a step, one after another, if each
-        stage has both: no step that empties the pipeline ends earlier.
+        """Return the total seconds of gathers and sums in a step on the rank with the most; 0 if no limit applies.
 
-        The terms of single micro-batches and of the end do not see a stream that little compute keeps always busy.
+        One stream runs them one after another, so a step with a flush cannot end before them. The other terms do not
+        show this limit: they look at single micro-batches and at the end of the step.
         """
         if not self.flushes or self.run.config.zero.stage < 2:
             return 0.0
@@ -371,17 +372,18 @@ class _Step:
         return float(costs.by_rank(each * self.count + once).max())
 
     def _sums_left(self, pace: _Pace, before: float) -> Floats:
-        """Return by rank the seconds that its sums add after its last backward, and their slow-down of compute.
+        """Return for each rank the seconds that gradient sums add after its last backward, and by how much they slow
+        down compute.
 
-        Chunk by chunk, the last one first: the sums of a chunk start unit by unit in its last micro-batch's backward,
-        and the remaining ones overlap with the backwards of the next chunk.
+        Chunks run from the last to the first. The sums of a chunk start unit by unit in the backward of its last
+        micro-batch, and the remaining ones overlap with the backwards of the next chunk.
         """
         if self.policy.updates_per_step > 1:
             return np.zeros(self.run.pipeline)
         backward, traffic = pace.backward, self._by_chunk(self.costs.reduction)
         overlap = backward * (1 - self._by_chunk(self.costs.first_backward))
-        # Sums of every micro-batch run in the background of its backward: the last layer's is left, and those of units
-        # whose gradients are whole.
+        # Sums of every micro-batch run in the background of its backward. What remains are the last layer's sum and
+        # the sums of units whose gradients are not sharded.
         steady = self.traffic.sums > 0
         last = self._by_chunk(self.costs.last_reduction + np.where(steady, 0.0, self.costs.still_reducing))
         once = self._by_chunk(self.costs.reduction - self.costs.sharded_reduction)
@@ -399,10 +401,10 @@ class _Step:
         return np.asarray(left + (self.assumptions.slow_down - 1) * np.maximum(0.0, hidden))
 
     def _slack(self, before: float) -> Floats:
-        """Return the seconds by rank from a batch's last backward to the first forward that needs its update.
+        """Return for each rank the seconds from a batch's last backward to the first forward that needs its update.
 
-        Without a flush a lazy update waits for all micro-batches of the next batch that are not under way yet, at the
-        pace of the step. before: its seconds up to the last backward.
+        Without a flush, a delayed update waits for all micro-batches of the next batch that have not started yet; each
+        takes the step's average time. before: seconds of the step up to the last backward.
         """
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
@@ -413,7 +415,7 @@ class _Step:
         return found
 
     def _gathers(self) -> float:
-        """Return the seconds in which weights that updates left in shards are gathered before the next forward."""
+        """Return the seconds to gather weights, which updates leave in shards, before the next forward."""
         totals = self.costs.by_rank(self.costs.gather_after)
         if not totals.any() or not self.flushes:
             return 0.0
