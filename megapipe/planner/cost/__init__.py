@@ -1,2 +1,2 @@
-"""The cost model: how long a step of a layout takes on a machine, what each rank holds, and where every number comes
-from."""
+"""The cost model: the time of a step of a layout on a machine, the memory of each rank, and the source of every
+number."""

@@ -13,8 +13,8 @@ from megapipe.layout.scheduling import schedule_name
 class Term:
     """A part of a step's time, as `explain` prints it.
 
-    name: such as `compute`, `bubble`, `tensor`, `pipeline`, `data`, `update`. seconds: that it adds to the step; the
-    terms of a step add up to its time. source: the formula, paper and section, or measurement that it comes from.
+    name: for example `compute`, `bubble`, `tensor`, `pipeline`, `data`, `update`. seconds: time that it adds to the
+    step; all terms add up to the step's time. source: the formula, paper and section, or measurement behind it.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Term:
 class RankMemory:
     """Bytes on the device of a rank at one pipeline coordinate.
 
-    weights to moments: state between steps. activations: peak over the moments of a step. buffers: peak of whole
-    weights and gradients of sharded units, and of what their sums need. messages: slots of received tensors, which
-    stay there until their backward, and sent tensors until they have left. temporaries: peak bytes of tensors that
-    exist only within a backward (`spec.moments`).
+    weights to moments: state between steps. activations: peak during a step. buffers: peak of whole weights and
+    gradients of sharded units, and of buffers to sum them. messages: slots of received tensors, which are kept until
+    their backward, and tensors that are being sent. temporaries: peak bytes of tensors that exist only within a
+    backward (`spec.moments`).
     """
 
     weights: int
@@ -43,19 +43,19 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum: a bound, because its parts need not peak together."""
+        """Return the sum of all parts. It is an upper bound, because the parts may peak at different times."""
         state = self.weights + self.master + self.gradients + self.moments
         return state + self.activations + self.buffers + self.messages + self.temporaries
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step of one layout on one machine.
+    """Estimated time and memory of a step of one layout on one machine.
 
-    config: with parallel.data filled in. world_size: ranks. step_seconds: of one optimizer step. terms: see there.
-    memory: by pipeline coordinate. memory_limits: bytes of the smallest device among all replicas and shards of each
-    coordinate. model_flops: of a step, nothing recomputed. executed_flops: with what is recomputed, as Narayanan et
-    al. (2021, arXiv 2104.04473, equation 3) count where all of it is.
+    config: with parallel.data filled in. world_size: number of ranks. step_seconds: seconds of one optimizer step.
+    terms: parts of this time. memory: by pipeline coordinate. memory_limits: bytes of the smallest device among all
+    replicas and shards of each coordinate. model_flops: FLOPs of a step without recomputation. executed_flops: FLOPs
+    with recomputation; if everything is recomputed, as in Narayanan et al. (2021, arXiv 2104.04473, equation 3).
     """
 
     config: PretrainConfig
@@ -69,7 +69,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens per second of the whole machine."""
+        """Return the tokens per second of all ranks together."""
         return self.config.batch.global_size * self.config.data.sequence_length / self.step_seconds
 
     @cached_property
@@ -79,7 +79,7 @@ class Estimate:
 
     @cached_property
     def tightest(self) -> int:
-        """Return the coordinate that exceeds its device by most, or leaves the least; on equal devices the fullest."""
+        """Return the pipeline coordinate with the least free memory, which is negative if it does not fit."""
         spare = [limit - each.total for each, limit in zip(self.memory, self.memory_limits, strict=True)]
         return spare.index(min(spare))
 
@@ -104,11 +104,11 @@ class Estimate:
         return max(0.0, self.tightest_bytes - self.memory_limit)
 
     def seconds_of(self, name: str) -> float:
-        """Return the seconds of all terms of a name; 0 without any."""
+        """Return the total seconds of all terms with a name; 0 if there are none."""
         return sum(term.seconds for term in self.terms if term.name == name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the keys of `megapipe plan --json`."""
+        """Return the estimate as `megapipe plan --json` prints it."""
         parallel = self.config.parallel
         layout = {name: getattr(parallel, name) for name in ("data", "tensor", "pipeline", "context", "sequence")}
         layout |= {"micro_size": self.config.batch.micro_size, "schedule": schedule_name(self.config)}
@@ -131,22 +131,22 @@ class Estimate:
 
 
 SLOW_DOWNS = {"cpu": 2.0, "cuda": 1.1}
-"""By device type. A CPU's cores do the communication too, so that both take turns; a GPU's copies and network adapters
-do most of it: 1.1 is the lower end of the range that Galvatron's authors profile, 1.1 to 1.3."""
+"""Slow-down by device type. A CPU's cores both compute and communicate, so they alternate. On a GPU, copy engines
+and network adapters do most of it: Galvatron's authors measure 1.1 to 1.3, of which this is the lower end."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Choices of an implementation that no configuration names; the defaults are this project's own engine.
+    """Properties of an implementation that no configuration sets. The defaults describe this project's engine.
 
-    slow_down: of compute and of communication while they run side by side, at least 1 (Galvatron, arXiv 2211.13878,
-    cost estimator); 0 takes that of the device type. scattered_sends: each of t tensor ranks sends 1/t of a message
-    between stages, and its node gathers it again (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
-    waits_for_sends: no message between stages overlaps with compute. gathers_beside_forward: gathers of weights that
-    an update has written in shards (ZeRO 1 and 2) overlap with the next step's first forwards.
-    megatron_kernels: the loss takes a kernel for each of its steps, in fp32, and dropout stores its mask, a byte an
-    element, as in Megatron-LM. tensor_by_tensor: with ZeRO 3, each weight has its own gather and
-    each gradient its own sum, see `tensor_by_tensor_seconds`.
+    slow_down: factor by which compute and communication slow down while they overlap, at least 1 (Galvatron, arXiv
+    2211.13878, cost estimator); 0 selects the factor of the device type. scattered_sends: each of t tensor ranks sends
+    1/t of a message between stages, and the receiving ranks gather it (Narayanan et al. 2021, arXiv 2104.04473,
+    section 4.1). waits_for_sends: no message between stages overlaps with compute. gathers_beside_forward: gathers of
+    weights that an update leaves in shards (ZeRO 1 and 2) overlap with the first forwards of the next step.
+    megatron_kernels: as in Megatron-LM, the loss runs one kernel for each of its operations, in fp32, and dropout
+    stores its mask, one byte per element. tensor_by_tensor: with ZeRO 3, each weight has its own gather and each
+    gradient its own sum; see `tensor_by_tensor_seconds`.
     """
 
     slow_down: float = 0.0

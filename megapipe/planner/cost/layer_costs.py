@@ -1,5 +1,5 @@
-"""Costs of a layer on a rank, and of a stage: compute, traffic with ranks that share it, traffic with replicas of its
-weights."""
+"""Costs of a layer on one rank, and of a stage: compute, traffic between the ranks that share it, and traffic between
+replicas of its weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,9 @@ from megapipe.spec.parameters import LayerSpec
 
 
 def exchanges_seconds(placement: Placement, exchanges: Iterable[Exchange], *names: str) -> float:
-    """Return the seconds of calls one after another, in all groups over these dimensions at once.
+    """Return the seconds of calls that run one after another, in all groups over these dimensions at once.
 
-    names: dimensions of the mesh, such as "data" and "context"; the slowest of their groups counts for each call.
+    names: dimensions of the mesh, such as "data" and "context". Each call takes as long as in the slowest group.
     """
     return sum(
         placement.slowest(each.operation, each.elements * each.element_bytes, *names).seconds * each.calls
@@ -40,9 +40,9 @@ def exchanges_seconds(placement: Placement, exchanges: Iterable[Exchange], *name
 def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: LayerSpec, group: str) -> PhaseSeconds:
     """Return the seconds that `group`, "tensor" or "context", exchanges for one micro-batch in a layer.
 
-    `LayoutCosts.within_layer` has forwards and backwards together: another forward adds the forward's part. Embedding
-    and head never run twice: the exchanges of the embedding are in its forward, those of the head in its backward, and
-    half in each if tensor ranks share the tokens.
+    `LayoutCosts.within_layer` counts forward and backward together, so the forward's part is what one more forward
+    adds. The embedding and the head are never recomputed: the embedding exchanges in its forward and the head in its
+    backward; with sequence parallelism, half of the exchanges are in each.
     """
 
     def seconds(forwards: int, halves: bool) -> float:
@@ -61,7 +61,7 @@ def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: Laye
 
 
 def shard_groups(group: GroupLinks, shards: int) -> tuple[GroupLinks, GroupLinks]:
-    """Return the replicas of a weight that share one copy, which are neighbours, and those with the same shard."""
+    """Return two groups of a weight's replicas: neighbours that shard one copy, and replicas of one shard."""
     local = max(group.members)
     inside = min(local, shards)
     copies, apart = group.size // shards, max(1, local // shards)
@@ -69,9 +69,9 @@ def shard_groups(group: GroupLinks, shards: int) -> tuple[GroupLinks, GroupLinks
 
 
 def group_seconds(exchanges: Iterable[Exchange], group: GroupLinks) -> float:
-    """Return the seconds of calls one after another in one group.
+    """Return the seconds of calls that run one after another in one group.
 
-    group: its links; each call takes as long as its fastest algorithm over them.
+    group: links of the group. Each call uses the algorithm that is fastest on them.
     """
     return sum(exchange_time(each, group).seconds for each in exchanges)
 
@@ -87,13 +87,13 @@ def _part(group: GroupLinks, size: int, local: int) -> GroupLinks:
 Floats = npt.NDArray[np.float64]
 
 PERSISTENT_ELEMENTS = 100_000
-"""Maximum size of a weight that DeepSpeed's ZeRO-3 keeps whole: its default `stage3_param_persistence_threshold`."""
+"""DeepSpeed's ZeRO-3 does not shard weights up to this size: its default `stage3_param_persistence_threshold`."""
 
 
 class Beside(NamedTuple):
     """Seconds of a rank's compute, and of traffic that runs in its background, unit by unit.
 
-    before: of the compute, before the traffic of the first unit can start. last: of the traffic, of the last unit.
+    before: seconds of compute before the first unit's traffic can start. last: seconds of the last unit's traffic.
     """
 
     compute: float
@@ -102,8 +102,8 @@ class Beside(NamedTuple):
     last: float
 
     def exposed(self, slow_down: float) -> float:
-        """Return what the traffic adds: each unit's starts after its own part of the compute, so that the last one, or
-        what the compute was too short for, ends later; while both run, each slows the other down."""
+        """Return the seconds that the traffic adds. A unit's traffic starts after its compute, so the last unit's
+        traffic, or more if the compute is too short, is exposed. While both run, each slows the other down."""
         if not self.traffic:
             return 0.0
         overlap = self.compute - self.before
@@ -112,8 +112,9 @@ class Beside(NamedTuple):
 
 
 def overlapped(compute: float, communication: float, slow_down: float) -> float:
-    """Return the seconds of both at the same time: each takes `slow_down` times as long until the shorter one ends,
-    and the rest of the longer one runs at full speed (Miao et al., 2022, arXiv 2211.13878, cost estimator)."""
+    """Return the seconds of compute and communication that run at the same time. Each takes `slow_down` times as long
+    until the shorter one ends; the rest of the longer one runs at full speed (Miao et al., 2022, arXiv 2211.13878,
+    cost estimator)."""
     slowed = min(compute, communication) * slow_down
     return slowed + max(compute, communication) - min(compute, communication)
 
@@ -127,9 +128,9 @@ def side_by_side(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
 def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> tuple[float, float]:
     """Return the seconds of a sum of a unit's gradients and of a gather of its weights in DeepSpeed's first ZeRO-3.
 
-    Each tensor has a call of its own, in the compute precision, and its ring runs through all replicas, a step's
-    latency for each: `_allgather_param` and `_reduce_scatter_gradient` of its runtime/zero/partition_parameters.py in
-    version 0.3. Small weights are not gathered (`PERSISTENT_ELEMENTS`), but summed like all.
+    Each tensor has a call of its own, in the compute precision. Its ring passes all replicas, and each step costs one
+    latency: `_allgather_param` and `_reduce_scatter_gradient` in runtime/zero/partition_parameters.py of version 0.3.
+    Small weights (`PERSISTENT_ELEMENTS`) are not gathered, but their gradients are summed.
     """
     precision: Precision = run.config.training.precision  # type: ignore[assignment]
     reduction = gather = 0.0
@@ -143,7 +144,7 @@ def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> t
 
 
 def tied_seconds(run: RunLayout) -> float:
-    """Return the seconds of summing tied weights' gradients over all replicas of the ranks that use them."""
+    """Return the seconds to sum the gradients of tied weights over all replicas of the ranks that use them."""
     total = 0.0
     for name, users in zip(run.tied, run.stages.tied, strict=True):
         ranks = sorted({run.ranks[stage] for stage in users})
@@ -156,7 +157,7 @@ def tied_seconds(run: RunLayout) -> float:
 
 
 def _tied_group(run: RunLayout, ranks: list[int]) -> GroupLinks:
-    """Return the replicas of several pipeline ranks as one group, with the links of replicas."""
+    """Return the replicas of several pipeline ranks as one group, which uses the links between replicas."""
     replicas = run.placement.groups("data", "context")[0]
     if len(ranks) == 1:
         return replicas
@@ -174,7 +175,7 @@ def _tied_group(run: RunLayout, ranks: list[int]) -> GroupLinks:
 
 
 def scalar_seconds(run: RunLayout) -> float:
-    """Return the seconds of the counts and norms that all ranks sum once a step."""
+    """Return the seconds to sum counts and norms over all ranks once a step."""
     if run.world_size == 1:
         return 0.0
     names = len({spec.name for index in run.kinds for spec in run.stages.layers[index].parameters.values()})
@@ -185,8 +186,8 @@ def scalar_seconds(run: RunLayout) -> float:
 
 
 class StateSeconds(NamedTuple):
-    """One state unit on one rank: one reduction of its gradient, one gather of its weights, one update with what it
-    exchanges. zero: ZeRO stage up to which its state is sharded, 0 if it is not."""
+    """Seconds of one state unit on one rank: a reduction of its gradient, a gather of its weights, and an update with
+    its exchanges. zero: highest ZeRO stage at which its state is sharded; 0 if it is not sharded."""
 
     reduction: float
     gather: float
@@ -196,11 +197,11 @@ class StateSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer on one rank.
+    """Costs of one layer on one rank.
 
-    compute: kernels. tensor, context: waits of a micro-batch for other ranks that kernels do not hide; waits_measured:
-    they were measured, not modelled. states: of its state units. tied_updates: seconds of an update of each tied
-    weight that it uses, by name.
+    compute: seconds of kernels. tensor, context: seconds that a micro-batch waits for other ranks and that kernels do
+    not hide. waits_measured: whether these were measured. states: costs of the layer's state units. tied_updates:
+    seconds to update each tied weight that the layer uses, by name.
     """
 
     compute: LayerSeconds
@@ -212,13 +213,13 @@ class LayerCost:
 
     @property
     def whole_backward(self) -> float:
-        """Seconds of a backward that is not split, without recomputation."""
+        """Return the seconds of a backward that is not split, without recomputation."""
         waits = self.tensor.backward_input + self.context.backward_input
         return self.compute.backward_input + self.compute.backward_weight + waits
 
     @property
     def weight_half(self) -> float:
-        """Seconds of the weight half of a backward that is split."""
+        """Return the seconds of the weight half of a split backward."""
         return self.compute.backward_weight + self.tensor.backward_weight + self.context.backward_weight
 
 
@@ -227,8 +228,8 @@ def layer_cost(
 ) -> LayerCost:
     """Return the costs of a layer in a run.
 
-    flops: of a micro-batch in it, which say how much of its time attention takes. times: of its kernels and updates.
-    assumptions: with the machine's slow-down filled in.
+    flops: FLOPs of a micro-batch in the layer, which give attention's part of its time. times: times of kernels and
+    updates. assumptions: with the machine's slow-down filled in.
     """
     compute = times.of(run.config, layer)
     tensor = layer_exchange_seconds(run.costs, run.placement, layer, "tensor")
@@ -250,14 +251,14 @@ def layer_cost(
 def _state_seconds(
     run: RunLayout, layer: LayerSpec, unit: Unit, times: LayerTimes, assumptions: Assumptions
 ) -> StateSeconds:
-    """Return the seconds of a state unit of a layer."""
+    """Return the seconds of one state unit of a layer."""
     units, group = run.costs.of_units, _replica_groups(run, unit)[0]
     reduction, gather = replica_seconds(run, unit)
     if assumptions.tensor_by_tensor and units.shards_of(unit) > 1:
         reduction, gather = tensor_by_tensor_seconds(run, unit, group)
-        # A recomputed forward also gathers: three gathers instead of two.
+        # A recomputed forward gathers too: three gathers instead of two.
         gather *= 1.5 if recompute_method(run.config, layer.name) == "full" else 1.0
-    if unit.state_unit == "layer":  # tensor ranks share experts, so that each has whole gradients
+    if unit.state_unit == "layer":  # tensor ranks shard experts, so each has whole gradients of its own
         partial = run.costs.partial_reduction(layer).get("tensor", [])
         reduction += exchanges_seconds(run.placement, partial, "tensor")
     traffic = units.update(unit)
@@ -271,7 +272,7 @@ def _state_seconds(
 def replica_seconds(run: RunLayout, unit: Unit) -> tuple[float, float]:
     """Return the seconds of a reduction of a unit's gradient over its replicas, and of a gather of its weights.
 
-    A reduction of sharded gradients is over the ranks that share a copy, then over the copies.
+    Sharded gradients are reduced over the ranks that shard a copy, then over the copies.
     """
     units = run.costs.of_units
     if not unit.specs or run.costs.replicas == 1:
@@ -284,7 +285,7 @@ def replica_seconds(run: RunLayout, unit: Unit) -> tuple[float, float]:
 
 
 def _replica_groups(run: RunLayout, unit: Unit) -> tuple[GroupLinks, GroupLinks]:
-    """Return the slowest groups of replicas: those that share a copy of a unit's state, those with the same shard."""
+    """Return the slowest groups of replicas: the ranks that shard a copy of a unit, and those with the same shard."""
     every = run.placement.groups("data", "context")
     slowest = min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
     shards = run.costs.of_units.shards_of(unit)
@@ -294,9 +295,9 @@ def _replica_groups(run: RunLayout, unit: Unit) -> tuple[GroupLinks, GroupLinks]
 def _as_measured(
     tensor: PhaseSeconds, context: PhaseSeconds, waits: PhaseSeconds, has_tensor: bool
 ) -> tuple[PhaseSeconds, PhaseSeconds]:
-    """Divide measured waits between tensor and context in the proportion of the model.
+    """Divide measured waits between tensor and context in the proportion that the cost model predicts.
 
-    Layers without messages wait as well: their ranks come from one that has some.
+    Layers without messages wait as well, because their ranks arrive from a layer that has messages at different times.
     """
     both, of_tensor = sum(tensor) + sum(context), sum(tensor)
     share = of_tensor / both if both else float(has_tensor)
@@ -304,7 +305,8 @@ def _as_measured(
 
 
 def _beside_products(tensor: PhaseSeconds, compute: LayerSeconds, chunks: int, slow_down: float) -> PhaseSeconds:
-    """Return exchanges in pieces, whose traffic overlaps with the products of other pieces, except the first one's."""
+    """Return the exposed exchanges if they are cut into chunks: the traffic of each chunk except the first overlaps
+    with the products of other chunks."""
     if chunks == 1:
         return tensor
     hidden = 1.0 - 1.0 / chunks
@@ -318,7 +320,7 @@ def _beside_products(tensor: PhaseSeconds, compute: LayerSeconds, chunks: int, s
 
 
 def _beside_attention(context: PhaseSeconds, compute: LayerSeconds, flops: Flops, slow_down: float) -> PhaseSeconds:
-    """Return the exposed part of a ring that overlaps with attention, whose share of the time is that of its FLOPs."""
+    """Return the exposed part of a ring that overlaps with attention. Attention takes its share of a layer's FLOPs."""
     share = 1.0 - flops.backward_weight / flops.forward if flops.forward else 0.0
     of_input = 2 * share / (1 + share)
     works = compute.forward * share, compute.backward_input * of_input, 0.0
@@ -332,10 +334,10 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage, seconds of a micro-batch, as `explain` prints it.
+    """Costs of one stage in seconds, as `explain` prints them.
 
-    forward to recompute: kernels. tensor, context: waiting for others in a whole micro-batch, recomputation
-    included. update, reduction, gather: once, of all its layers.
+    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
+    including recomputation. update, reduction, gather: one of each, for all layers of the stage.
     """
 
     stage: int
@@ -353,9 +355,9 @@ class StageCost:
 
 
 class Waits(NamedTuple):
-    """Seconds of a micro-batch that ranks wait for others with which they share layers, shape [stages].
+    """Seconds of a micro-batch that ranks wait for other ranks of the same layers, shape [stages].
 
-    recompute: in layers that are recomputed as a whole. source: where the times come from.
+    recompute: waits in layers that are recomputed as a whole. source: where the times come from.
     """
 
     forward: Floats
@@ -365,19 +367,20 @@ class Waits(NamedTuple):
     source: str
 
     def microbatch(self, *, apart: bool) -> Floats:
-        """Return the seconds of a whole micro-batch; apart: its backward is split."""
+        """Return the seconds of a whole micro-batch. apart: whether its backward is split."""
         return self.forward + self.backward_input + self.recompute + (self.backward_weight if apart else 0.0)
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """All stages: arrays of one entry a stage, shape [stages]; seconds.
+    """Costs of all stages in seconds: arrays with one entry per stage, shape [stages].
 
-    Phases are kernels only; tensor and context are waits for other ranks. recompute: of layers that are recomputed as
-    a whole. made_again: of parts that are recomputed within a backward. first_backward: of the layer whose backward is
-    first, as a part of the stage's. last_reduction: of the layer whose gradient is last. still_reducing: what is left
-    of the sum before it when that gradient is there. sharded_reduction, sharded_gather: with every micro-batch, of
-    state units whose gradients, or weights, are sharded. units: of each layer by itself, where there are such units.
+    Phases are kernels only; tensor and context are waits for other ranks. recompute: layers that are recomputed as a
+    whole. made_again: parts that are recomputed within a backward. first_backward: the layer whose backward is first,
+    as a fraction of the stage's backward. last_reduction: the layer whose gradient is last. still_reducing: the rest
+    of the previous layer's reduction when that gradient is complete. sharded_reduction, sharded_gather: traffic of
+    every micro-batch, for state units with sharded gradients or weights. units: costs of each layer by itself; None
+    without such units.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -401,30 +404,30 @@ class StageCosts:
 
     @property
     def gather_after(self) -> Floats:
-        """Return the gathers of weights that an update leaves in shards (ZeRO 1 and 2)."""
+        """Return the seconds to gather weights that an update leaves in shards (ZeRO 1 and 2)."""
         return self.gather - self.sharded_gather
 
     @property
     def whole_forward(self) -> Floats:
-        """Return the forward of a micro-batch, waits included."""
+        """Return the seconds of a micro-batch's forward, including waits."""
         return self.forward + self.tensor.forward + self.context.forward
 
     @property
     def whole_again(self) -> Floats:
-        """Return the recomputation of whole layers, waits included."""
+        """Return the seconds to recompute whole layers, including waits."""
         return self.recompute + self.tensor.recompute + self.context.recompute
 
     @property
     def input_half(self) -> Floats:
-        """Return the backward's input half, waits included, without the recomputation of whole layers."""
+        """Return the seconds of the backward's input half, including waits, without recomputation of whole layers."""
         return self.backward_input + self.made_again + self.tensor.backward_input + self.context.backward_input
 
     def weight_half(self, *, apart: bool) -> Floats:
-        """Return the backward's weight half; apart: its backward is split, so it also waits for other ranks."""
+        """Return the seconds of the backward's weight half. apart: include waits, as in a split backward."""
         return self.backward_weight + (self.tensor.backward_weight + self.context.backward_weight if apart else 0.0)
 
     def by_rank(self, values: Floats) -> Floats:
-        """Return sums over each rank's stages, shape [pipeline ranks]."""
+        """Return the sum over each rank's stages, shape [pipeline ranks]."""
         return np.bincount(self.ranks, values).astype(np.float64)
 
 
@@ -440,13 +443,13 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
 
 
 def each_layer(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
-    """Return the costs of every layer by itself, in the order of the model; updates without tied weights."""
+    """Return the costs of every layer by itself, in model order. Updates exclude tied weights."""
     return _parts_costs(run, kinds, [range(layer, layer + 1) for layer in range(len(run.classes))])
 
 
 def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, int], float]:
-    """Return the seconds of an update of each tied weight, by stage and number of the weight: of the stages of a rank
-    that use it, the first one updates it. kinds: as of `stage_costs`."""
+    """Return the seconds to update each tied weight, by stage and number of the weight. On each rank, the first stage
+    that uses the weight updates it. See `stage_costs` for `kinds`."""
     seconds = {name: time for kind in kinds for name, time in kind.tied_updates.items()}
     found = dict[tuple[int, int], float]()
     for number, (name, users) in enumerate(zip(run.tied, run.stages.tied, strict=True)):
@@ -474,7 +477,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
         return of @ np.array([attrgetter(name)(kind) for kind in kinds])
 
     def of_states(name: str, stage: int = 0) -> Floats:
-        """Return for each kind of layer the sum over its state units of at least a ZeRO stage."""
+        """Return for each kind of layer the sum over the state units that are sharded at this ZeRO stage."""
         states = ([each for each in kind.states if each.zero >= stage] for kind in kinds)
         return np.array([sum(getattr(each, name) for each in own) for own in states])
 
@@ -509,7 +512,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
 
 
 def stage_details(run: RunLayout, costs: StageCosts) -> tuple[StageCost, ...]:
-    """Return the same, one entry a stage, with the names of its layers."""
+    """Return the same costs as one object per stage, with the names of its layers."""
     seconds = np.array(
         [
             costs.forward,

@@ -1,4 +1,4 @@
-"""Seconds of a layer: by the roofline of a device, kernel by kernel as ops declare them, or from elsewhere."""
+"""Seconds of a layer: by the roofline of a device, as the sum of the kernels that ops declare, or measured."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
 
 class PhaseSeconds(NamedTuple):
-    """Seconds of one micro-batch: forward and both halves of the backward."""
+    """Seconds of one micro-batch: the forward and both halves of the backward."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -29,7 +29,7 @@ class PhaseSeconds(NamedTuple):
         return PhaseSeconds(*(one + two for one, two in zip(self, other, strict=True)))
 
     def scaled(self, factor: float) -> "PhaseSeconds":
-        """Return all phases times a factor."""
+        """Return all phases, multiplied by a factor."""
         return PhaseSeconds(*(each * factor for each in self))
 
 
@@ -37,7 +37,7 @@ class LayerSeconds(NamedTuple):
     """Seconds of one micro-batch in one layer on one rank, without communication.
 
     recompute: the recomputed forward; 0 without recomputation. source: where the numbers come from, in words. waits:
-    how long ranks that share the layer wait for each other, if that was measured.
+    how long ranks of the same layer wait for each other; None if this was not measured.
     """
 
     forward: float
@@ -49,25 +49,25 @@ class LayerSeconds(NamedTuple):
 
 
 class LayerTimes(Protocol):
-    """Answers for the layers of a run."""
+    """Source of the times of a run's layers."""
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
         """Return the times of a layer. config: with parallel.data filled in."""
 
     def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
-        """Return the seconds of the optimizer's step on what a rank updates of one state unit of a layer."""
+        """Return the seconds that a rank takes to update its part of one state unit of a layer."""
 
 
 UNFUSED_LOSS_BYTES = 52
-"""Bytes of a logit that the steps of a loss in fp32 read and write: a copy in fp32 (6), maximum (4), difference (8),
-exponential (8), sum (4), quotient (8), product with the outer gradient (8), a copy in 16 bits (6). As in Megatron-LM's
-megatron/core/tensor_parallel/cross_entropy.py."""
+"""Bytes per logit that the kernels of an unfused loss in fp32 read and write: a copy in fp32 (6), maximum (4),
+difference (8), exponential (8), sum (4), quotient (8), product with the output gradient (8), a copy in 16 bits (6).
+Source: Megatron-LM's megatron/core/tensor_parallel/cross_entropy.py."""
 
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """One kernel of a micro-batch: in which phase it runs, and its time. `recompute`: a forward kernel
-    that recompute.method selective or recompute.logits repeats in the backward."""
+    """One kernel of a micro-batch, with its phase and its time. The phase `recompute` means: a forward kernel that
+    recompute.method selective or recompute.logits repeats in the backward."""
 
     name: str
     phase: KernelPhase
@@ -76,11 +76,11 @@ class TimedKernel:
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """All kernels of one layer for one micro-batch. Iterating gives them in no particular order.
+    """All kernels of one layer for one micro-batch, iterable in no particular order.
 
-    config: with parallel.data filled in. megatron_kernels: as in `Assumptions`. Passes over memory are those of fused
-    kernels: a norm reads and writes its rows once, bias and activation are one kernel, so are dropout and the residual
-    sum.
+    config: with parallel.data filled in. megatron_kernels: as in `Assumptions`. Memory traffic is that of fused
+    kernels: a norm reads and writes its rows once, bias and activation are one kernel, and so are dropout and the
+    residual sum.
     """
 
     config: PretrainConfig
@@ -98,7 +98,7 @@ class LayerKernels:
                     yield TimedKernel(chosen.name, chosen.phase, self._time(chosen, shape))
 
     def _unfused_loss(self, kernel: Kernel, shape: MicrobatchShape) -> Kernel | None:
-        """Return a kernel as Megatron-LM has it: its loss keeps its logits and is a sequence of kernels."""
+        """Return a kernel as Megatron-LM runs it: its loss is a sequence of kernels and never recomputes logits."""
         if kernel.name != "loss" or not kernel.moved:
             return kernel
         logits = kernel.moved / (3 * shape.width)
@@ -118,10 +118,10 @@ class LayerKernels:
 
 
 def update_seconds(config: PretrainConfig, device: Device, elements: int, precision: Precision) -> float:
-    """Return the seconds of one pass over `elements` parameters of a rank, by memory bandwidth.
+    """Return the seconds to update `elements` parameters of a rank, limited by memory bandwidth.
 
-    Each reads its gradient three times (the norm, the update, and once to be cleared), and reads and writes master and
-    moments; with a master, the new weights are written too.
+    The gradient of each is accessed three times (for the norm, for the update, and to clear it); master weight and
+    moments are read and written. With a master weight, the new weight is written too.
     """
     optimizer = config.optimizer
     moment_bytes = 2 if optimizer.moment_dtype == "bf16" else FULL_BYTES
@@ -133,7 +133,7 @@ def update_seconds(config: PretrainConfig, device: Device, elements: int, precis
 
 
 def muon_seconds(config: PretrainConfig, device: Device, specs: tuple[ParameterSpec, ...], shards: int) -> float:
-    """Return the seconds of Newton-Schulz iterations on the matrices, each of which one of `shards` replicas has.
+    """Return the seconds of Newton-Schulz iterations on matrices that are distributed over `shards` replicas.
 
     An iteration on r x c, r <= c, is X X' (2 r r c FLOP), its square (2 r r r) and their product with X (2 r r c).
     """
@@ -153,7 +153,7 @@ SOURCE = "roofline of the device (Williams et al. 2009), products by its efficie
 
 @dataclass(frozen=True)
 class RooflineTimes:
-    """`LayerTimes` of a device: the sum of a layer's kernels (`LayerKernels`).
+    """`LayerTimes` by the roofline of a device: the sum of a layer's kernels (`LayerKernels`).
 
     megatron_kernels: as in `Assumptions`.
     """
@@ -166,8 +166,8 @@ class RooflineTimes:
         return layer_seconds(config, layer, self.kernels(config, layer))
 
     def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
-        """Return the seconds of all kernels of a micro-batch, and of those that its backward repeats. They do not
-        depend on replicas or the pipeline."""
+        """Return the seconds of all kernels of a micro-batch, and of the kernels that its backward repeats. They
+        depend neither on the replicas nor on the pipeline."""
         by_phase = dict.fromkeys((*PhaseSeconds._fields, "recompute"), 0.0)
         for kernel in LayerKernels(config, layer, self.device, self.megatron_kernels):
             by_phase[kernel.phase] += kernel.time.seconds
@@ -175,7 +175,7 @@ class RooflineTimes:
         return PhaseSeconds(**by_phase), again
 
     def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
-        """Return the seconds of the optimizer's step on a state unit. Micro-batches change nothing about it."""
+        """Return the seconds to update a state unit, which do not depend on the micro-batches."""
         replicas = (config.parallel.data or 1) * config.parallel.context
         units = UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
         precision: Precision = config.training.precision  # type: ignore[assignment]
@@ -186,21 +186,21 @@ class RooflineTimes:
 
 
 def layer_seconds(config: PretrainConfig, layer: LayerSpec, kernels: tuple[PhaseSeconds, float]) -> LayerSeconds:
-    """Return a layer's times from `RooflineTimes.kernels`."""
+    """Return the times of a layer. kernels: result of `RooflineTimes.kernels`."""
     seconds, again = kernels
     whole = recompute_method(config, layer.name) == "full"
     return LayerSeconds(*seconds, seconds.forward if whole else again, SOURCE)
 
 
 def shared(times: LayerTimes) -> LayerTimes:
-    """Return the same times, computed once for all layouts of one run. Measured ones, which may depend on everything
-    in a layout, are returned as they are."""
+    """Return the same times, cached for all layouts of one run. Measured times may depend on every field of a layout,
+    so they are returned unchanged."""
     return SharedRoofline(times) if isinstance(times, RooflineTimes) else times
 
 
 class SharedRoofline:
-    """`RooflineTimes` of one run, cached by the fields of a layout that each part depends on; all other fields are the
-    run's."""
+    """`RooflineTimes` of one run, cached by the fields of a layout that each part depends on. All other fields must
+    be those of the run."""
 
     def __init__(self, times: RooflineTimes) -> None:
         self._times = times
@@ -208,7 +208,7 @@ class SharedRoofline:
         self._updates: dict[tuple[object, ...], float] = {}
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
-        """Return what `RooflineTimes` returns. config: of the search's run, in any layout."""
+        """Return the result of `RooflineTimes.of`. config: the run's configuration in any layout."""
         parallel, name = config.parallel, layer.name
         # Among the methods of recomputation, only selective changes the kernels of a block.
         selective = config.recompute.method == "selective" and layer.kind == "block"
@@ -218,7 +218,7 @@ class SharedRoofline:
         return layer_seconds(config, layer, self._kernels[kernels])
 
     def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
-        """Return what `RooflineTimes` returns; arguments as those of `of`."""
+        """Return the result of `RooflineTimes.update`. See `of` for the arguments."""
         replicas = (config.parallel.data or 1) * config.parallel.context
         key = layer.name, unit.state_unit, unit.tied, config.parallel.tensor, replicas, config.zero.stage
         if key not in self._updates:

@@ -1,7 +1,7 @@
-"""The cost model: a step's time and memory for one layout on one machine, estimated or by simulation.
+"""The cost model: time and memory of a step for one layout on one machine, by an estimate or by simulation.
 
-A simulation runs the lowered schedule, whose actions also give the memory. Copies between a device and host memory are
-timed by stage and unit, and count as far as compute does not hide them.
+A simulation runs the lowered schedule, whose actions also determine the memory. Copies between device and host memory
+are timed by stage and unit; only the time that compute does not hide counts.
 """
 
 from collections import Counter
@@ -51,10 +51,10 @@ from megapipe.spec.dtypes import ELEMENT_BYTES
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Seconds one way, by stage and unit.
+    """Seconds of copies to or from host memory (one way), by stage and unit.
 
-    activations: of a micro-batch, for layers that move them. state: what the update of each state unit works on.
-    weights: of state units whose weights are in host memory.
+    activations: activations of a micro-batch, for layers that move them. state: optimizer state that the update of
+    each state unit uses. weights: weights of state units that keep them in host memory.
     """
 
     activations: Mapping[tuple[int, int], float]
@@ -65,7 +65,7 @@ class HostCopies:
 def host_copies(run: RunLayout, schedule: Schedule) -> HostCopies:
     """Return the copies of a run that moves something to host memory.
 
-    schedule: its lowered schedule, which says which state a rank has.
+    schedule: lowered schedule of the run, which determines the state of each rank.
     """
     host, moved, costs = run.host, run.moved, run.costs
     layers = run.stages.layers
@@ -92,11 +92,11 @@ def host_copies(run: RunLayout, schedule: Schedule) -> HostCopies:
 
 
 def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCopies) -> StageCosts:
-    """Return an estimate of stages whose passes and updates wait for their copies.
+    """Return estimated costs of stages whose passes and updates wait for copies.
 
-    Moved blocks leave in a stage's forward and return in its backward, each during the compute of the units by which
-    it is prefetched; weights are copied in both. That early reloads also overlap with forwards of other micro-batches
-    is ignored. State arrives for an update one unit early and leaves immediately, and nothing hides these copies.
+    Activations leave in a stage's forward and return in its backward, each during the compute of `prefetch` units;
+    weights are copied in both. The estimate ignores that early reloads can also overlap with forwards of other
+    micro-batches. State arrives one unit before its update and leaves right after it; nothing hides these copies.
     """
     units = np.array(run.stages.units_per_stage)
     moved = _a_microbatch(run, schedule, Kind.OFFLOAD, dict.fromkeys(copies.activations, 1.0))
@@ -119,7 +119,7 @@ def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCo
 
 
 def _a_microbatch(run: RunLayout, schedule: Schedule, kind: Kind, seconds: Mapping[tuple[int, int], float]) -> Floats:
-    """Return by stage the seconds that a kind of copy takes for each micro-batch. seconds: of a copy of each unit."""
+    """Return for each stage the seconds that a kind of copy takes per micro-batch. seconds: time to copy each unit."""
     rows = np.concatenate(schedule.sections.body)
     chosen = rows[(rows[:, KIND] == kind) & ((kind != Kind.OFFLOAD) | (rows[:, VERSION] < 0))]
     each = [seconds.get((stage, unit), 0.0) for stage, unit in chosen[:, [STAGE, UNIT]].tolist()]
@@ -129,7 +129,7 @@ def _a_microbatch(run: RunLayout, schedule: Schedule, kind: Kind, seconds: Mappi
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step by simulation: `estimate` holds its times and the memory of every pipeline coordinate."""
+    """A simulated step. `estimate` has its times and the memory of every pipeline coordinate."""
 
     estimate: Estimate
     schedule: Schedule
@@ -141,8 +141,8 @@ def simulated(
 ) -> tuple[Schedule, Simulation, tuple[Term, ...]]:
     """Return a run's schedule, its simulation, and the terms of a step, which add up to its time.
 
-    layers: costs of one layer of each of `run.kinds`. contended: these are of a rank by itself, and ranks slow each
-    other down as measured.
+    layers: costs of one layer of each of `run.kinds`. contended: `layers` were measured on a single busy rank, and the
+    simulation applies the measured slow-down of ranks that compute at the same time.
     """
     schedule = lowered_schedule(run.config, run.stages)
     costs = stage_costs(run, layers)
@@ -177,7 +177,7 @@ def simulated(
 
 
 def _with_host_times(costs: Costs, copies: HostCopies) -> Costs:
-    """Return costs with copies. Weights in host memory have no gathers from replicas: their copies are the gathers."""
+    """Return the costs with copies. Weights in host memory are copied to the device, not gathered from replicas."""
     times = {
         CostPlace(kind, *place): seconds
         for kind, units in (
@@ -191,7 +191,7 @@ def _with_host_times(costs: Costs, copies: HostCopies) -> Costs:
 
 
 def _action_costs(run: RunLayout, layers: Sequence[LayerCost], header: Header, assumptions: Assumptions) -> Costs:
-    """Return the costs of a run's actions, without copies to host memory. layers: as of `simulated`."""
+    """Return the costs of a run's actions, without copies to host memory. See `simulated` for `layers`."""
     size = run.pipeline
     hops = [Link(*each) for each in hop_seconds(run, assumptions)]
     links = {(rank, (rank + 1) % size): hops[rank] for rank in range(size)}
@@ -214,7 +214,7 @@ def _action_costs(run: RunLayout, layers: Sequence[LayerCost], header: Header, a
 
 
 def _compute_times(costs: StageCosts, places: Sequence[CostPlace]) -> Iterator[tuple[CostPlace, float]]:
-    """Yield the times of compute. places: of the entries of the costs, stages or layers."""
+    """Yield the times of compute actions. places: the stage or layer of each entry of the costs."""
     for kind, seconds in (
         (Kind.FORWARD, costs.whole_forward),
         (Kind.RECOMPUTE, costs.whole_again),
@@ -228,9 +228,9 @@ def _compute_times(costs: StageCosts, places: Sequence[CostPlace]) -> Iterator[t
 def _state_times(
     run: RunLayout, layers: Sequence[LayerCost], header: Header, *, gathers_in_updates: bool
 ) -> dict[CostPlace, float]:
-    """Return the times of gathers, reductions and updates of each state unit, tied weights included.
+    """Return the times of gathers, reductions and updates of each state unit, including tied weights.
 
-    gathers_in_updates: an update includes the gather of the weights that it leaves in shards (ZeRO 1 and 2).
+    gathers_in_updates: whether an update includes the gather of weights that it leaves in shards (ZeRO 1 and 2).
     """
     times = {
         CostPlace(Kind.UPDATE, stage, header.tied_unit(stage, group)): seconds
@@ -247,7 +247,7 @@ def _state_times(
 
 
 def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float, source: str) -> Iterator[Term]:
-    """Yield the work of the busiest rank, and the remaining time as waiting."""
+    """Yield terms for the work of the busiest rank, and one for the remaining time, in which it waits."""
     rank, count = costs.by_rank, run.num_microbatches
     splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in schedule.sections.body)
     weight = costs.weight_half(apart=splits)
@@ -268,15 +268,15 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
     waiting = seconds - sum(part.seconds for part in parts)
     yield Term(
         "waiting",
-        waiting if abs(waiting) > 1e-9 * seconds else 0.0,  # no wait but rounding
+        waiting if abs(waiting) > 1e-9 * seconds else 0.0,  # smaller values are rounding errors
         "simulation of the schedule: bubble, messages, gradient reduction over replicas",
     )
 
 
 def predicted_ranks(run: RunLayout, schedule: Schedule) -> list[RankPrediction]:
-    """Return what one rank at each pipeline coordinate holds and sends.
+    """Return a prediction for one rank at each pipeline coordinate.
 
-    schedule: lowered. Ranks that differ in other coordinates hold and send the same.
+    schedule: lowered schedule. Ranks that differ only in other coordinates hold and send the same.
     """
     rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
     first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
@@ -284,9 +284,9 @@ def predicted_ranks(run: RunLayout, schedule: Schedule) -> list[RankPrediction]:
 
 
 def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]:
-    """Return the memory of every pipeline coordinate, by a walk through its own actions.
+    """Return the memory of every pipeline coordinate, by a walk through the actions of its rank.
 
-    schedule: lowered. State in host memory is not counted.
+    schedule: lowered schedule. State in host memory is not counted.
     """
     found = []
     for exact in predicted_ranks(run, schedule):
@@ -328,13 +328,13 @@ def estimate(
     node_order: Sequence[int] | None = None,
     assumptions: Assumptions = ENGINE,
 ) -> Estimate:
-    """Estimate a step, for searching.
+    """Return a fast estimate of a step's time and memory, for searches.
 
-    world_size: ranks; needed if parallel.data is open. times: of layers, by default those measured on the
-    machine, or the roofline of its slowest device. node_order: as in `Placement`.
+    world_size: number of ranks; required if parallel.data is null. times: times of layers; by default those measured
+    on the machine, or else the roofline of its slowest device. node_order: as in `Placement`.
 
     Raises:
-        ConfigError: the configuration cannot run on so many ranks, or the model cannot time it.
+        ConfigError: the configuration cannot run on this number of ranks, or the cost model cannot time it.
     """
     run = lay_run(config, hardware, world_size, node_order)
     if run.config.schedule.file:
@@ -350,16 +350,18 @@ def estimate(
 def estimate_run(
     run: RunLayout, layers: Sequence[LayerCost], memory: tuple[RankMemory, ...], assumptions: Assumptions
 ) -> Estimate:
-    """Do the same as `estimate` from its parts, which several runs may share.
+    """Return what `estimate` returns, from parts that several runs may share.
 
-    layers: by `layer_costs`. memory: by `rank_memories`. assumptions: with the machine's slow-down filled in.
+    layers: result of `layer_costs`. memory: result of `rank_memories`. assumptions: with the machine's slow-down
+    filled in.
     """
     costs, source = _of_stages(run, layers)
     return _answer(run, step_terms(run, costs, assumptions, source), memory)
 
 
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
-    """Return the costs of a layer of each of `run.kinds`. times, assumptions: as of `estimate` and `estimate_run`."""
+    """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`, `estimate_run` for
+    `assumptions`."""
     given = _default_times(run, assumptions) if times is None else times
     return tuple(
         layer_cost(run, run.stages.layers[index], flops, given, assumptions)
@@ -376,10 +378,10 @@ def predict(
     node_order: Sequence[int] | None = None,
     assumptions: Assumptions = ENGINE,
 ) -> Prediction:
-    """Simulate a step of the lowered schedule, and walk through its actions for the memory.
+    """Simulate a step of the lowered schedule, and compute the memory by a walk through its actions.
 
-    The estimate has the slow-down of compute that overlaps with replicas' traffic. Arguments and errors as of
-    `estimate`.
+    The result includes the slow-down of compute that overlaps with traffic of replicas. See `estimate` for the
+    arguments and errors.
     """
     run = lay_run(config, hardware, world_size, node_order)
     if times is None and shares_a_machine(run.placement) and not moves_to_host(config):
@@ -391,14 +393,14 @@ def predict(
 def explain_stages(
     config: PretrainConfig, hardware: Hardware, *, world_size: int | None = None, assumptions: Assumptions = ENGINE
 ) -> tuple[StageCost, ...]:
-    """Return the costs of each stage. Arguments and errors as of `estimate`."""
+    """Return the costs of each stage. See `estimate` for the arguments and errors."""
     run = lay_run(config, hardware, world_size)
     layers = layer_costs(run, None, assumptions.on(hardware))
     return stage_details(run, stage_costs(run, layers))
 
 
 def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
-    """Estimate the time; memory is exact, since what has left when is the schedule's own."""
+    """Estimate the time of a run that moves tensors to host memory. Its memory is exact, from the lowered schedule."""
     schedule = lowered_schedule(run.config, run.stages)
     terms = step_terms(run, costs, assumptions, source)
     slower = step_terms(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
@@ -427,7 +429,7 @@ def _predicted(
 
 
 def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> tuple[Term, ...]:
-    """Return by how much replicas' traffic slows down compute, which the simulator ignores, as in the estimate."""
+    """Return the slow-down of compute by traffic of replicas, from the estimate, because the simulator ignores it."""
     slowed, alone = (
         sum(term.seconds for term in step_terms(run, costs, each, ""))
         for each in (assumptions, replace(assumptions, slow_down=1.0))
@@ -442,7 +444,7 @@ def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> t
 
 
 def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts, str]:
-    """Return the costs of all stages, and where the kernels' times come from."""
+    """Return the costs of all stages, and the source of the kernels' times."""
     sources = dict.fromkeys(layer.compute.source for layer in layers)
     return stage_costs(run, layers), "; ".join(sources)
 
@@ -475,7 +477,7 @@ def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, .
 
 
 def _recomputed_flops(run: RunLayout) -> int:
-    """Return the FLOPs of a micro-batch's recomputed whole layers."""
+    """Return the FLOPs of a micro-batch in layers that are recomputed as a whole."""
     spans = run.recomputed
     ranges = run.stages.ranges
     again = Counter(

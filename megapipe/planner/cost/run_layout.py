@@ -1,4 +1,4 @@
-"""A run laid out on a machine: its stages, ranks and links, ready for the formulas."""
+"""A run laid out on a machine: its stages, ranks and links, as the cost formulas need them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ class RunLayout:
     """A configuration with parallel.data filled in, on a machine.
 
     placement: its ranks on nodes. costs: sizes of its layers. stages: its layers in stages. ranks: the pipeline rank
-    of every stage. classes: of every layer, the number of its kind; those of one kind are alike. kinds: one of each.
-    tied: names of weights that several layers use.
+    of every stage. classes: for every layer, the number of its kind; layers of one kind are identical. kinds: index of
+    one layer of each kind. tied: names of weights that several layers use.
     """
 
     config: PretrainConfig
@@ -76,14 +76,14 @@ class RunLayout:
 
     @property
     def recomputed(self) -> Spans:
-        """Return per stage the spans of units that are recomputed together; empty without any."""
+        """Return for each stage the spans of units that are recomputed together; empty without recomputation."""
         if self.config.recompute.method in ("none", "selective") and not self.config.parallel.layers:
             return []
         return self.table.recomputed
 
     @property
     def moved(self) -> Offload:
-        """Return what moves to host memory."""
+        """Return the units and states that move to host memory."""
         return self.table.offload
 
     @cached_property
@@ -115,11 +115,11 @@ def lay_run(
     world_size: int | None = None,
     node_order: Sequence[int] | None = None,
 ) -> RunLayout:
-    """Lay a run on a machine. training.precision auto becomes what the devices' peaks say.
+    """Lay out a run on a machine. The devices' peaks decide what training.precision auto becomes.
 
     Raises:
-        ConfigError: the configuration cannot run on so many ranks, parallel.data and world_size are both left open,
-            more ranks than devices, or something that the cost model cannot time.
+        ConfigError: the configuration cannot run on this number of ranks, parallel.data and world_size are both unset,
+            there are more ranks than devices, or the cost model cannot time the run.
     """
     if problems := undecided(config):
         raise ConfigError(problems)
@@ -140,9 +140,10 @@ def lay_run(
 
 
 def lay_on(config: PretrainConfig, placement: Placement, like: RunLayout | None = None) -> RunLayout:
-    """Lay a run on nodes, once it is known that it can run there.
+    """Lay out a run on nodes on which it is known to be valid.
 
-    config: with parallel.data filled in. like: one of the same model, schedule and pipeline, to take its stages from.
+    config: with parallel.data filled in. like: a layout with the same model, schedule and pipeline, to reuse its
+    stages.
     """
     if like is not None:
         costs = replace(like.costs, config=config, data=placement.sizes["data"])
@@ -162,7 +163,7 @@ def with_data(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The fields of `RunLayout` that do not depend on the machine and the batch."""
+    """Fields of `RunLayout` that depend neither on the machine nor on the batch."""
 
     stages: StageLayout
     classes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The answers of a search: the best layouts, why the layouts that people try first lose, and which similar requests
+"""Results of a search: the best layouts, why the layouts that people try first are slower, and which similar requests
 are much faster."""
 
 from collections.abc import Callable, Iterator
@@ -17,18 +17,18 @@ from megapipe.planner.search.explorer import Explorer, LayoutFilter
 from megapipe.planner.search.space import Objective, ZeroStage, divisors
 
 EXPOSED = ("tensor", "context", "pipeline", "data", "tied", "scalars", "waiting")
-"""Terms of a step that are spent on communication or waiting, apart from the bubble."""
+"""Terms of a step for communication and waiting, without the bubble."""
 WORTH_NAMING = 0.005
-"""Share of a step from which on a difference of a term is named."""
+"""Minimum difference of a term, as a fraction of the step time, that a reason mentions."""
 
 
 @dataclass(frozen=True)
 class Found:
     """A layout with its cost; `estimate.config` is the whole configuration, including parallel.data.
 
-    simulated: its numbers come from a simulation of its lowered schedule, not from estimates. node_order: of the
-    machine, if measured links make another order faster. price: of a million tokens in the hardware file's currency,
-    None if a node has no price.
+    simulated: whether its numbers come from a simulation of its lowered schedule instead of an estimate. node_order:
+    order of the machine's nodes, if another order is faster by measured links. price: price of a million tokens in the
+    currency of the hardware file; None if a node has no price.
     """
 
     estimate: Estimate
@@ -42,7 +42,7 @@ class Found:
         return self.estimate.config
 
     def as_json(self) -> dict[str, Any]:
-        """Return the estimate's keys, and where they come from."""
+        """Return the keys of the estimate, and those of this class."""
         order = None if self.node_order is None else list(self.node_order)
         found = {"simulated": self.simulated, "node_order": order, "price_per_million_tokens": self.price}
         return self.estimate.as_json() | found
@@ -50,11 +50,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A kind of layout that people try first, or that lacks a part of the best one, and why it loses.
+    """A kind of layout that people try first, or that lacks a part of the best layout, and why it is slower.
 
-    estimate: of the best layout of this kind, or of the one that needs the least memory if none fits; None if none can
-    run. reason: a sentence: out of memory by how much, slower by how much and in which terms, the rule that forbids
-    it, or that it is the best layout itself.
+    estimate: estimate of the best layout of this kind; if none fits, of the layout that needs the least memory; None
+    if none can run. reason: a sentence that says how much memory is missing, how much slower the layout is and in
+    which terms, which rule forbids it, or that it is the best layout.
     """
 
     name: str
@@ -62,15 +62,15 @@ class Alternative:
     reason: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return name, reason, and the estimate's keys or null."""
+        """Return name, reason and estimate; the estimate is null if none can run."""
         estimate = None if self.estimate is None else self.estimate.as_json()
         return {"name": self.name, "reason": self.reason, "estimate": estimate}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One number of devices, or one model, of an objective that compares several. found: the best layout; None if
-    nothing fits. value: price of a million tokens, days, or parameters."""
+    """One number of devices, or one model, if the objective compares several. found: the best layout; None if nothing
+    fits. value: price of a million tokens, days, or number of parameters."""
 
     name: str
     found: Found | None
@@ -79,13 +79,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Findings:
-    """The answers of one search.
+    """Results of one search.
 
-    ranked: layouts that fit, the best first. pareto: of speed against memory, the fastest first: no other layout that
-    fits is as fast with less memory. trials: if the objective compares several numbers of devices or models. hints:
-    similar requests that are much faster, as sentences. not_searched: what the search leaves out, as phrases.
-    examined: number of estimated layouts. pruned: rule -> number of layouts that it ruled out without an estimate,
-    alone or with their whole branch. layouts: number of valid layouts in the space. seconds: duration of the search.
+    ranked: layouts that fit, the best first. pareto: Pareto front of speed and memory, the fastest first: no other
+    layout that fits is as fast with less memory. trials: the compared numbers of devices or models, if the objective
+    compares any. hints: similar requests that are much faster, as sentences. not_searched: layouts that the search
+    leaves out, as phrases. examined: number of estimated layouts. pruned: for each rule, the number of layouts that it
+    ruled out without an estimate. layouts: number of valid layouts in the space. seconds: duration of the search.
     """
 
     objective: Objective
@@ -107,7 +107,7 @@ class Findings:
         return self.ranked[0]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the findings as `megapipe plan search --json` prints them."""
+        """Return the results as `megapipe plan search --json` prints them."""
         found = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         lists = {name: [each.as_json() for each in found[name]] for name in ("ranked", "pareto", "alternatives")}
         trials = [{"name": each.name, "value": each.value} for each in self.trials]
@@ -115,7 +115,7 @@ class Findings:
 
 
 class NothingFits(ConfigError):
-    """No layout fits the devices. nearest: the one that misses by the fewest bytes."""
+    """No layout fits the devices. nearest: the layout that needs the least memory."""
 
     def __init__(self, problem: str, nearest: Estimate) -> None:
         super().__init__(problem)
@@ -123,7 +123,7 @@ class NothingFits(ConfigError):
 
 
 def faster_or_slower(ours: Estimate, theirs: Estimate) -> str:
-    """Return the ratio of the step times in words."""
+    """Return the ratio of the speeds in words."""
     change = ours.tokens_per_second / theirs.tokens_per_second - 1.0
     if abs(change) < 0.0005:
         return "as fast"
@@ -131,7 +131,7 @@ def faster_or_slower(ours: Estimate, theirs: Estimate) -> str:
 
 
 def term_differences(ours: Estimate, theirs: Estimate) -> list[str]:
-    """Return phrases for the terms of a step that differ, the largest difference first, without small ones."""
+    """Return a phrase for each term of a step that differs much, the largest difference first."""
     names = dict.fromkeys(term.name for estimate in (ours, theirs) for term in estimate.terms)
     changes = {name: ours.seconds_of(name) - theirs.seconds_of(name) for name in names}
     least = WORTH_NAMING * max(ours.step_seconds, theirs.step_seconds)
@@ -140,12 +140,12 @@ def term_differences(ours: Estimate, theirs: Estimate) -> list[str]:
 
 
 def exposed_seconds(estimate: Estimate) -> float:
-    """Return the seconds of communication in a step that nothing hides."""
+    """Return the seconds of exposed communication in a step."""
     return sum(estimate.seconds_of(name) for name in EXPOSED)
 
 
 def seconds(value: float) -> str:
-    """Return a time with three digits, in a unit that fits."""
+    """Return a time with three digits, in s, ms or us."""
     if value >= 1.0:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
@@ -157,19 +157,19 @@ def gigabytes(num_bytes: float) -> str:
 
 
 Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
-"""Returns the best layout of a run on a number of devices. Raises ConfigError if none can run."""
+"""Function that returns the best layout of a run on a number of devices. It raises ConfigError if none can run."""
 
 MUCH = 1.1
-"""Minimum ratio of tokens per second for a hint about devices or samples."""
+"""Minimum ratio of tokens per second for a hint."""
 NEIGHBOURS = 2
-"""How many numbers of devices, and batch sizes, are tried."""
+"""Maximum number of other device counts, and of other batch sizes, to try."""
 BATCH_CHANGE = 0.1
 """Maximum relative change of the batch size."""
 
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """A kind of layout. members: which layouts are of it. example: one, to report the rule that forbids all."""
+    """A kind of layout. members: filter of its layouts. example: builds one, to report the rule that forbids all."""
 
     name: str
     members: LayoutFilter
@@ -179,7 +179,7 @@ class LayoutKind:
 def alternatives(
     explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
 ) -> tuple[Alternative, ...]:
-    """Judge every kind of layout against the best layout, whose cost is an estimate as that of the others."""
+    """Compare every kind of layout with the best layout. best: an estimate, because the others are estimates too."""
     found = [_judged(explorer, kind, base, devices, best) for kind in _kinds(devices)]
     return (*found[:5], _rule_of_megatron(explorer, base, hardware, devices, best), *found[5:])
 
@@ -219,9 +219,9 @@ def _spread(config: PretrainConfig, dimension: str, devices: int, zero: ZeroStag
 def _rule_of_megatron(
     explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
 ) -> Alternative:
-    """Judge takeaways 1 and 2 of Narayanan et al. (2021, arXiv 2104.04473, section 3): tensor ranks up to a node's
-    devices, then just enough pipeline ranks to fit, and replicas with the remaining ranks; as in the paper, everything
-    is recomputed and nothing sharded."""
+    """Compare with takeaways 1 and 2 of Narayanan et al. (2021, arXiv 2104.04473, section 3): tensor ranks up to a
+    node's devices, then just enough pipeline ranks to fit, and the remaining ranks for data parallelism; as in the
+    paper, everything is recomputed and nothing is sharded."""
     node = min(group.devices_per_node for group in hardware.nodes(devices))
     tensor = max((branch.tensor for branch in explorer.meshes if branch.tensor <= node), default=1)
     name = f"tensor {tensor}, then as little pipeline as fits, the remaining ranks data (arXiv 2104.04473, section 3)"
@@ -252,7 +252,7 @@ def _judged(explorer: Explorer, kind: LayoutKind, base: PretrainConfig, devices:
 
 
 def out_of_memory(nearest: Estimate) -> str:
-    """Return by how much the layout of a kind that needs the least memory exceeds its devices."""
+    """Return in words how much memory a layout lacks. nearest: the layout that needs the least memory."""
     return (
         f"out of memory by {gigabytes(nearest.missing_bytes)}: the fullest rank needs "
         f"{gigabytes(nearest.tightest_bytes)} of {gigabytes(nearest.memory_limit)}"
@@ -316,7 +316,7 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
 
 
 def neighbour_devices(hardware: Hardware, devices: int) -> list[int]:
-    """Return smaller numbers of devices with more divisors, if the devices do not fill whole nodes."""
+    """Return smaller numbers of devices with more divisors; none if the devices fill whole nodes."""
     node = hardware.nodes(1)[0].devices_per_node
     step = node if devices > node else max(1, node // 2)
     if devices % step == 0:
@@ -326,7 +326,7 @@ def neighbour_devices(hardware: Hardware, devices: int) -> list[int]:
 
 
 def neighbour_batches(samples: int, devices: int) -> list[int]:
-    """Return similar batch sizes with more divisors, unless the batch size or the devices divide each other."""
+    """Return similar batch sizes with more divisors; none if batch size or number of devices divides the other."""
     if samples % devices == 0 or devices % samples == 0:
         return []
     found = [near] if abs((near := round(samples / devices) * devices) - samples) <= BATCH_CHANGE * samples else []
@@ -340,7 +340,7 @@ def neighbour_batches(samples: int, devices: int) -> list[int]:
 
 
 def single_groups(hardware: Hardware, devices: int) -> Iterator[tuple[Hardware, int]]:
-    """Yield each kind of device alone with its number in the run; nothing if there is only one kind."""
+    """Yield each kind of device alone, with its number of devices in the run; nothing if there is only one kind."""
     nodes = hardware.nodes(devices)
     if len({node.device.name for node in nodes}) == 1:
         return

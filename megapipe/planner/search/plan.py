@@ -1,4 +1,4 @@
-"""The search: the fastest layouts of a run, refined and simulated; by other objectives, devices or models compared."""
+"""The search for the fastest layouts of a run. Other objectives search several numbers of devices, or models."""
 
 import math
 import time
@@ -37,17 +37,17 @@ from megapipe.schedules.balance import balance_layers
 from megapipe.spec.dtypes import FULL_BYTES
 
 WIDEST = 8
-"""How many times `Effort.keep` layouts are refined at most, if simulation finds the first ones slower."""
+"""Maximum number of layouts to refine, in multiples of `Effort.keep`, if simulation makes the first ones slower."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """The work of a search in addition to finding the best layout.
 
-    keep: layouts that are ranked. slowest: of the Pareto front, in times of the best layout's step; 0 for no front.
-    tolerance: share of time or memory by which the front may miss a layout. actions: as in `Refiner`; 0 simulates
-    nothing. alternatives: whether to judge them. stages: layers may be moved between stages by their times.
-    hints: whether to search similar requests too, for hints.
+    keep: number of layouts to rank. slowest: slowest step of the Pareto front, as a multiple of the best layout's
+    step; 0 for no front. tolerance: relative time or memory by which the front may miss a layout. actions: as in
+    `Refiner`; 0 simulates nothing. alternatives: whether to compare with alternatives. stages: whether layers may move
+    between stages to balance their times. hints: whether to search similar requests for hints.
     """
 
     keep: int = 5
@@ -60,9 +60,9 @@ class Effort:
 
 
 QUICK = Effort(keep=1, slowest=0, actions=0, alternatives=False, stages=False, hints=False)
-"""For searches whose results are only compared."""
+"""Effort of a search whose result is only compared with others."""
 BEST_ALONE = Effort(slowest=0.0, alternatives=False, hints=False)
-"""For searches that need only the best layout, with a simulated time."""
+"""Effort of a search that needs only the best layouts, with simulated times."""
 
 
 def search_speed(
@@ -79,11 +79,11 @@ def search_speed(
 ) -> Findings:
     """Return the layouts with the most tokens per second. report: receives the fraction of the work that is done.
 
-    Layouts are compared by `planner.cost.model.estimate`; the best of them are then simulated, as far as `effort`
-    allows, and ordered by that. No pruning leaves out a layout that would have been among the answers.
+    The search compares layouts by `planner.cost.model.estimate`; it then simulates the best ones, as far as `effort`
+    allows, and ranks them by the result. Pruning never removes a layout that belongs in the result.
 
     Raises:
-        ConfigError: what `Layouts` refuses, no layout that can run, or what the cost model cannot time.
+        ConfigError: `Layouts` rejects the request, no layout can run, or the cost model cannot time the run.
         NothingFits: layouts can run, but none fits.
 
     Example:
@@ -110,14 +110,14 @@ def search_speed(
     report(0.6)
     ranked = refiner.refined(found, stages=movable)
     report(0.8)
-    # Where estimates err, layouts after those that were kept may be better, or may be the only ones that fit.
+    # Estimates have errors, so layouts after the kept ones may be better, or may be the only ones that fit.
     while len(found) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], found[-1]))):
         keep *= 2
         more = explorer.fastest(keep)
         ranked = refiner.refined(more[len(found) :], ranked, stages=movable)
         found = more
     if not ranked:
-        # There are layouts, so one of them is nearest.
+        # At least one layout exists, so `nearest` returns one.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
     front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
     others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
@@ -150,7 +150,7 @@ def _hints(
     assumptions: Assumptions,
     best: Found,
 ) -> Iterator[str]:
-    """Yield the hints of `hints`, except with measured times or a pinned parallel.data."""
+    """Yield the hints of `hints`; none with measured times or if parallel.data is pinned."""
     if hardware.measured is not None or "parallel.data" in pinned:
         return
 
@@ -179,7 +179,7 @@ def slowest_times(
 
 
 def _beaten(best: Found, last: Estimate) -> bool:
-    """Return whether a layout after the last that was kept might be faster than the best, which was simulated."""
+    """Return whether a layout after the last kept one might be faster than the best one, which was simulated."""
     return best.simulated and best.estimate.step_seconds > last.step_seconds
 
 
@@ -201,7 +201,7 @@ def _nothing_fits(nearest: Estimate, hardware: Hardware, devices: int) -> Nothin
 
 
 def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]) -> list[str]:
-    """Return the rules that the configuration as it is breaks; if there are none, that nothing divides."""
+    """Return the rules that the given configuration breaks; if none, a message that no sizes divide the devices."""
     left_open = replace(base, parallel=replace(base.parallel, data=None)) if "parallel.data" not in pinned else base
     problems = run_problems(left_open, devices)
     named = ", ".join(sorted(pinned)) or "nothing"
@@ -214,10 +214,10 @@ def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]
 
 @dataclass
 class Refiner:
-    """Improves the few best layouts: stages by time, the order of nodes, the simulated schedule.
+    """Improves the best layouts: balances stages by time, orders nodes, and simulates the schedule.
 
-    hardware, times, assumptions: as of the estimates. actions: computations of a step, over all pipeline ranks, that
-    all simulations together may still take; each takes tens of microseconds.
+    hardware, times, assumptions: the ones of the estimates. actions: forwards and backwards of a step, over all
+    pipeline ranks, that all simulations together may still run; each takes tens of microseconds.
     """
 
     hardware: Hardware
@@ -226,11 +226,11 @@ class Refiner:
     assumptions: Assumptions = ENGINE
 
     def refined(self, found: Sequence[Estimate], known: Sequence[Found] = (), *, stages: bool) -> tuple[Found, ...]:
-        """Return the same layouts, improved, together with those that are known, the fastest first.
+        """Return the improved layouts together with the `known` ones, the fastest first.
 
-        The first one that was not simulated is simulated and takes its new place, until all are or the first is too
-        long for the remaining `actions`. So a layout stays first only if no other is faster by its estimate. One that
-        does not fit by simulation is left out. stages: layers may move between stages.
+        The first layout without a simulation is simulated and sorted in again, until all are simulated or the next one
+        needs more than the remaining `actions`. So a layout stays first only if no other estimate is faster. Layouts
+        whose simulation does not fit are removed. stages: whether layers may move between stages.
         """
 
         def by_estimate(each: Found) -> tuple[float, int]:
@@ -249,7 +249,7 @@ class Refiner:
         return tuple(ranked)
 
     def _by_time(self, before: Estimate) -> Estimate:
-        """Balance stages by the layers' times if that is faster than by their FLOPs, and fits."""
+        """Balance stages by the times of layers instead of their FLOPs, if that is faster and fits."""
         config = before.config
         if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
             return before
@@ -270,7 +270,7 @@ class Refiner:
         return after if after.fits and after.step_seconds < before.step_seconds else before
 
     def _ordered(self, before: Estimate) -> Found:
-        """Put the nodes in the best order found, if links between them were measured and it is faster."""
+        """Put the nodes in the best order, if their links were measured and that is faster."""
         if self.hardware.link_matrix is None:
             return Found(before)
         config, parallel = before.config, before.config.parallel
@@ -294,25 +294,25 @@ class Refiner:
 
 
 def _computations(estimate: Estimate) -> int:
-    """Return the number of forwards and backwards of a step, of all stages of one pipeline."""
+    """Return the number of forwards and backwards in a step, over all stages of one pipeline."""
     config = estimate.config
     count = config.batch.global_size // (config.batch.micro_size * (config.parallel.data or 1))
     return 2 * count * num_stages(config)
 
 
 MISSES = 3
-"""Models in a row that do not fit, after which no larger one is tried."""
+"""Number of models in a row that do not fit, after which the search stops."""
 STEPS = 4
-"""Models to every doubling of width and depth."""
+"""Number of models per doubling of width and depth."""
 SMALLEST, LARGEST = -2, 5
-"""Powers of 2 between which width and depth are scaled."""
+"""Smallest and largest power of 2 by which width and depth are scaled."""
 HEADS, LAYERS = 8, 4
-"""Heads and layers come in these multiples, or what these have in common with the model's own, so that tensor and
-pipeline sizes divide them."""
+"""Heads and layers are multiples of these, or of their greatest common divisor with the model's own numbers, so that
+tensor and pipeline sizes divide them."""
 
 
 class Member(NamedTuple):
-    """A model of a family. parameters: tied ones once."""
+    """A model of a family. parameters: number of parameters; tied ones count once."""
 
     name: str
     model: ModelConfig
@@ -336,16 +336,17 @@ def search(
 ) -> Findings:
     """Return the best layouts of a run by an objective.
 
-    base: all that layouts leave as it is. pinned: paths of fields that no layout may change, such as
-    `parallel.tensor`. tokens: to train on, for the objective time. models: to choose from for the objective size, by
-    default `family`. times: of layers, by default the slowest device's roofline. assumptions: as of `estimate`, for
-    all searches. effort: of the search whose findings these are; those it is compared with only find the best.
+    base: configuration of all fields that layouts do not set. pinned: paths of fields that no layout may change, such
+    as `parallel.tensor`. tokens: number of tokens to train on, for the objective time. models: models to choose from
+    for the objective size, by default `family`. times: times of layers, by default the slowest device's roofline.
+    assumptions: as in `estimate`, for all searches. effort: effort of the final search; the searches that compare
+    device counts or models only find the best layout.
 
-    The objectives cost and time compare numbers of devices up to `devices` (`device_counts`), size compares models;
-    the findings are those of the best one, with all of them in `trials`.
+    The objectives cost and time compare numbers of devices up to `devices` (`device_counts`), and size compares
+    models. The result is that of the best one; `trials` has all of them.
 
     Raises:
-        ConfigError: invalid fields, no price or tokens if the objective needs them, no layout that can run.
+        ConfigError: invalid fields, missing prices or tokens if the objective needs them, or no layout that can run.
         NothingFits: layouts can run, but none fits.
     """
     if objective not in ("speed", "cost", "time", "size"):
@@ -376,7 +377,8 @@ def search(
 
 
 def device_counts(devices: int, hardware: Hardware) -> tuple[int, ...]:
-    """Return the numbers of devices to try: powers of 2 and three times these, whole nodes above one node, and all."""
+    """Return the numbers of devices to try: `devices`, and powers of 2 and three times these up to it; above one node
+    only whole nodes."""
     node = hardware.nodes(1)[0].devices_per_node
     tried = {factor * 2**power for factor in (1, 3) for power in range(devices.bit_length())}
     return tuple(sorted({each for each in tried if each <= devices and (each <= node or not each % node)} | {devices}))
@@ -385,14 +387,14 @@ def device_counts(devices: int, hardware: Hardware) -> tuple[int, ...]:
 def _best_count(
     counts: Iterable[int], value: Callable[[Found], float], speed: Callable[..., Findings]
 ) -> tuple[int, list[Trial]]:
-    """Return the number of devices with the lowest value, the smaller one of equal ones, and all trials."""
+    """Return the number of devices with the lowest value, on a tie the smallest, and all trials."""
     trials, values = [], dict[int, float]()
     reason: ConfigError | None = None
     for count in counts:
         try:
             found = speed(devices=count).best
         except ConfigError as error:
-            # Fewer devices say nothing about more: if none works, the last reason is reported.
+            # A failure on few devices says nothing about more devices: if all fail, report the last reason.
             reason = error
             trials.append(Trial(f"{count} devices", None, None))
             continue
@@ -406,8 +408,8 @@ def _best_count(
 def _largest(
     base: PretrainConfig, members: Iterable[Member], speed: Callable[..., Findings]
 ) -> tuple[PretrainConfig, list[Trial]]:
-    """Return the run with the largest model that fits, and all trials. A size whose divisors are few may miss although
-    a larger one fits, so the search ends after `MISSES` misses in a row."""
+    """Return the run with the largest model that fits, and all trials. A model with few divisors may not fit although
+    a larger one does, so the search stops only after `MISSES` models in a row that do not fit."""
     trials: list[Trial] = []
     chosen: PretrainConfig | None = None
     reason: ConfigError | None = None
@@ -431,10 +433,10 @@ def _largest(
 
 
 def family(base: PretrainConfig) -> tuple[Member, ...]:
-    """Return `base.model` with width and depth scaled alike, smaller and larger, ascending.
+    """Return smaller and larger versions of `base.model`, width and depth scaled by one factor, in ascending order.
 
-    Heads keep their size, grouped queries their number per group, and an MLP of a given width its ratio to the hidden
-    size. Two models that round to the same one count once.
+    The head size, the number of queries per group, and the ratio of a given MLP width to the hidden size stay the
+    same. Models that are equal after rounding appear once.
     """
     model = base.model
     found: dict[tuple[int, int], Member] = {}
@@ -448,7 +450,7 @@ def family(base: PretrainConfig) -> tuple[Member, ...]:
 
 
 def given(base: PretrainConfig, models: Sequence[tuple[str, ModelConfig]]) -> tuple[Member, ...]:
-    """Return models with names as a family, ascending by parameters."""
+    """Return named models as a family, in ascending order of parameters."""
     found = [Member(name, model, num_parameters(replace(base, model=model))) for name, model in models]
     return tuple(sorted(found, key=lambda each: each.parameters))
 
