@@ -1,12 +1,12 @@
 """Lower bounds of a layout's step time and of its fullest rank's memory.
 
-Bounds know how ranks, stages and samples are divided, where stages are placed and whether backwards are split, but no
-schedule by name; a generator may bring a tighter bound of the micro-batches that its ranks hold (`Generator.held`).
-They leave out only what adds to `planner.cost.model.estimate`, so they never exceed it.
+Bounds depend on how ranks, stages and samples are divided, where stages are placed and whether backwards are split,
+but on no schedule's name. A generator may define a tighter bound on the micro-batches that its ranks hold
+(`Generator.held`). Bounds only omit costs that `planner.cost.model.estimate` adds, so they never exceed it.
 
-They factor by dimension: seconds and bytes of a layer depend on the ranks that share it, on the micro-batch and on the
-recomputation (`LayerFigures`); the pipeline, the replicas and the schedule only weigh them. So `of_mesh` and
-`of_branch` bound whole branches of the space, of which no layout is made, by the best figures of their choices.
+Seconds and bytes of a layer depend on the ranks that share it, on the micro-batch and on the recomputation
+(`LayerFigures`); the pipeline, the replicas and the schedule only weight them. So `of_mesh` and `of_branch` bound
+whole branches of the space by the best figures of their choices, without creating any layout.
 """
 
 import math
@@ -42,13 +42,13 @@ from megapipe.spec.parameters import LayerSpec, tied_names
 Floats = npt.NDArray[np.float64]
 
 ROUNDING = 1e-9
-"""Relative difference between sums of the same terms in another order, at most."""
+"""Maximum relative difference between sums of the same terms in different orders."""
 
 
 class LayerWork(NamedTuple):
-    """Seconds of a micro-batch in one layer, including waits for tensor and context ranks that nothing hides.
+    """Seconds of a micro-batch in one layer, including exposed waits for tensor and context ranks.
 
-    again: of what is recomputed as a whole.
+    again: recomputed forward of a layer that is recomputed as a whole.
     """
 
     forward: float
@@ -57,7 +57,7 @@ class LayerWork(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Return the sum."""
+        """Return the sum of all phases."""
         return self.forward + self.backward + self.again
 
 
@@ -69,13 +69,13 @@ class MicrobatchWork(NamedTuple):
     head: LayerWork
 
     def parts(self) -> list[float]:
-        """Return all seconds of the three layers, then their forwards, then their backwards without recomputation."""
+        """Return the total seconds of the three layers, then their forwards, then backwards without recomputation."""
         return [*(each.whole for each in self), *(each.forward for each in self), *(each.backward for each in self)]
 
 
 class MicrobatchBytes(NamedTuple):
-    """Bytes of one micro-batch on one rank. block, embedding, head: held from a layer's forward to its backward.
-    working: recomputed by the backward of a block. stream: of a message between stages."""
+    """Bytes of one micro-batch on one rank. block, embedding, head: activations saved from a layer's forward to its
+    backward. working: activations that the backward of a block recomputes. stream: a message between stages."""
 
     block: float
     embedding: float
@@ -85,10 +85,10 @@ class MicrobatchBytes(NamedTuple):
 
 
 class StateFigures(NamedTuple):
-    """Bytes between steps of a block, of the embedding and of the head, each with its use of tied weights.
+    """Bytes between steps of a block, of the embedding and of the head; the latter two include tied weights.
 
-    tied: of these, what one rank with both uses would hold once. elements: of the flat buffers of a block that are
-    sharded, whole. shards: ranks that share most of them.
+    tied: bytes that a rank with both embedding and head holds only once. elements: elements of a block's sharded flat
+    buffers before sharding. shards: number of ranks that shard most of them.
     """
 
     block: float
@@ -100,17 +100,16 @@ class StateFigures(NamedTuple):
 
 
 class ReplicaSeconds(NamedTuple):
-    """Seconds of gathering a block's weights, and of reducing its gradients, over its replicas."""
+    """Seconds to gather a block's weights, and to reduce its gradients, over its replicas."""
 
     gather: float = 0.0
     reduction: float = 0.0
 
 
 class LayerFigures:
-    """Figures of the layers of one run on one machine.
+    """Time and memory figures of the layers of one run on one machine.
 
-    times: of layers; those of a micro-batch may depend on what one rank does with it, but not on the pipeline or on
-    the replicas.
+    times: times of layers. The times of a micro-batch must depend neither on the pipeline nor on the replicas.
     """
 
     def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
@@ -118,7 +117,7 @@ class LayerFigures:
         self._layers = layers_of(base)
         self._tied = set(tied_names(self._layers))
         self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
-        # Blocks differ only in their times, if some of them compute in fp8: the first, a middle and the last.
+        # Blocks differ only in their times, if some compute in fp8: use the first, a middle one and the last.
         training = base.training
         apart = {0} | ({training.fp8_first_kept, base.model.num_layers - 1} if training.fp8 != "none" else set())
         self._blocks = [layer for layer in self._layers if layer.kind == "block" and layer.index in apart]
@@ -130,11 +129,11 @@ class LayerFigures:
         self._path = attention_path(base.model, precision, self._device, base.data.sequence_length)
 
     def traffic(self, shape: Shape | Branch, zero: ZeroStage) -> ReplicaSeconds:
-        """Return the traffic of a block over the replicas of a shape."""
+        """Return the traffic of a block over the replicas of a shape or branch."""
         return self._traffic(shape.data, shape.pipeline, shape.context, shape.tensor, zero)
 
     def _costs(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> LayoutCosts:
-        """Return the sizes of the layers on one pipeline rank that has all of them."""
+        """Return the sizes of the layers on a single pipeline rank, which has all of them."""
         base, data = self._base, self._devices // (tensor * context)
         sizes = {"data": data, "tensor": tensor, "context": context, "pipeline": 1}
         chunks = {"sequence": sequence > 0, "sequence_chunks": max(1, sequence)}
@@ -179,12 +178,12 @@ class LayerFigures:
         if parallel.tensor > 1:
             chunks = parallel.sequence_chunks
             traffic = self._waiting(*key, chunks if parallel.sequence else 0, "tensor")[kind]
-            # Chunks of sequence parallelism overlap as in `cost.layer_costs`, but without a slow-down.
+            # Chunks of sequence parallelism overlap as in `cost.layer_costs`, but without slow-down.
             exposed = _outlasting(traffic.scaled(1.0 - 1.0 / chunks), products)
             waiting = exposed.plus(traffic.scaled(1.0 / chunks)) if chunks > 1 else traffic
         if parallel.context > 1 and found.waits is None:
             traffic = self._waiting(*key, 0, "context")[kind]
-            # Rings overlap with attention, which is at most all of the products.
+            # Rings overlap with attention, which takes no longer than all products together.
             waiting = waiting.plus(_outlasting(traffic, products) if parallel.context_attention == "ring" else traffic)
         return LayerWork(
             found.forward + waiting.forward,
@@ -211,7 +210,7 @@ class LayerFigures:
         return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
 
     def _unit(self, layer: LayerSpec) -> Unit:
-        """Return a layer without its tied weights."""
+        """Return the state unit of a layer without its tied weights."""
         return Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in self._tied))
 
     @cached_method
@@ -232,8 +231,8 @@ class LayerFigures:
 
     @cached_method
     def _slowest_group(self, data: int, pipeline: int, context: int, tensor: int) -> GroupLinks | None:
-        """Return the slowest group of replicas; None if the mesh does not divide nodes evenly, because its groups take
-        long to find there."""
+        """Return the slowest group of replicas; None if the mesh does not divide nodes evenly, because finding groups
+        is slow there, or if there is only one replica."""
         placement = self._placement(data, pipeline, context, tensor)
         if data * context == 1 or placement.inside is None or self._hardware.link_matrix is not None:
             return None
@@ -248,7 +247,7 @@ class LayerFigures:
         units, gather, reduction = self._units(tensor, zero, replicas), 0.0, 0.0
         for unit in layer_units(self._blocks[0], self._tied, units.config.zero):
             shards = units.shards_of(unit)
-            if zero > 0 and shards == 1:  # experts that each rank holds whole are reduced once a step
+            if zero > 0 and shards == 1:  # experts that are not sharded are reduced once per step
                 continue
             group, _ = shard_groups(slowest, replicas if shards == 1 else shards)
             gather += group_seconds([each for calls in units.gather(unit).values() for each in calls], group)
@@ -257,20 +256,20 @@ class LayerFigures:
 
 
 def _outlasting(traffic: PhaseSeconds, work: PhaseSeconds) -> PhaseSeconds:
-    """Return, for each phase, the time by which traffic exceeds the work that it overlaps with."""
+    """Return for each phase the seconds by which traffic takes longer than the work that overlaps with it."""
     return PhaseSeconds(*(max(0.0, sent - hidden) for sent, hidden in zip(traffic, work, strict=True)))
 
 
 class StageLimits(NamedTuple):
-    """most: blocks of any stage. last: blocks of the last one, which also has the head."""
+    """Maximum numbers of blocks. most: in any stage. last: in the last stage, which also has the head."""
 
     most: int
     last: int
 
 
 class StageLimiter:
-    """Maximum numbers of blocks that `schedules.balance.balance_layers` gives stages. It minimizes the FLOPs of the
-    fullest stage, and this minimum follows from counts, because all blocks are alike."""
+    """Maximum numbers of blocks that `schedules.balance.balance_layers` assigns to stages. It minimizes the FLOPs of
+    the largest stage. All blocks are alike, so this minimum follows from counts alone."""
 
     def __init__(self, base: PretrainConfig) -> None:
         self._by_hand, self._blocks = base.parallel.layers_per_stage, base.model.num_layers
@@ -282,8 +281,8 @@ class StageLimiter:
         self._embedding, self._block, self._head = (float(flops[kind]) for kind in ("embedding", "block", "head"))
 
     def least(self, pipeline: int, chunks: int) -> Floats:
-        """Return the blocks of every stage at least, shape [pipeline, chunks] as ranks hold them: at least one between
-        the first and the last stage, and as many as the others have no room for."""
+        """Return the minimum number of blocks of every stage, shape [pipeline, chunks]: the number that does not
+        fit into all other stages, and at least one for stages between the first and the last."""
         stages, blocks = pipeline * chunks, self._blocks
         limits, found = self.of(stages), np.zeros((pipeline, chunks))
         if stages == 1:
@@ -312,12 +311,12 @@ class StageLimiter:
         return room + self._room(bottleneck, self._embedding) + self._room(bottleneck, self._head) >= self._blocks
 
     def _room(self, bottleneck: float, taken: float) -> int:
-        # Rounded towards more blocks, against the rounding of sums of FLOPs.
+        # Round towards more blocks, to compensate for rounding errors in sums of FLOPs.
         return math.floor((bottleneck - taken) / self._block * (1 + ROUNDING) + ROUNDING)
 
 
 class LayoutBounds:
-    """Lower bounds of layouts of one run on one machine; arguments as of `LayerFigures` and `estimate`."""
+    """Lower bounds of layouts of one run on one machine. See `LayerFigures` and `estimate` for the arguments."""
 
     def __init__(
         self,
@@ -335,8 +334,8 @@ class LayoutBounds:
         self._counts: dict[tuple[object, ...], TrafficCounts] = {}
 
     def of_mesh(self, mesh: Branch, micro_sizes: Sequence[int], choices: Sequence[Choice]) -> tuple[float, float]:
-        """Return seconds of a step and bytes of the fullest rank that no layout of a branch goes below, whatever its
-        micro-batch size, schedule and choice of the other fields: some rank has at least the average of the blocks."""
+        """Return lower bounds of the seconds of a step and of the bytes of the fullest rank, for all layouts of a
+        branch. They hold because some rank has at least the average number of blocks."""
         base, methods = self._base, _methods(choices)
         num_bytes = base.model.num_layers * self._least_state(mesh, choices) / mesh.pipeline
         if base.schedule.file:
@@ -349,10 +348,10 @@ class LayoutBounds:
         return seconds * (1.0 - ROUNDING), num_bytes * (1.0 - ROUNDING)
 
     def of_branch(self, branch: Branch, shapes: Sequence[Shape], choices: Sequence[Choice]) -> tuple[float, float]:
-        """Return the same of a branch with a micro-batch size: the least over its shapes and methods that may fit.
+        """Return the same bounds for a branch with a micro-batch size: minima over shapes and methods that may fit.
 
-        Bytes are those of blocks that are spread over the ranks as in `_num_bytes`, each with the micro-batches that a
-        rank holds of it, apart from their inputs.
+        The bytes count only blocks, spread over the ranks as in `_num_bytes`, each with the activations of the
+        micro-batches that a rank holds, without their inputs.
         """
         if self._base.schedule.file:
             return self.of_mesh(branch, (), choices)
@@ -370,9 +369,9 @@ class LayoutBounds:
         return float(seconds[fits].min() * (1.0 - ROUNDING)), float(num_bytes.min())
 
     def of(self, shape: Shape, choices: tuple[Choice, ...]) -> tuple[Floats, Floats]:
-        """Return seconds of a step and bytes of the fullest rank, one of each for every choice of the other fields.
+        """Return lower bounds of the seconds of a step and of the bytes of the fullest rank, shape [choices] each.
 
-        The time is infinite where the bytes alone are too many.
+        The seconds are infinite for choices whose bytes exceed the memory limit.
         """
         table = self._table(shape.tensor, shape.context, shape.micro_size, shape.data * shape.context, choices)
         num_bytes = self._num_bytes(shape, table)
@@ -382,7 +381,7 @@ class LayoutBounds:
         return np.where(fits, self._seconds(shape, table, choices), math.inf), num_bytes
 
     def closer(self, layout: Layout) -> float:
-        """Return the seconds of a step at least, closer to the estimate: with the traffic of each rank's stages."""
+        """Return a tighter lower bound of the seconds of a step, which includes the traffic of each rank's stages."""
         if self._base.schedule.file:
             return 0.0
         shape, count, slow = layout.shape, self._count(layout.shape), self._assumptions.slow_down
@@ -390,7 +389,7 @@ class LayoutBounds:
         work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
         by_rank = np.array(work.parts()) @ cut.weights(count)
         traffic = self._figures.traffic(shape, layout.zero) if layout.zero >= 1 else ReplicaSeconds()
-        # The sums of steps with several updates overlap with more than one backward.
+        # In steps with several updates, sums overlap with more than one backward.
         if layout.zero >= 2 and any(traffic) and cut.updates_per_step == 1:
             forward = cut.together(*(each.forward for each in work))
             backward = cut.together(*(each.backward + each.again for each in work))
@@ -404,15 +403,15 @@ class LayoutBounds:
         return float((by_rank.max() + after) * (1.0 - ROUNDING))
 
     def _count(self, shape: Shape) -> int:
-        """Return the micro-batches of a replica in a step."""
+        """Return the number of micro-batches of a replica in a step."""
         return self._base.batch.global_size // (shape.micro_size * shape.data)
 
     def _most_blocks(self, shape: Shape | Branch) -> int:
-        """Return the number of blocks that some rank has at least."""
+        """Return a lower bound of the number of blocks on the rank that has the most."""
         return -(-self._base.model.num_layers // shape.pipeline)
 
     def _gathers_after(self, zero: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether a step ends with gathers of updated weights that nothing hides."""
+        """Return whether a step ends with exposed gathers of updated weights."""
         alone = not self._assumptions.gathers_beside_forward
         return ((zero == 1) | (zero == 2)) & alone
 
@@ -420,7 +419,7 @@ class LayoutBounds:
     def _least(
         self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]
     ) -> tuple[float, float]:
-        """Return the least seconds of a micro-batch in a block and in all layers."""
+        """Return the minimum seconds of a micro-batch in a block and in all layers."""
         works = [self._figures.work(tensor, context, micro_size, *each) for each in methods]
         block = min(each.block.whole for each in works)
         edges = min(each.embedding.whole + each.head.whole for each in works)
@@ -430,13 +429,13 @@ class LayoutBounds:
     def _by_method(
         self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]
     ) -> tuple[Floats, Floats]:
-        """Return `MicrobatchWork.parts` of each method, and the bytes that a block keeps apart from its input."""
+        """Return `MicrobatchWork.parts` of each method, and the bytes that a block saves in addition to its input."""
         works = [self._figures.work(tensor, context, micro_size, *each).parts() for each in methods]
         helds = [self._figures.held(tensor, context, micro_size, *each) for each in methods]
         return np.array(works), np.array([max(0.0, each.block - each.stream) for each in helds])
 
     def _least_state(self, branch: Branch, choices: Sequence[Choice]) -> float:
-        """Return the least bytes of a block between steps."""
+        """Return the minimum bytes of a block between steps."""
         zeros, replicas = {zero for _, zero, _ in choices}, branch.data * branch.context
         return min(self._figures.state(branch.tensor, zero, replicas).block for zero in zeros)
 
@@ -467,11 +466,11 @@ class LayoutBounds:
         return zeros, gather, reduction
 
     def _seconds(self, shape: Shape, table: "_Table", choices: tuple[Choice, ...]) -> Floats:
-        """Return the larger of two bounds: each rank's own compute with the wait for its first micro-batch; and the
-        blocks that some rank has, with what their replicas exchange for every micro-batch.
+        """Return the larger of two bounds. The first is each rank's compute and its wait for the first micro-batch.
+        The second is the compute and the replicas' traffic of the blocks that some rank has.
 
-        A micro-batch passes all blocks of a stage in a row. As many of them as there are buffers may be there from the
-        last pass, or stay for the next one: at most that many of each stage of the rank.
+        A micro-batch passes all blocks of a stage in a row. Blocks that are still in a buffer from the previous pass
+        need no traffic: for each stage of the rank, at most as many blocks as there are buffers.
         """
         if self._base.schedule.file:
             return np.zeros(len(choices))
@@ -481,7 +480,7 @@ class LayoutBounds:
         zeros, gather, reduction = self._traffic(mesh, choices)
         kept, slow = self._chunks(shape) / most, self._assumptions.slow_down
         gathers = np.where(zeros >= 3, gather * max(0.0, 1.0 - zero.weight_buffers * kept), 0.0)
-        # The only sum of a step with one micro-batch comes after its last backward.
+        # With one micro-batch, the only sum of a step comes after its last backward.
         reduced = max(0.0, 1.0 - zero.gradient_buffers * kept) if count > 1 else 0.0
         sums = np.where(zeros >= 2, reduction * reduced, 0.0)
         whole, forward = table.work[:, 1], table.work[:, 4]
@@ -490,18 +489,19 @@ class LayoutBounds:
         return np.asarray((found + most * gather * self._gathers_after(zeros)) * (1.0 - ROUNDING))
 
     def _num_bytes(self, shape: Shape, table: "_Table") -> Floats:
-        """Return the bytes of the fullest rank.
+        """Return a lower bound of the bytes of the fullest rank.
 
-        Rank r with n blocks holds at least c_r n bytes and something else. The first j ranks have at least R of the
-        blocks, because the others have no room for more. Spread as evenly as possible, in proportion to 1 / c_r, these
-        take R / sum(1 / c_r), and no cut has a fullest rank below that. The j with the highest bound counts.
+        Rank r with n blocks holds at least c_r n bytes plus other bytes. The first j ranks have at least R blocks,
+        because the other ranks have no room for more. If these are spread as evenly as possible, in proportion to
+        1 / c_r, each rank holds R / sum(1 / c_r) bytes, and no division has a fullest rank below that. The result is
+        the maximum over j.
         """
         pipeline = shape.pipeline
         if self._base.schedule.file:  # its stages may be on any rank
             return self._base.model.num_layers * table.state[:, 0] / pipeline
         held = self._held(shape.schedule, shape.chunks, pipeline, self._count(shape))
         each_block = table.state + held.always * table.kept
-        # A stage's input is in the slot in which it arrived, which counts once for all.
+        # A stage's input stays in the message slot in which it arrived; slots are counted once for all layers.
         other = held.more * table.kept + held.slots * table.stream
         other[:, :1] += table.state_embedding + held.first * table.kept_embedding
         if held.ends_last:
@@ -512,7 +512,7 @@ class LayoutBounds:
             zero = self._base.zero
             if (
                 held.ends_last
-            ):  # a block's backward works after the head's, whose tensors of that micro-batch are freed
+            ):  # a block's backward runs after the head's, which has freed its tensors of that micro-batch
                 other[:, -1:] -= min(held.last, 1.0) * np.minimum(table.kept_head, table.working)
             other += table.working + min(zero.weight_buffers, held.fewest) * table.weights
             other += min(zero.gradient_buffers, held.fewest) * table.gradients
@@ -525,7 +525,7 @@ class LayoutBounds:
 
     @cached_method
     def _held(self, schedule: str, chunks: int | None, pipeline: int, count: int) -> "_Held":
-        """Return what ranks hold; neither the replicas nor the tensor ranks of a shape change it."""
+        """Return minimum contents of ranks, which depend neither on replicas nor on tensor ranks."""
         base, generator = self._base, find_generator(schedule)
         stages = generator.chunks if chunks is None else chunks
         ends_last, least = self._placed(schedule, pipeline, stages)
@@ -549,7 +549,7 @@ class LayoutBounds:
 
     @cached_method
     def _placed(self, schedule: str, pipeline: int, chunks: int) -> tuple[bool, Floats]:
-        """Return whether the head is on the last rank, and the least blocks of every stage."""
+        """Return whether the head is on the last rank, and the minimum number of blocks of every stage."""
         ends_last = find_generator(schedule).placement(pipeline, chunks).stages[-1].rank == pipeline - 1
         known = ends_last and self._base.parallel.layers_per_stage is None
         return ends_last, self._limits.least(pipeline, chunks) if known else np.zeros((pipeline, chunks))
@@ -568,7 +568,7 @@ class LayoutBounds:
         return self._cuts[key]
 
     def _counts_of(self, layout: Layout, num_microbatches: int) -> TrafficCounts:
-        """Return the traffic of a micro-batch, which is the same for any number of replicas."""
+        """Return the traffic counts per micro-batch, which are the same for any number of replicas."""
         shape = layout.shape
         key = shape.schedule, shape.chunks, shape.pipeline, num_microbatches, layout.zero
         if key not in self._counts:
@@ -588,9 +588,10 @@ def _methods(choices: Sequence[Choice]) -> tuple[tuple[int, Recompute], ...]:
 class _Held(NamedTuple):
     """Minimum contents of pipeline ranks, shape [pipeline] unless it is a number.
 
-    always: micro-batches of each block. more: of all blocks together, beyond that. slots: 1 less the micro-batches of
-    all chunks, whose inputs are in the rank's message slots. first, last: micro-batches of the embedding and of the
-    head. needed: blocks of the ranks up to each. fewest: blocks of a rank. ends_last: the head is on the last rank.
+    always: micro-batches of each block. more: additional micro-batches, summed over all blocks. slots: 1 minus the
+    micro-batches of all chunks, whose inputs are in the rank's message slots. first, last: micro-batches of the
+    embedding and of the head. needed: blocks on the ranks up to and including this one. fewest: blocks on any rank.
+    ends_last: whether the head is on the last rank.
     """
 
     always: Floats
@@ -604,11 +605,10 @@ class _Held(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Figures of a rank for each choice of a shape: bytes of shape [choices, 1], and `work`.
+    """Figures of a rank for each choice of a shape: bytes with shape [choices, 1], and `work`.
 
-    kept: of a block's activations, as `MicrobatchBytes` has them, and so on. state: of a block, as `StateFigures` has
-    it, and so on. weights, gradients: of a whole block, if ranks shard them. work: `MicrobatchWork.parts`, shape
-    [choices, 9].
+    work: `MicrobatchWork.parts`, shape [choices, 9]. kept to stream: the fields of `MicrobatchBytes`. state to tied:
+    the first fields of `StateFigures`. weights, gradients: bytes of a block before sharding; 0 if not sharded.
     """
 
     work: Floats
@@ -627,8 +627,8 @@ class _Table(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cut:
-    """A model in stages. run: one that has them. blocks, ranks: of every stage. flushes, splits, updates_per_step: of
-    the schedule; `splits`: its backwards are in halves."""
+    """A model divided into stages. run: a run with these stages. blocks, ranks: number of blocks and rank of every
+    stage. flushes, splits, updates_per_step: properties of the schedule; `splits`: whether backwards are split."""
 
     run: RunLayout
     blocks: Floats
@@ -638,18 +638,18 @@ class _Cut:
     updates_per_step: int
 
     def together(self, embedding: float, block: float, head: float) -> Floats:
-        """Return the sum over the layers of each stage."""
+        """Return the sum over the layers of each stage, shape [stages]."""
         found = self.blocks * block
         found[0] += embedding
         found[-1] += head
         return found
 
     def weights(self, num_microbatches: int) -> Floats:
-        """Return by rank how often each of `MicrobatchWork.parts` counts in a step, shape [9, ranks].
+        """Return for each rank how often each of `MicrobatchWork.parts` counts in a step, shape [9, ranks].
 
-        A rank starts when the first micro-batch has passed all stages before its own first stage. Under a flush, after
-        its last backward there, one has to pass the same stages backward; if backwards are split, another action may
-        be the rank's last one.
+        With a flush, a rank starts when the first micro-batch has passed all stages before the rank's first stage.
+        After the last backward of this stage, a micro-batch has to pass the same stages backward. This does not count
+        if backwards are split, because another action may be the rank's last one.
         """
         own, before = self._layers
         forward, backward = float(self.flushes), float(self.flushes and not self.splits)
@@ -657,7 +657,8 @@ class _Cut:
 
     @cached_property
     def _layers(self) -> tuple[Floats, Floats]:
-        """Return embeddings, blocks and heads of each rank, and of the stages before its first; shape [3, ranks]."""
+        """Return the numbers of embeddings, blocks and heads on each rank, and in the stages before its first one;
+        both have shape [3, ranks]."""
         size = int(self.ranks.max()) + 1
         layers = np.zeros((3, len(self.blocks)))
         layers[0, 0], layers[1], layers[2, -1] = 1.0, self.blocks, 1.0
