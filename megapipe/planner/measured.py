@@ -1,4 +1,4 @@
-"""Times from a machine's own measurements, where a hardware file has them."""
+"""Times of layers from the measurements in a machine's hardware file."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -26,26 +26,26 @@ WITHOUT_EFFECT = (
     "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling", "tie_embeddings", "init_std",
     "scale_residual_init", "expert_bias",
 )  # fmt: skip
-"""Fields of a model that change no layer's time."""
+"""Fields of a model that do not change the time of a layer."""
 OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
 """Fields that matter only for a model with experts."""
 RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
 ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "sequence_chunks": "tensor"}
-"""Parts of a shape that do not matter for a layer that one rank has alone."""
+"""Parts of a shape that have no effect if this dimension has only one rank."""
 LAYOUT = {"sequence_parallel", "sequence_chunks", "context_attention", "recomputed_parts", "recompute_logits"}
-"""Parts of a shape that layouts of one run may differ in."""
+"""Parts of a shape that may differ between layouts of one run."""
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
     """`LayerTimes` of a machine with measurements.
 
-    contended: times while all ranks of the run on a node compute at once, for estimates; else those of a rank by
-    itself, for simulations that know who computes when.
+    contended: if true, times while all ranks of the run on a node compute at once, for estimates; if false, times of
+    a single busy rank, for simulations that know when each rank computes.
 
-    Rows are found by the ranks that share a layer, and interpolated between micro-batch sizes. A number of ranks or a
-    recomputation that was not measured gets the roofline's times in proportion to rows of the same layer, and another
-    shape the roofline's alone; `source` says so.
+    Rows are selected by the number of ranks that share a layer, and interpolated between micro-batch sizes. If that
+    number of ranks or the recomputation was not measured, the roofline's times are scaled by rows of the same layer;
+    for another shape, they are used unscaled. `source` reports which case applies.
     """
 
     hardware: Hardware
@@ -53,11 +53,11 @@ class MeasuredTimes:
 
     @cached_property
     def measured(self) -> Measurements:
-        """Return the measurements, which the hardware must have."""
+        """Return the measurements. The hardware must have some."""
         return cast(Measurements, self.hardware.measured)
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
-        """Return the seconds of one micro-batch on one rank. Raises ConfigError as `RooflineTimes`."""
+        """Return the seconds of one micro-batch on one rank. Raises ConfigError like `RooflineTimes`."""
         why = self._why_not(config, layer)
         if why:
             return self._roofline(config, layer, why)
@@ -71,7 +71,7 @@ class MeasuredTimes:
 
         backward_input, backward_weight = seconds("backward_input"), seconds("backward_weight")
         if not splits_backwards(config):
-            # Halves that run apart repeat some work; here the whole backward counts.
+            # Separate halves repeat some work, so scale them to the time of a whole backward.
             share = seconds("backward") / (backward_input + backward_weight)
             backward_input, backward_weight = share * backward_input, share * backward_weight
         again = seconds("recompute") if recompute_method(config, layer.name) == "full" else 0.0
@@ -84,8 +84,8 @@ class MeasuredTimes:
         return LayerSeconds(seconds("forward"), backward_input, backward_weight, again, source, waits)
 
     def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
-        """Return the seconds of the optimizer's step on what a rank updates of a state unit: as measured by element,
-        or the roofline's if nothing like the layer was measured."""
+        """Return the seconds that a rank takes to update its part of a state unit: the measured time per element, or
+        the roofline's time if no similar layer was measured."""
         now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
         if self._why_not(config, layer) and self._like(config, layer) is None:
             found = RooflineTimes(self.hardware.groups[0].device).update(config, layer, unit)
@@ -95,19 +95,19 @@ class MeasuredTimes:
         return now * elements * self.measured.update_seconds
 
     def _busy(self, config: PretrainConfig) -> int:
-        """Return the ranks of the run on one node."""
+        """Return the number of the run's ranks on one node."""
         parallel = config.parallel
         ranks = (parallel.data or 1) * parallel.pipeline * parallel.context * parallel.tensor
         return min(ranks, self.hardware.groups[0].devices_per_node)
 
     def _why_not(self, config: PretrainConfig, layer: LayerSpec) -> str:
-        """Return why no row holds for a layer; empty if one does."""
+        """Return why no row applies to a layer; empty if one does."""
         parallel = config.parallel
         found, wanted = dict(self.measured.shape), shape_of(config)
         for name, dimension in ONLY_SHARED.items():
             if getattr(parallel, dimension) == 1:
                 wanted.pop(name)
-        if layer.kind != "head":  # the only layer that makes logits
+        if layer.kind != "head":  # the only layer that computes logits
             wanted.pop("recompute_logits")
         different = differences(found, wanted)
         if different:
@@ -120,7 +120,7 @@ class MeasuredTimes:
         return _of_layer(self.measured.layers, config, layer)
 
     def _waits(self, config: PretrainConfig, layer: LayerSpec, slower: float) -> PhaseSeconds | None:
-        """Return the waits inside a layer, if ranks share it and that was measured."""
+        """Return the waits between ranks of the same layer; None if they were not measured."""
         rows = _of_layer(self.measured.waits, config, layer)
         if not rows:
             return None
@@ -133,12 +133,12 @@ class MeasuredTimes:
         )
 
     def _roofline(self, config: PretrainConfig, layer: LayerSpec, why: str) -> LayerSeconds:
-        """Return the times of a layer for which no row holds.
+        """Return the times of a layer to which no row applies.
 
         If the same layer was measured on another number of ranks or with other recomputation, the roofline is scaled
-        by the ratio of that measurement to its own roofline, so that layouts that were measured can be compared with
-        others. Without such rows, the file's devices are shares of a busy machine, and a rank by itself is as much
-        faster.
+        by the ratio of that measurement to its roofline, so that measured layouts are comparable with others. Without
+        such rows, the roofline is scaled only by the slow-down of the busy ranks: the file's device figures are those
+        of a fully busy machine.
         """
         found = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
         now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
@@ -151,7 +151,7 @@ class MeasuredTimes:
         expected = RooflineTimes(self.hardware.groups[0].device).of(like, layer)
         forward = now * measured.forward / expected.forward
         backward = now * (measured.backward_input + measured.backward_weight)
-        # A backward was measured including the recomputation within it.
+        # The measured backward includes the recomputation within it.
         backward /= expected.backward_input + expected.backward_weight + expected.recompute
         parallel = replace(like.parallel, tensor=config.parallel.tensor, context=config.parallel.context)
         waits = self._waits(config, layer, now) if parallel == config.parallel else None
@@ -165,8 +165,8 @@ class MeasuredTimes:
         )
 
     def _like(self, config: PretrainConfig, layer: LayerSpec) -> PretrainConfig | None:
-        """Return the run with the layer as it was measured, on the most similar number of ranks; None if more than the
-        layout differs."""
+        """Return the run in the layout in which the layer was measured, with the most similar number of ranks; None if
+        more than the layout differs."""
         shape, parallel = self.measured.shape, config.parallel
         shared = {(row.tensor, row.context) for row in self.measured.layers if row.kind == layer.kind}
         if not shared or not shape.keys() >= LAYOUT:
@@ -208,9 +208,10 @@ def _of_layer(rows: Iterable[Row], config: PretrainConfig, layer: LayerSpec) -> 
 
 
 def between(points: list[tuple[int, float]], at: float) -> float:
-    """Return the value on the line through the two nearest points, which ascend; with one point in proportion to it.
+    """Return the value at `at` on the line through the two nearest points; with one point, in proportion to it.
 
-    Below the first point it is at least the proportional share, above the last one at least its value.
+    points: in ascending order. Below the first point, the value is at least in proportion to that point; above the
+    last one, it is at least the last value.
     """
     if len(points) == 1:
         return points[0][1] * at / points[0][0]
@@ -223,19 +224,19 @@ def between(points: list[tuple[int, float]], at: float) -> float:
 
 
 def is_measured(placement: Placement) -> bool:
-    """Return whether all ranks are on nodes of the kind whose layers were measured."""
+    """Return whether all ranks are on nodes of the kind that was measured."""
     hardware = placement.hardware
     return hardware.measured is not None and all(node.device is hardware.groups[0].device for node in placement.nodes)
 
 
 def shares_a_machine(placement: Placement) -> bool:
-    """Return whether all ranks are on one such node, so that it is known who computes when."""
+    """Return whether all ranks are on one measured node, so that a simulation knows when each of them computes."""
     return is_measured(placement) and len(placement.nodes) == 1
 
 
 def at_ease(hardware: Hardware) -> Hardware:
-    """Return the same machine with each measured collective as if its ranks had a machine each, because `contended`
-    multiplies it by the slowdown of the ranks that share one."""
+    """Return the machine with measured collectives scaled as if each rank had a machine of its own, because the
+    contended simulation multiplies them by the slow-down of ranks that share a machine."""
     measured = hardware.measured
     if measured is None:
         return hardware
@@ -252,9 +253,9 @@ def at_ease(hardware: Hardware) -> Hardware:
 
 
 def shape_of(config: PretrainConfig) -> dict[str, str]:
-    """Return all that the time of a layer depends on apart from its share of ranks and samples: name -> value.
+    """Return every setting that the time of a layer depends on, except numbers of ranks and samples: name -> value.
 
-    Times that were measured under one shape do not hold for another.
+    Times that were measured with one shape do not apply to another.
     """
     model = config.model
     found = {
@@ -284,7 +285,7 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
 
 
 def differences(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """Return a phrase such as `hidden_size 512 instead of 256` for each value that differs."""
+    """Return a phrase such as `hidden_size 512 instead of 256` for each value that differs from the measured one."""
     names = [name for name in wanted if measured.get(name) != wanted[name]]
     return [f"{name} {wanted[name]} instead of {measured.get(name, 'nothing')}" for name in names]
 
@@ -298,7 +299,7 @@ def simulate_measured(
     traffic_share: float,
     steps: int = 1,
 ) -> Simulation:
-    """Run `simulate_contended` with a machine's own figures; every action includes the engine's own time."""
+    """Run `simulate_contended` with a machine's measured figures. Every action includes the engine's overhead."""
     computing = {place: time for place, time in costs.times.items() if place.kind in COMPUTE_STREAM and time > 0}
     costs = costs.with_times({place: time + measured.action_seconds for place, time in computing.items()})
     return simulate_contended(
@@ -307,6 +308,6 @@ def simulate_measured(
 
 
 def traffic_share(link: IntraNodeLink, replicas: int) -> float:
-    """Return the part of a busy rank that a sum of gradients over that many replicas takes; 1 if not measured."""
+    """Return the fraction of a busy rank that a gradient sum over `replicas` replicas uses; 1 if not measured."""
     row = link.measured("all_reduce", replicas)
     return 1.0 if row is None else row.busy

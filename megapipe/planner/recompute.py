@@ -1,8 +1,8 @@
-"""How much to recompute: as little as a memory budget allows. `recompute.method auto` is resolved by it.
+"""Choice of the least recomputation within a memory budget, which resolves `recompute.method auto`.
 
-Candidates are nothing, parts of every block, and the first 1, 2, ... whole blocks of each stage. They are tried from
-the fastest to the slowest, until every rank, along its own schedule's actions, holds no more than the budget. So more
-memory never means more recomputation.
+Candidates are no recomputation, parts of every block, and the first 1, 2, ... whole blocks of each stage. They are
+tried from the fastest to the slowest, until no rank exceeds the budget after any action of its schedule. So more
+memory never results in a slower step.
 """
 
 import math
@@ -27,15 +27,15 @@ from megapipe.planner.measured import MeasuredTimes
 GIB = 2**30
 PARTS: tuple[list[RecomputedPart], ...] = (["norms"], ["mlp"], ["mlp", "norms"], ["attention", "mlp", "norms"])
 RESERVE = 0.1
-"""Fraction of a device's memory left to the framework, and to predictions that are a tenth too low."""
+"""Fraction of a device's memory that is reserved for the framework and for errors of the prediction."""
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The least recomputation within a budget.
+    """The fastest recomputation within a budget.
 
-    config: the run with its recompute group set, and parallel.data. peak_bytes: tensors on the fullest rank at its
-    fullest moment. step_seconds: as the cost model estimates it. plain_seconds, plain_bytes: the same without
+    config: the run with its recompute group and parallel.data filled in. peak_bytes: peak bytes of tensors on the
+    fullest rank. step_seconds: estimate of the cost model. plain_seconds, plain_bytes: the same two figures without
     recomputation. source: where the times of layers come from.
     """
 
@@ -49,7 +49,8 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Resolved:
-    """config: with another recompute group. remark: what was chosen and why; None if the method was not auto."""
+    """A run without auto. config: with the chosen recompute group. remark: the choice and its reason in words; None if
+    the method was not auto."""
 
     config: PretrainConfig
     remark: str | None = None
@@ -63,11 +64,10 @@ def resolved(
     device_bytes: float | None = None,
     amx: bool = False,
 ) -> Resolved:
-    """Return a run with a method in place of auto; without auto the run itself.
+    """Replace recompute.method auto by the method that it selects; return any other run unchanged.
 
-    hardware: for its times, and without `device_bytes` for the least memory of a device. amx: as in `faster_path`.
-
-    Raises ConfigError if nothing fits, or the run cannot be laid out on this number of ranks.
+    hardware: gives the times of layers and, without `device_bytes`, the memory of its smallest device. amx: as in
+    `faster_path`. Raises ConfigError if nothing fits, or the run cannot be laid out on this number of ranks.
     """
     if config.recompute.method != "auto":
         return Resolved(config)
@@ -80,7 +80,7 @@ def resolved(
 
 
 def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig, Hardware]:
-    """Return, for a search over layouts, the run with its method open, on devices with the memory of auto."""
+    """Return, for a search over layouts, the run without auto, and the hardware with the memory that auto may use."""
     groups = tuple(
         replace(group, device=replace(group.device, memory_bytes=allowed_bytes(config, group.device.memory_bytes)))
         for group in hardware.groups
@@ -92,7 +92,7 @@ def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig,
 
 
 def allowed_bytes(config: PretrainConfig, device_bytes: float) -> float:
-    """Return the bytes of a device that tensors may take."""
+    """Return the bytes of a device that tensors may use."""
     memory = config.recompute.memory
     return (1 - RESERVE) * device_bytes if memory is None else memory * GIB
 
@@ -144,12 +144,12 @@ def least_recomputation(
 ) -> Recomputation:
     """Return the fastest recomputation with which every rank stays within a budget.
 
-    config: of its recompute group, only `logits` is read. budget: bytes of a device that tensors may take, by default
-    all of the smallest one's; the caller subtracts what a framework takes. world_size: ranks, needed if parallel.data
-    is open. amx: as in `faster_path`.
+    config: the run; of its recompute group, only `logits` is read. budget: bytes of a device that tensors may use, by
+    default all bytes of the smallest device; the caller subtracts the memory of the framework. world_size: number of
+    ranks, required if parallel.data is null. amx: as in `faster_path`.
 
     Raises:
-        ConfigError: the run cannot be laid out, or not even whole recomputation fits.
+        ConfigError: the run cannot be laid out, or not even full recomputation fits.
     """
     config = _laid_out(config, world_size)
     devices = [node.device for node in hardware.nodes(MeshShape.of(config.parallel).world_size)]
@@ -161,7 +161,7 @@ def least_recomputation(
     device = hardware_device_type(hardware)
     plain, *_ = candidates = list(_candidates(config))
     times, source = _step_seconds(candidates, hardware, devices)
-    # Ties go to what recomputes least: candidates come in that order, and sorting keeps it.
+    # On a tie, the candidate that recomputes least wins: candidates are in that order, and sorting is stable.
     for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda found: found[0]):
         peak = peak_bytes(candidate, device, amx, budget)
         if peak <= budget:
@@ -177,15 +177,15 @@ def least_recomputation(
 
 
 def peak_bytes(config: PretrainConfig, device: str, amx: bool = False, budget: float = math.inf) -> int:
-    """Return the bytes of tensors on the fullest rank of a run at its fullest moment, by `predict_rank`.
+    """Return the peak bytes of tensors on the fullest rank of a run, by `predict_rank`.
 
-    If ranks exceed the budget, return those of the first one that does: each rank takes a while.
+    Stop at the first rank that exceeds the budget and return its bytes, because each rank takes time to predict.
 
     config: with parallel.data filled in. device: type of the ranks' devices. amx: as in `faster_path`.
     """
     shape, layout, most = MeshShape.of(config.parallel), StageLayout.of(config), 0
     schedule = lowered_schedule(config, layout)
-    # Ranks of one pipeline coordinate are alike, except for Muon's shards of whole matrices.
+    # Ranks with the same pipeline coordinate need the same bytes, except when Muon's whole matrices are sharded.
     apart = config.optimizer.name == "muon" and config.zero.stage > 0
     for rank in range(shape.world_size):
         if apart or all(shape.coordinates(rank)[name] == 0 for name in DIMENSIONS if name != "pipeline"):
@@ -198,9 +198,9 @@ def peak_bytes(config: PretrainConfig, device: str, amx: bool = False, budget: f
 def _step_seconds(
     candidates: Sequence[PretrainConfig], hardware: Hardware, devices: Iterable[Device]
 ) -> tuple[list[float], str]:
-    """Return the time of a step with each candidate, the first of which recomputes nothing, and the times' source.
+    """Return the step time of each candidate, and the source of these times. The first candidate recomputes nothing.
 
-    Layers are not measured with recomputed parts of a block: these take as much longer as by the roofline.
+    No measurements exist for blocks with recomputed parts, so their time is scaled in proportion to the roofline.
     """
     precision = candidates[0].training.precision
     slowest = min(devices, key=lambda device: device.peak(precision))
@@ -217,12 +217,12 @@ def _step_seconds(
 
 
 def _seconds(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> float:
-    """Return the time of a step without copies to host memory, which recomputation does not change."""
+    """Return the step time without copies to host memory, because recomputation does not change these."""
     return estimate(replace(config, offload=OffloadConfig()), hardware, times=times).step_seconds
 
 
 def _measured(config: PretrainConfig, hardware: Hardware) -> MeasuredTimes | None:
-    """Return measured times, if the machine has them for all layers of a run that recomputes nothing."""
+    """Return measured times, or None if the machine lacks them for a layer. config: a run that recomputes nothing."""
     if hardware.measured is None:
         return None
     times, layers = MeasuredTimes(hardware), layers_of(config)
@@ -241,7 +241,8 @@ def _laid_out(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
 
 
 def _candidates(config: PretrainConfig) -> Iterator[PretrainConfig]:
-    """Yield what the run's other fields allow, the least recomputation first: none at all is always allowed."""
+    """Yield the candidates that the run's other fields allow, the least recomputation first. The candidate without
+    recomputation is always allowed."""
     logits = config.recompute.logits and not splits_backwards(config)
     wanted = [RecomputeConfig(logits=logits)]
     wanted += [RecomputeConfig(method="selective", parts=list(parts), logits=logits) for parts in PARTS]

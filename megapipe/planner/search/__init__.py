@@ -1,1 +1,1 @@
-"""Which layout of a model fits a machine and is the fastest, cheapest or soonest done, and why others are not."""
+"""Search for the layout of a model that fits a machine and is fastest or cheapest, and reasons why others are not."""

@@ -1,8 +1,8 @@
-"""The best layouts of a space, with as few estimates as bounds allow: branch and bound.
+"""Branch and bound: find the best layouts of a space with few estimates.
 
-Branches of the space and their layouts are visited in the order of a lower bound, and a branch is divided only when
-its own bound comes first. A layout that its bounds rule out is never estimated, and one whose branch is ruled out is
-never even made. Because no estimate is below its bound, the answers are those of estimating everything.
+The search visits branches of the space and their layouts in the order of a lower bound, and divides a branch only when
+its bound is the lowest. It never estimates a layout that its bounds rule out, and never creates one whose branch is
+ruled out. No estimate is below its bound, so the results are the same as if every layout were estimated.
 """
 
 import math
@@ -34,7 +34,7 @@ from megapipe.schedules import ScheduleError
 
 
 class LayoutFilter(NamedTuple):
-    """Some of the layouts. layout: whether one is among them. branch: whether any of a branch may be."""
+    """A subset of layouts. layout: whether it has a layout. branch: whether it may have layouts of a branch."""
 
     layout: Callable[[Layout], bool] = lambda layout: True
     branch: Callable[[Branch], bool] = lambda branch: True
@@ -44,12 +44,12 @@ EVERY = LayoutFilter()
 
 
 class Evaluation:
-    """`planner.cost.model.estimate` of valid layouts of one run on one machine, in two steps: bytes, then everything.
-    What layouts have in common is computed once.
+    """Computes `planner.cost.model.estimate` of valid layouts of one run on one machine, in two steps: first the
+    bytes, then everything. Parts that layouts have in common are computed once; results equal those of `estimate`.
 
     Args:
-        base: all that layouts leave as it is.
-        hardware, times, assumptions: as of `estimate`, whose answers these are, number by number.
+        base: configuration of all fields that layouts do not set.
+        hardware, times, assumptions: as in `estimate`.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Evaluation:
         self._layer_costs: dict[tuple[object, ...], tuple[LayerCost, ...]] = {}
 
     def num_bytes(self, layout: Layout) -> int:
-        """Return the bytes of the fullest rank. Raises ConfigError as `estimate`."""
+        """Return the bytes of the fullest rank. Raises ConfigError like `estimate`."""
         if self._base.schedule.file:
             return self.estimate(layout).peak_bytes
         return max(memory.total for memory in self._memory(layout))
 
     def fits(self, layout: Layout) -> bool:
-        """Return whether every rank fits the smallest device at its pipeline coordinate. Raises as `estimate`."""
+        """Return whether every rank fits the smallest device at its pipeline coordinate. Raises like `estimate`."""
         if self._base.schedule.file:
             return self.estimate(layout).fits
         limits = self._run(layout).placement.memory_limits
@@ -79,8 +79,8 @@ class Evaluation:
 
     @cached_method
     def estimate(self, layout: Layout) -> Estimate:
-        """Return the cost. Raises ConfigError if a schedule file is for another division of the model, which only
-        shows here."""
+        """Return the estimate. Raises ConfigError if a schedule file is for another division of the model, which no
+        earlier check detects."""
         if not self._base.schedule.file:
             run = self._run(layout)
             return estimate_run(run, self._layers(layout, run), self._memory(layout), self._assumptions)
@@ -113,7 +113,7 @@ class Evaluation:
         return rank_memories(run, self._layer_sizes[of_micro], self._state_sizes[of_state])
 
     def _layers(self, layout: Layout, run: RunLayout) -> tuple[LayerCost, ...]:
-        """Return the costs of layers, which a schedule changes only by splitting backwards."""
+        """Return the costs of layers. They depend on the schedule only through whether it splits backwards."""
         key = layout.shape[:5], layout[1:], splits_backwards(run.config)
         if key not in self._layer_costs:
             self._layer_costs[key] = layer_costs(run, self._times, self._assumptions)
@@ -122,8 +122,8 @@ class Evaluation:
 
 @dataclass(eq=False)
 class _Node:
-    """A branch with its bounds. place: in the order of the space. parts: the branches, or the layouts, that it
-    consists of, once it has been divided."""
+    """A branch with its bounds. place: position in the order of the space. parts: branches or layouts of the branch;
+    None until it is divided."""
 
     branch: Branch
     schedules: tuple[str, ...]
@@ -136,7 +136,7 @@ class _Node:
 @dataclass(eq=False)
 class _Leaf:
     """All layouts of a branch with a micro-batch size: the shapes with their choices, and the bounds of each layout.
-    by_seconds, by_bytes: layouts in the order of a bound; the former only those that may fit."""
+    by_seconds, by_bytes: numbers of layouts in the order of a bound; `by_seconds` has only layouts that may fit."""
 
     shapes: list[tuple[Shape, tuple[Choice, ...]]]
     seconds: list[float]
@@ -150,22 +150,22 @@ class _Leaf:
         self.starts = np.cumsum([0, *(len(choices) for _, choices in self.shapes)]).tolist()
 
     def layout(self, at: int) -> Layout:
-        """Return a layout by its number."""
+        """Return the layout with a number."""
         index = bisect_right(self.starts, at) - 1
         shape, choices = self.shapes[index]
         return Layout(shape, *choices[at - self.starts[index]])
 
 
 class Explorer:
-    """Layouts of one space and what is known about them.
+    """Finds the best layouts of one space, and remembers their costs.
 
     Args:
-        layouts: valid ones of a run.
+        layouts: valid layouts of a run.
         bounds: lower bounds of their costs.
-        costs: of each layout.
+        costs: costs of each layout.
         memory_limit: bytes of the largest device.
 
-    count: number of layouts. examined: layouts of which at least the bytes were computed exactly.
+    count: number of layouts. examined: number of layouts whose bytes, at least, were computed.
     """
 
     def __init__(self, layouts: Layouts, bounds: LayoutBounds, costs: Evaluation, memory_limit: float) -> None:
@@ -179,17 +179,17 @@ class Explorer:
 
     @property
     def examined(self) -> int:
-        """Return the number of layouts that were estimated, at least their bytes."""
+        """Return the number of layouts for which at least the bytes were computed."""
         return len(self._known)
 
     @property
     def meshes(self) -> list[Branch]:
-        """Return all divisions of the ranks that have a layout."""
+        """Return all divisions of the ranks that have at least one layout."""
         return [node.branch for node in self._roots if node.branch.micro_size is None]
 
     def add_other_schedules(self, most: int) -> None:
-        """Add the layouts with the space's other schedules to up to `most` divisions of several pipeline ranks and a
-        batch: those with the lowest time bounds."""
+        """Add layouts with the space's other schedules for up to `most` branches with several pipeline ranks and a
+        micro-batch size: the branches with the lowest time bounds."""
         found: dict[Branch, None] = {}
         for _, _, layout in self._in_order("seconds", EVERY):
             if layout.shape.pipeline > 1:
@@ -214,7 +214,7 @@ class Explorer:
         return _Node(branch, schedules, place, *self._bounds.of_branch(branch, shapes, choices))
 
     def _parts(self, node: _Node) -> "list[_Node] | _Leaf":
-        """Divide a branch: into those with a micro-batch size each, or into layouts. Bounds never decrease."""
+        """Divide a branch, into one branch per micro-batch size or into layouts. A part's bounds are never lower."""
         if node.parts is None and node.branch.micro_size is None:
             branches = [
                 each for each in self._layouts.narrowed(node.branch) if self._layouts.count(each, node.schedules)
@@ -240,8 +240,8 @@ class Explorer:
     def _in_order(
         self, key: Literal["seconds", "num_bytes"], kind: LayoutFilter
     ) -> Iterator[tuple[float, float, Layout]]:
-        """Yield seconds and bytes at least, and the layout, for those of a kind: the one with the lowest `key` first,
-        and by seconds only those that may fit."""
+        """Yield the lower bounds of seconds and bytes, and the layout, for all layouts of a kind, by ascending `key`.
+        In the order of seconds, skip layouts that cannot fit."""
         heap: list[tuple[float, tuple[int, ...], _Node, int]] = []
 
         def put(node: _Node) -> None:
@@ -269,7 +269,7 @@ class Explorer:
                     yield parts.seconds[order[at]], parts.num_bytes[order[at]], layout
 
     def pruned(self) -> dict[str, int]:
-        """Return why layouts were never estimated: rule -> number of layouts, of whole branches too."""
+        """Return why layouts were never estimated: rule -> number of layouts, including those of whole branches."""
         waiting, too_large = list(self._roots), -self._known_too_large
         while waiting:
             node = waiting.pop()
@@ -283,7 +283,7 @@ class Explorer:
         return {rule: count for rule, count in found.items() if count}
 
     def _num_bytes(self, layout: Layout, too_large: bool = False) -> int:
-        """Return the bytes of a layout's fullest rank. too_large: its bound was above the limit."""
+        """Return the bytes of a layout's fullest rank. too_large: whether its bound exceeds the memory limit."""
         if layout not in self._known:
             self._known[layout] = self._costs.num_bytes(layout)
             self._known_too_large += too_large
@@ -293,7 +293,7 @@ class Explorer:
         return self._num_bytes(layout) <= self._limit and self._costs.fits(layout)
 
     def fastest(self, keep: int = 1, kind: LayoutFilter = EVERY) -> list[Estimate]:
-        """Return up to `keep` layouts of a kind that fit, the fastest first; of equal ones that with less memory."""
+        """Return up to `keep` layouts of a kind that fit, the fastest first; on a tie, the one with less memory."""
         found: list[Estimate] = []
         for seconds, _, layout in self._in_order("seconds", kind):
             slowest = found[-1].step_seconds if len(found) == keep else math.inf
@@ -304,7 +304,7 @@ class Explorer:
         return found
 
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
-        """Return the layout of a kind whose fullest rank holds the least; None if there is no layout."""
+        """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
         best: Estimate | None = None
         for _, at_least, layout in self._in_order("num_bytes", kind):
             most = math.inf if best is None else best.peak_bytes
@@ -318,16 +318,16 @@ class Explorer:
         return best
 
     def front(self, slowest: float, tolerance: float) -> list[Estimate]:
-        """Return layouts that no other one of them betters in both speed and memory, the fastest first.
+        """Return the Pareto front of step time and memory, the fastest layout first.
 
-        Each layout that fits and takes at most `slowest` seconds a step has one here that needs at most the share
-        `tolerance` more of either.
+        For each layout that fits and takes at most `slowest` seconds a step, the front has a layout that exceeds
+        neither its time nor its memory by more than the fraction `tolerance`.
         """
         found: list[Estimate] = []
 
         def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
-            """Return whether one of these takes at most `more` times as much as one of at least so much: of those that
-            are as fast, the slowest one holds the least."""
+            """Return whether a layout of the front needs at most `more` times these seconds and bytes. Among the
+            layouts that are fast enough, the slowest one needs the least memory."""
             as_fast = bisect_right(found, seconds * more, key=attrgetter("step_seconds"))
             return as_fast > 0 and found[as_fast - 1].peak_bytes <= num_bytes * more
 
@@ -348,13 +348,12 @@ class Explorer:
 
 
 def order(estimate: Estimate) -> tuple[float, int]:
-    """Return the sort key of estimates, the best first."""
+    """Return the sort key that puts the best estimate first."""
     return estimate.step_seconds, estimate.peak_bytes
 
 
 def pareto(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Return those that no other one betters or equals in both seconds and bytes, the fastest first; of equal ones one
-    only."""
+    """Return the Pareto front of estimates by seconds and bytes, the fastest first. Equal estimates appear once."""
     found: list[Estimate] = []
     for each in sorted(estimates, key=order):
         if not found or each.peak_bytes < found[-1].peak_bytes:

@@ -1,7 +1,7 @@
-"""The space of a search: which values it tries, and every layout of them that can run.
+"""The space of a search: the values that it tries, and every layout of them that can run.
 
-A layout is valid if `PretrainConfig.problems` and `layout.validation.run_problems` report nothing. Asking both for
-every layout would take longer than everything else, so each rule is asked once for the few fields that it reads.
+A layout is valid if `PretrainConfig.problems` and `layout.validation.run_problems` report nothing. Calling both for
+every layout would take most of the search's time, so each rule is checked once per value of the few fields it reads.
 """
 
 import math
@@ -28,16 +28,16 @@ Choice = tuple[int, ZeroStage, Recompute]
 Value = TypeVar("Value")
 
 Objective = Literal["speed", "cost", "time", "size"]
-"""speed: most tokens per second on all devices. cost: least money a token, on as many devices or fewer. time: soonest
-through a budget of tokens, on as many devices or fewer. size: the largest model of a family that fits, then speed."""
+"""speed: most tokens per second on all devices. cost: lowest price per token, on all devices or fewer. time: shortest
+training time for a number of tokens, on all devices or fewer. size: largest fitting model of a family, then speed."""
 MIN_CONTEXT_TOKENS = 2048
-"""Minimum number of tokens of a sample on each context rank, by default."""
+"""Default minimum number of tokens of a sample on each context rank."""
 PROMISING = 24
-"""Number of divisions of ranks, the best by their bounds, that are also tried with other schedules."""
+"""Number of divisions of ranks with the lowest bounds that are also tried with other schedules."""
 
 
 class Branch(NamedTuple):
-    """All layouts that divide the ranks in one way. micro_size: None for all sizes of a micro-batch."""
+    """All layouts that divide the ranks in one way. micro_size: micro-batch size; None for all sizes."""
 
     data: int
     tensor: int
@@ -47,9 +47,9 @@ class Branch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How ranks and a batch are divided, and by which schedule.
+    """The division of ranks and batch, and the schedule.
 
-    chunks: stages per rank; None for schedules with one, and for the default of a schedule whose chunks are pinned.
+    chunks: stages per rank; None for schedules with one, or if schedule.chunks is pinned to null, the default.
     """
 
     data: int
@@ -62,9 +62,9 @@ class Shape(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A shape, with its sharding and recomputation.
+    """A shape with sequence parallelism, sharding and recomputation.
 
-    sequence: 0 for no sequence parallelism, else parallel.sequence_chunks, 1 for no overlap.
+    sequence: 0 for no sequence parallelism, else parallel.sequence_chunks, where 1 means no overlap.
     """
 
     shape: Shape
@@ -78,8 +78,8 @@ class Layout(NamedTuple):
 
 
 class Configurations:
-    """A run's configuration in many layouts. Layouts that agree on a group of fields share that group, so no caller
-    may change it in place."""
+    """A run's configuration in many layouts. Layouts with equal values for a group of fields share one group object,
+    so callers must not change it in place."""
 
     def __init__(self, base: PretrainConfig) -> None:
         self._base = base
@@ -112,14 +112,14 @@ class SearchSpace:
     """The values that a search tries where a field is not pinned.
 
     A search sets parallel.data, tensor, pipeline, context, sequence and sequence_chunks, batch.micro_size,
-    schedule.name and chunks, zero.stage and recompute.method; it leaves all other fields as they are. Sizes of tensor,
-    pipeline, context and data parallelism are all divisors of the devices, micro-batch sizes all divisors of a
-    replica's batch, and numbers of chunks all up to `all_chunks_up_to`, or above it those that divide the blocks
-    evenly. The fields below limit these.
+    schedule.name and chunks, zero.stage and recompute.method; it leaves all other fields unchanged. It tries all
+    divisors of the number of devices as sizes of tensor, pipeline, context and data parallelism, all divisors of a
+    replica's batch as micro-batch sizes, and all numbers of chunks up to `all_chunks_up_to`, above it only those that
+    divide the blocks evenly. The fields below limit these values.
 
-    schedules: names of pipeline schedules, tried with every division of ranks. other_schedules: names tried only with
-    the `PROMISING` best divisions. By default generators say which these are; those that train with older weights must
-    be named.
+    schedules: names of pipeline schedules to try with every division of ranks. other_schedules: names to try only with
+    the `PROMISING` best divisions. The defaults come from the schedule generators; schedules that train with older
+    weights must be named explicitly.
     sequence: 0 for no sequence parallelism, 1 for sequence parallelism, n above 1 for sequence parallelism with
     parallel.sequence_chunks n, whose traffic overlaps with products. max_context: by default, each context rank has
     at least `MIN_CONTEXT_TOKENS` tokens.
@@ -138,7 +138,7 @@ class SearchSpace:
     all_chunks_up_to: PositiveInt = 8
 
     def not_searched(self, base: PretrainConfig, pinned: frozenset[str]) -> list[str]:
-        """Return phrases for what a search of this space leaves out; `base` and `pinned` as in `Layouts`."""
+        """Return a phrase for each group of layouts outside this space. See `Layouts` for `base` and `pinned`."""
         found = []
         if not {"schedule.name", "schedule.chunks"} & pinned and not base.schedule.file:
             if self.other_schedules:
@@ -163,7 +163,7 @@ class SearchSpace:
         return found
 
     def problems(self) -> list[str]:
-        """Return a message for every bound below 1, every empty list and every unknown name."""
+        """Return a message for every limit below 1, every empty list and every unknown name."""
         found = bound_problems(self)
         for name in ("schedules", "zero_stages", "recompute", "sequence"):
             if not getattr(self, name):
@@ -174,17 +174,17 @@ class SearchSpace:
 
 
 class Layouts:
-    """The valid layouts of a run on a number of devices, each once.
+    """The valid layouts of a run on a number of devices, each exactly once.
 
     Args:
-        base: all that a layout does not set; its own values count for fields that are pinned.
-        devices: ranks.
-        pinned: paths of fields that stay as `base` has them, such as `parallel.tensor`. Fields that no layout sets
-            stay in any case; parallel.data null is open even if it is pinned.
+        base: configuration with the values of pinned fields, and of fields that no layout sets.
+        devices: number of ranks.
+        pinned: paths of fields that keep the value in `base`, such as `parallel.tensor`. If parallel.data is null, the
+            search sets it even if it is pinned.
         space: values to try.
 
     Raises:
-        ConfigError: a pinned path that no configuration has, sizes below 1, an unknown schedule.
+        ConfigError: a pinned path is not a field, a size is below 1, or a schedule is unknown.
     """
 
     def __init__(self, base: PretrainConfig, devices: int, pinned: frozenset[str], space: SearchSpace) -> None:
@@ -198,7 +198,7 @@ class Layouts:
         self.other_schedules = tuple(
             name for name in space.other_schedules if name not in space.schedules and not schedule_pinned
         )
-        # check_request has refused auto.
+        # _check_request has rejected auto.
         self._methods = tuple(
             self._values("recompute.method", cast(Recompute, base.recompute.method), space.recompute)
         )
@@ -240,21 +240,21 @@ class Layouts:
         return [mesh._replace(micro_size=size) for size in sizes]
 
     def shapes(self, branch: Branch, schedules: tuple[str, ...]) -> Iterator[tuple[Shape, tuple[Choice, ...]]]:
-        """Yield the shapes of a branch with a micro-batch size, each with its valid choices of the other fields."""
+        """Yield the shapes of a branch with a micro-batch size, each with the valid choices of the other fields."""
         for schedule, chunks, methods in self._scheduled(branch.pipeline, self._of_micro(branch), schedules):
             choices = self.choices(branch, methods)
             if choices:
                 yield Shape(*branch, schedule, chunks), choices  # type: ignore[arg-type]
 
     def count(self, branch: Branch, schedules: tuple[str, ...]) -> int:
-        """Return the number of layouts of a branch, without making any."""
+        """Return the number of layouts of a branch without creating any."""
         if branch.micro_size is None:
             return sum(self.count(each, schedules) for each in self.narrowed(branch))
         found = self._scheduled(branch.pipeline, self._of_micro(branch), schedules)
         return sum(len(self.choices(branch, methods)) for _, _, methods in found)
 
     def choices(self, branch: Branch, methods: tuple[Recompute, ...] | None = None) -> tuple[Choice, ...]:
-        """Return the valid choices of a branch with these methods of recomputation, by default with any method."""
+        """Return the valid choices of a branch. methods: methods of recomputation to allow, by default all."""
         methods = self._methods if methods is None else methods
         return self._choices(branch.tensor, branch.context, branch.data * branch.context, methods)
 
@@ -276,7 +276,7 @@ class Layouts:
             found = tuple(each for each in found if (each > 0) == parallel.sequence)
         if "parallel.sequence_chunks" in pinned:
             on = (parallel.sequence_chunks,) if any(found) else ()
-            # A configuration rule refuses chunks without sequence parallelism.
+            # A configuration rule forbids several chunks without sequence parallelism.
             return on if parallel.sequence_chunks > 1 else (*(each for each in found if each == 0), *on)
         return found
 
@@ -291,14 +291,14 @@ class Layouts:
 
     @staticmethod
     def _of_micro(branch: Branch) -> int:
-        """Return the samples of a micro-batch on all replicas, the only thing that schedules read of these sizes."""
+        """Return the samples of a micro-batch over all replicas; schedules depend on no other of these sizes."""
         return cast(int, branch.micro_size) * branch.data
 
     @cached_method
     def _scheduled(
         self, pipeline: int, samples: int, names: tuple[str, ...]
     ) -> list[tuple[str, int | None, tuple[Recompute, ...]]]:
-        """Return schedules and chunks that can run, with the methods of recomputation that can run with them.
+        """Return schedules and numbers of chunks that can run, each with the methods of recomputation that it allows.
 
         Only a schedule file limits the methods.
         """
@@ -325,8 +325,8 @@ class Layouts:
         return found
 
     def _chunked(self, pipeline: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
-        """Yield names with numbers of chunks. On one rank a looped schedule takes as long as the plain one and holds
-        as much, so it is left out if the plain one is tried."""
+        """Yield names with numbers of chunks. On one rank, a looped schedule takes the same time and memory as the
+        plain one, so it is skipped if the plain one is tried."""
         most = min(self._stages // pipeline, self.space.max_chunks or self._stages)
         blocks, every = self.base.model.num_layers, self.space.all_chunks_up_to
         for name in names:
@@ -346,8 +346,8 @@ class Layouts:
         return not parallel.sequence_problems(self.base.data.sequence_length)
 
     def _state_problems(self, zero: ZeroStage, recompute: Recompute) -> list[str]:
-        """Return the broken rules of single fields, on a mesh that breaks none and with a corpus, which need not be
-        named yet."""
+        """Return the rules of fields that this sharding and recomputation break on any mesh. A corpus is filled in,
+        because it need not be named yet."""
         base = self.base
         prefix = base.data.prefix or ("" if base.data.blend else "corpus")
         config = replace(
@@ -361,7 +361,7 @@ class Layouts:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
+    """Return all divisors in ascending order."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return small + [number // each for each in reversed(small) if each * each < number]
 
