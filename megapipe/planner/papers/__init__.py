@@ -1,1 +1,1 @@
-"""Planners as their papers describe them, with this project's costs of layers: PipeDream, PipeDream-2BW, Galvatron."""
+"""Planners from papers (PipeDream, PipeDream-2BW, Galvatron), applied to this project's costs of layers."""

@@ -3,8 +3,8 @@
 `flat` has all workers on equal links: Harlap et al. (2018), "PipeDream: Fast and Efficient Pipeline Parallel DNN
 Training", arXiv 1806.03377, partitioning algorithm. `hierarchical` has links that slow down from level to level:
 Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, partitioning
-algorithm. Both minimise the time of the slowest stage per mini-batch; both use every worker, as the papers do. The
-formulas are taken from accounts of the papers (the second's as recalled), not read again in them.
+algorithm. Both minimise the time of the slowest stage per mini-batch, and both use every worker, as in the papers. The
+formulas come from secondary descriptions of the papers (the second one's from memory) and were not checked in them.
 """
 
 import math
@@ -16,7 +16,7 @@ from itertools import accumulate, product
 
 @dataclass(frozen=True)
 class Layer:
-    """Profile of one layer and mini-batch: seconds of forward and backward, bytes of its output and of its weights."""
+    """Profile of one layer for one mini-batch: seconds of forward and backward, bytes of output and of weights."""
 
     seconds: float
     activation_bytes: float
@@ -25,9 +25,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of the machine, from the innermost: how many of the level below one of it has, over which link.
+    """A level of the machine, such as the devices of a server, or the servers of a cluster.
 
-    width: m_k. bytes_per_second: B_k, between those.
+    width: m_k, number of components of the level below. bytes_per_second: B_k, bandwidth between these components.
     """
 
     width: int
@@ -36,9 +36,9 @@ class Level:
 
 @dataclass(frozen=True)
 class PartitionStage:
-    """Layers first to last - 1, replicated over `workers` of a level.
+    """Layers first to last - 1, replicated over `workers` components of a level.
 
-    inner: how each of these runs the stage over the level below; empty at the innermost, where they are devices.
+    inner: stages into which each component divides these layers on the level below; empty for devices.
     """
 
     first: int
@@ -49,19 +49,20 @@ class PartitionStage:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages in order, and the seconds per mini-batch of the slowest stage or transfer between two."""
+    """Stages in order, and the seconds per mini-batch of the slowest stage or transfer between stages."""
 
     seconds: float
     stages: tuple[PartitionStage, ...]
 
     @property
     def in_flight(self) -> int:
-        """Return NOAM, the mini-batches that fill the pipeline: workers by replicas of the first stage, rounded up."""
+        """Return NOAM, the number of mini-batches that fill the pipeline: all workers divided by the replicas of the
+        first stage, rounded up."""
         return -(-sum(stage.workers for stage in self.stages) // self.stages[0].workers)
 
 
 def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Partition:
-    """Return the best partition over `workers` on equal links: arXiv 1806.03377, partitioning algorithm.
+    """Return the best partition over `workers` workers with equal links (arXiv 1806.03377, partitioning algorithm).
 
     T(i..j, m) = max(sum of seconds, sum of W_l) / m, where `W_l = 4 (m - 1) |w_l| / (m x bandwidth)`; a transfer takes
     twice the activation over the bandwidth.
@@ -70,16 +71,16 @@ def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Part
 
 
 def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
-    """Return the best partition over levels of links, SOSP'19, partitioning algorithm; `levels` from the innermost.
+    """Return the best partition over levels of links (SOSP'19, partitioning algorithm). levels: the innermost first.
 
-    `T^k(i..j, m) = max(A^(k-1)(i..j, m_(k-1)), 2 (m - 1) sum of |w_l| / B_k) / m`, and A^0 the sum of seconds; a
+    `T^k(i..j, m) = max(A^(k-1)(i..j, m_(k-1)), 2 (m - 1) sum of |w_l| / B_k) / m`, and A^0 is the sum of seconds; a
     transfer of level k takes twice the activation over B_k.
     """
     return _best(layers, levels, lambda count: 2 * (count - 1))
 
 
 def _best(layers: Sequence[Layer], levels: Sequence[Level], passes: Callable[[int], float]) -> Partition:
-    """Return the best partition. passes: by replicas, how often weights cross a link in a sum of their gradients."""
+    """Return the best partition. passes: number of replicas -> how often weights cross a link in a gradient sum."""
     seconds, weights = (
         list(accumulate((getattr(layer, name) for layer in layers), initial=0.0))
         for name in ("seconds", "weight_bytes")
@@ -101,7 +102,7 @@ def _level(
     weights: Sequence[float],
     passes: Callable[[int], float],
 ) -> Callable[[int, int], Partition]:
-    """Return A^k with all of the level's width, of any consecutive layers. weights: bytes of all layers before one."""
+    """Return A^k on the full width of a level, as a function of (first, last) layers. weights: cumulative bytes."""
 
     @cache
     def stage(first: int, last: int, count: int) -> Partition:
@@ -112,7 +113,7 @@ def _level(
 
     @cache
     def best_from(first: int) -> dict[tuple[int, int], Partition]:
-        """Return A(first..last, m) by last and m: a last stage on m' workers after the best partition of the rest."""
+        """Return A(first..last, m) by (last, m): the best partition of the first layers, then a last stage."""
         best: dict[tuple[int, int], Partition] = {}
         for last, count in product(range(first + 1, len(layers) + 1), range(1, level.width + 1)):
             found = stage(first, last, count)

@@ -1,9 +1,9 @@
 """The planner of PipeDream-2BW: width, depth, micro-batch size and recomputation of a model of equal blocks.
 
 Narayanan et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503, section 4, appendix A and
-algorithm 1. Width is the number of replicas, depth the number of stages. Algorithm 1 and the throughput that it
-maximizes are the paper's. For a model of this project, times are those of its layers, and memory is that of a walk
-through the schedule, not the closed form of appendix A.
+algorithm 1. Width is the number of replicas, depth the number of stages. Algorithm 1 and its objective, the
+throughput, are the paper's. For a model of this project, times come from its layers, and memory comes from a walk
+through the schedule instead of the closed form of appendix A.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,17 +28,17 @@ from megapipe.spec.dtypes import FULL_BYTES
 
 PAPER = "arXiv 2006.09503"
 Execution = Literal["no_pipelining", "pipelined", "recomputed"]
-"""The planner's r: one micro-batch in the pipeline at a time, a full pipeline, or that with recomputation."""
+"""The planner's r: one micro-batch in the pipeline at a time, a full pipeline, or a full one with recomputation."""
 
 
 @dataclass(frozen=True)
 class BlockModel:
-    """A model of equal blocks; a micro-batch has b sequences.
+    """A model of equal blocks. b is the number of sequences of a micro-batch.
 
-    num_blocks: equal blocks, the same number in every stage. block_seconds: (b, recomputed) -> seconds of one block's
-    forward and backward, and of its recomputed forward. boundary_bytes: b -> bytes of a stage's input. memory_bytes:
-    (depth, b, execution) -> bytes of the fullest stage. gradient_bytes: of the whole model, which replicas reduce once
-    per batch.
+    num_blocks: number of blocks; every stage has the same number. block_seconds: (b, recomputed) -> seconds of one
+    block's forward and backward, and of its recomputed forward. boundary_bytes: b -> bytes of a stage's input.
+    memory_bytes: (depth, b, execution) -> bytes of the fullest stage. gradient_bytes: gradients of the whole model,
+    which replicas reduce once per batch.
     """
 
     num_blocks: int
@@ -50,9 +50,9 @@ class BlockModel:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal devices in equal servers: bytes of memory of one, and bytes per second of a device's links.
+    """Equal devices in equal servers: memory of a device in bytes, and bandwidth of its links in bytes per second.
 
-    fast: inside a server, B_high. slow: between servers, B_low.
+    fast: B_high, inside a server. slow: B_low, between servers.
     """
 
     devices: int
@@ -62,7 +62,7 @@ class Machine:
     slow: float
 
     def width_bandwidth(self, width: int) -> float:
-        """Return the bandwidth among replicas of a stage: B_high if there are fewer than a server's devices."""
+        """Return the bandwidth between replicas of a stage: B_high if there are fewer than a server's devices."""
         return self.fast if width < self.devices_per_server else self.slow
 
     def depth_bandwidth(self, depth: int) -> float:
@@ -71,8 +71,8 @@ class Machine:
 
     @classmethod
     def of(cls, hardware: Hardware, devices: int) -> "Machine":
-        """Return the lowest figures of unequal devices, while all of a node send to other nodes; ConfigError with more
-        devices than there are."""
+        """Return the lowest figures of the hardware's devices, while all devices of a node send to other nodes. Raises
+        ConfigError if there are fewer devices than `devices`."""
         nodes = hardware.nodes(devices)
         return cls(
             devices,
@@ -85,7 +85,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Configuration:
-    """An answer of the planner: w, d, b, r, memory in bytes of a device, and sequences per second."""
+    """A configuration of the planner: w, d, b, r, B, memory of a device in bytes, and sequences per second."""
 
     width: int
     depth: int
@@ -97,23 +97,23 @@ class Configuration:
 
     @property
     def microbatches(self) -> int:
-        """Return m(b) = B / (w b), micro-batches of a replica in one batch."""
+        """Return m(b) = B / (w b), the number of micro-batches of a replica in one batch."""
         return self.batch_size // (self.width * self.micro_size)
 
     @property
     def accumulation(self) -> int:
-        """Return g = B / (w d b): m = d g, so that 2BW has m >= d."""
+        """Return g = B / (w d b). A replica's batch has m = d g micro-batches, so 2BW's condition m >= d holds."""
         return self.microbatches // self.depth
 
 
 def sequences_per_second(
     model: BlockModel, machine: Machine, batch_size: int, width: int, depth: int, micro_size: int, execution: Execution
 ) -> float:
-    """Return THROUGHPUT of algorithm 1, of all replicas together: the paper's objective, by appendix A.
+    """Return THROUGHPUT of algorithm 1, the paper's objective, by appendix A, for all replicas together.
 
-    A stage takes max(compute + sends, all-reduce / m(b)); a full pipeline is as fast as its slowest stage, one without
-    pipelining takes the sum of all stages. Sends are `2 |A_in + A_out|` bytes. The paper's b / t is of one pipeline:
-    different widths are compared by the sum over replicas.
+    A stage takes max(compute + sends, all-reduce / m(b)). A full pipeline is as fast as its slowest stage; without
+    pipelining, a micro-batch takes the sum of all stages. Sends are `2 |A_in + A_out|` bytes. The paper's b / t is the
+    throughput of one pipeline; to compare different widths, this function returns the sum over replicas.
     """
     compute = model.num_blocks // depth * model.block_seconds(micro_size, execution == "recomputed")
     sends = 2 * 2 * model.boundary_bytes(micro_size) / machine.depth_bandwidth(depth) if depth > 1 else 0.0
@@ -123,11 +123,11 @@ def sequences_per_second(
 
 
 def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iterator[Configuration]:
-    """Yield the configurations that algorithm 1 compares: of every width, depth and execution the one with the largest
-    micro-batch that fits.
+    """Yield the configurations that algorithm 1 compares: for every width, depth and execution, the one with the
+    largest micro-batch that fits.
 
-    Widths and depths have w d <= devices, the depth divides the blocks, and b divides the batch into w d b g, or
-    without pipelining into w b g.
+    They satisfy w d <= devices, the depth divides the number of blocks, and the batch is w d b g, or w b g without
+    pipelining, with whole numbers b and g.
     """
     numbers = range(1, machine.devices + 1)
     for width, depth, execution in product(numbers, numbers, get_args(Execution)):
@@ -145,7 +145,7 @@ def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iter
 def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     """Return the fastest configuration for a global batch of `batch_size` sequences (algorithm 1).
 
-    Equal to trying all micro-batch sizes if a block's time per sequence does not increase with the size.
+    The result is the same as for all micro-batch sizes if a block's time per sequence does not increase with the size.
 
     Raises:
         ValueError: nothing fits into memory.
@@ -165,14 +165,14 @@ def two_buffered_plan(
 ) -> dict[str, Any]:
     """Return the answer of algorithm 1 for batches of batch.global_size, ready for JSON.
 
-    The paper's blocks are equal: the time of embedding and head is spread over them. `memory_bytes` is that of the
-    fullest stage. `settings` are the fields that run the plan; `by_cost_model` is the estimate of this project's own
-    cost model. The two differ: the paper's model ignores the update that the next forwards wait for.
+    The paper's blocks are equal, so the time of embedding and head is spread over them. `memory_bytes` is that of the
+    fullest stage. `settings` are the configuration fields that run the plan. `by_cost_model` is the estimate of
+    this project's cost model; it differs, because the paper's model ignores the update before the next forwards.
 
-    times: of layers; by default the roofline of the first group's device.
+    times: times of layers; by default the roofline of the first group's device.
 
     Raises:
-        ConfigError: nothing fits, or a precision without a peak.
+        ConfigError: nothing fits, or the device has no peak for the precision.
     """
     times = RooflineTimes(hardware.groups[0].device) if times is None else times
     try:
@@ -196,7 +196,7 @@ def two_buffered_plan(
 
 
 def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> BlockModel:
-    """Return times of the layers, and memory by a walk: of depth micro-batches in flight, or of one at a time."""
+    """Return the model with times of its layers, and with memory by a walk through the schedule."""
     blocks = config.model.num_layers
 
     @cache
@@ -226,7 +226,7 @@ def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) 
 def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
     """Return the same model on one device, without the sharding and recomputation that a planner chooses.
 
-    Of `parallel.layers` remains which layers multiply in fp8. Raises ConfigError where no time can be predicted.
+    `parallel.layers` keeps only the fp8 setting of layers. Raises ConfigError if training.precision is auto.
     """
     if config.training.precision == "auto":
         raise ConfigError(
@@ -258,7 +258,7 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
 
 
 def _configured(config: PretrainConfig, found: Configuration) -> PretrainConfig:
-    """Return the run with `_settings`, and nothing else that would change its layout."""
+    """Return the run with `_settings`, without any other field that changes its layout."""
     settings = _settings(found)
     whole = single_device(config, found.micro_size)
     return replace(
@@ -271,10 +271,10 @@ def _configured(config: PretrainConfig, found: Configuration) -> PretrainConfig:
 
 
 def _settings(found: Configuration) -> dict[str, Any]:
-    """Return the fields of a run.
+    """Return the configuration fields that run a plan.
 
-    Without pipelining one micro-batch at a time is in the pipeline, as in no schedule here: a depth of 1 is then plain
-    accumulation, and deeper ones run with the default schedule, which is never slower.
+    No schedule here keeps one micro-batch at a time in the pipeline. So plans without pipelining use the default
+    schedule, which is never slower; with depth 1 it is plain gradient accumulation.
     """
     pipelined = found.execution != "no_pipelining"
     return {
