@@ -1,15 +1,15 @@
 """Galvatron's search: batch size, pipeline degree, micro-batches and a strategy for every layer.
 
 Miao et al. (2022), "Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic Parallelism", arXiv
-2211.13878. A decision tree has the strategies that a layer may take. The optimization algorithm tries growing batches
-until none fits; for every pipeline degree, it cuts layers into stages and chooses the strategies of each by dynamic
-programming over layers and memory.
+2211.13878. A decision tree contains the strategies that a layer may use. The optimization algorithm tries growing
+batches until none fits. For every pipeline degree, it cuts layers into stages and chooses the strategies of each by
+dynamic programming over layers and memory.
 
 The costs of a layer under a strategy come from its ops in the configuration with this strategy (`OpCosts`): kernels
-from the times of layers, collectives from its exchanges on the links of the strategy's groups, bytes from what the ops
-keep and from the state of its unit. The trainer runs plans whose layers have the same tensor size and the same number
-of replicas; their sharding and recomputation may differ (`parallel.layers`). The gain of other plans shows whether
-more would be worthwhile.
+from the times of layers, collectives from its exchanges on the links of the strategy's groups, and bytes from the ops'
+saved activations and the state of its unit. The trainer can run plans whose layers have the same tensor size and the
+same number of replicas; their sharding and recomputation may differ (`parallel.layers`). The speed of other plans
+shows whether supporting them would be worthwhile.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ from megapipe.spec.layers import tensor_problems
 from megapipe.spec.ops import Exchange
 
 Method = Literal["data", "sharded", "tensor"]
-"""Replicas with a whole state, replicas that share one (ZeRO stage 3), or devices that share the layer's compute."""
+"""Replicas with a whole state, replicas that shard one (ZeRO stage 3), or devices that share the layer's compute."""
 METHODS: tuple[Method, ...] = ("data", "sharded", "tensor")
 
 
@@ -51,8 +51,8 @@ METHODS: tuple[Method, ...] = ("data", "sharded", "tensor")
 class Strategy:
     """A leaf of a tree: how the devices of one pipeline stage work on a layer.
 
-    pipeline: stages of the whole machine. levels: (method, degree) from the outermost, whose groups reach farthest, to
-    the innermost, whose groups are neighbours. recompute: the layer's forward is recomputed in its backward.
+    pipeline: stages of the whole machine. levels: (method, degree) from the outermost, whose groups span the most
+    devices, to the innermost, whose groups are neighbours. recompute: whether the backward recomputes the forward.
     """
 
     pipeline: int
@@ -65,11 +65,11 @@ class Strategy:
 
     @property
     def replicas(self) -> int:
-        """Return the parts of a micro-batch: the degree of data or sharded data parallelism."""
+        """Return the number of parts of a micro-batch: the product of the degrees of "data" and "sharded"."""
         return self.degree("data") * self.degree("sharded")
 
     def block(self, device: int) -> int:
-        """Return which of the `replicas` parts of a micro-batch a device of the stage has, counted from 0."""
+        """Return the index, from 0, of a device's part of a micro-batch, among the `replicas` parts."""
         index, scale = 0, 1
         for name, degree in reversed(self.levels):
             device, place = divmod(device, degree)
@@ -84,8 +84,8 @@ def stage_strategies(
 ) -> tuple[Strategy, ...]:
     """Return all strategies of one pipeline degree, which divides the devices; both are powers of 2.
 
-    pruned: leave out those that mix data with sharded data parallelism, because sharding alone has less memory and
-    traffic (the paper's takeaways). recompute: each with and without recomputation.
+    pruned: leave out strategies that mix data with sharded data parallelism, because sharding alone needs less memory
+    and traffic (the paper's takeaways). recompute: return each strategy with and without recomputation.
     """
     power = (devices // pipeline).bit_length() - 1
     found = []
@@ -112,15 +112,15 @@ def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 ROUNDING = 1e-9
-"""Relative difference up to which sums of the same numbers in another order may differ."""
+"""Maximum relative difference between sums of the same numbers in different orders."""
 
 
 class StrategyCost(NamedTuple):
     """Costs of a layer under a strategy on one device.
 
-    forward, backward: seconds of a micro-batch, with everything that they wait for. reduction: seconds that the sums
-    of gradients add to an iteration. state: bytes kept for the whole iteration; activations: bytes of each micro-batch
-    in flight; working: bytes while the layer runs.
+    forward, backward: seconds of a micro-batch, including waits. reduction: seconds that gradient sums add to an
+    iteration. state: bytes for the whole iteration. activations: bytes of each micro-batch in flight. working: bytes
+    while the layer runs.
     """
 
     forward: float
@@ -133,7 +133,7 @@ class StrategyCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Layers first to last - 1 of a stage, a strategy for each, and bytes of a device."""
+    """A stage: layers first to last - 1, a strategy for each, and bytes of a device."""
 
     first: int
     last: int
@@ -143,7 +143,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """An iteration of `batch_size` sequences in `microbatches` per pipeline, and its seconds."""
+    """An iteration over `batch_size` sequences in `microbatches` micro-batches, its stages, and its seconds."""
 
     batch_size: int
     microbatches: int
@@ -152,16 +152,16 @@ class Plan:
 
     @property
     def sequences_per_second(self) -> float:
-        """Return the objective of the search."""
+        """Return the throughput, which the search maximizes."""
         return self.batch_size / self.seconds
 
 
 def search(costs: "OpCosts", batch_sizes: Iterable[int], *, recompute: bool = True, units: int = 512) -> Plan:
-    """Return the plan with the most sequences per second over batch sizes in growing order, up to the first that does
-    not fit.
+    """Return the plan with the most sequences per second. The search tries batch sizes in ascending order, up to the
+    first one that does not fit.
 
-    recompute: try strategies with recomputation too. units: number of parts into which the dynamic programming divides
-    the memory. The numbers of micro-batches are powers of 2.
+    recompute: also try strategies with recomputation. units: number of parts into which the dynamic programming
+    divides the memory. The numbers of micro-batches are powers of 2.
 
     Raises:
         ValueError: the number of devices is not a power of 2, or there is no batch size for which a plan fits.
@@ -187,9 +187,9 @@ def search(costs: "OpCosts", batch_sizes: Iterable[int], *, recompute: bool = Tr
 def iteration_seconds(
     forward: npt.ArrayLike, backward: npt.ArrayLike, reduction: npt.ArrayLike, microbatches: int
 ) -> float:
-    """Return the seconds of an iteration by a walk of the default schedule, which flushes.
+    """Return the seconds of an iteration by a walk through the default schedule, which has a flush.
 
-    forward, backward: seconds of a micro-batch by stage. reduction: seconds by stage that follow its last backward.
+    forward, backward: seconds of a micro-batch by stage. reduction: seconds after the last backward of each stage.
     """
     first, second, after = (np.array([each], dtype=np.float64) for each in (forward, backward, reduction))
     none, links = np.zeros_like(first), np.zeros((1, first.size, first.size))
@@ -198,8 +198,8 @@ def iteration_seconds(
 
 
 def _fastest(costs: "OpCosts", batch_size: int, recompute: bool, units: int) -> Plan | None:
-    """Return the fastest plan of one batch size, over all pipeline degrees and numbers of micro-batches; of equal
-    plans the first, None where none fits. Shapes whose lower bound is too slow are not planned."""
+    """Return the fastest plan of one batch size, over all pipeline degrees and numbers of micro-batches; on a tie the
+    first plan, and None if none fits. Shapes whose lower bound is too slow are skipped."""
     shapes = [
         _Shape(costs, _options(costs, depth, batch_size // microbatches, recompute), depth, microbatches, batch_size)
         for depth in (2**power for power in range(costs.devices.bit_length()))
@@ -220,7 +220,7 @@ def _fastest(costs: "OpCosts", batch_size: int, recompute: bool, units: int) -> 
 
 
 def _options(costs: "OpCosts", depth: int, micro_size: int, recompute: bool) -> tuple[Strategy, ...]:
-    """Return the strategies that split the model and a micro-batch."""
+    """Return the strategies that can divide both the model and a micro-batch."""
     every = stage_strategies(costs.devices, depth, recompute=recompute)
     return tuple(each for each in every if micro_size % each.replicas == 0 and costs.valid(each))
 
@@ -236,7 +236,7 @@ class _Shape:
     batch_size: int
 
     def least_seconds(self) -> float:
-        """Return a lower bound of all plans: their first stage's layers one by one, without memory and transitions.
+        """Return a lower bound of the seconds of all plans, from the first stage without its memory and transitions.
 
         An iteration takes at least as long as all micro-batches in the first stage and the reduction that follows.
         """
@@ -246,8 +246,8 @@ class _Shape:
         return self.microbatches * float(seconds.min(axis=1).sum()) * (1.0 - ROUNDING)
 
     def plan(self, units: int, most: float) -> Plan | None:
-        """Return the stages, each by dynamic programming; None where one does not fit, or needs more than `most`
-        seconds for the iteration."""
+        """Return the plan, with each stage chosen by dynamic programming; None if a stage does not fit, or would need
+        more than `most` seconds for the iteration."""
         if not self.options:
             return None
         limit = most / self.microbatches * (1.0 + ROUNDING)
@@ -291,7 +291,7 @@ class _Shape:
         return self.costs.transitions(self.options, self._micro_size)
 
     def _tables(self, stage: int) -> "Tables":
-        """Return what the dynamic programming chooses from: a stage that is not the last one also sends."""
+        """Return the costs from which the dynamic programming chooses. All stages except the last one also send."""
         own = self._by_kind[self.costs.kinds[slice(*self._cuts[stage])], :]
         forward, backward, reduction, state, activations, working = np.moveaxis(own, 2, 0)
         seconds = forward + backward + reduction / self.microbatches
@@ -302,7 +302,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class LayerStrategies:
-    """The strategy of each layer by its index, their seconds with transitions, and the bytes that they take."""
+    """The index of each layer's strategy, their total seconds with transitions, and their bytes."""
 
     strategies: tuple[int, ...]
     seconds: float
@@ -313,9 +313,9 @@ class LayerStrategies:
 class Tables:
     """Costs of every layer under every strategy; infinite seconds rule a strategy out.
 
-    seconds: c, [layers, strategies]. kept: O, bytes that a layer keeps, [layers, strategies]. working: bytes that it
-    needs while it runs, of which a stage needs the largest, [layers, strategies]. transitions: R, seconds from a
-    strategy to another before the next layer, [strategies, strategies].
+    seconds: c, [layers, strategies]. kept: O, bytes that a layer keeps, [layers, strategies]. working: bytes that a
+    layer needs while it runs, [layers, strategies]; a stage needs their maximum. transitions: R, seconds to change
+    from one strategy to another between layers, [strategies, strategies].
     """
 
     seconds: Floats
@@ -327,13 +327,13 @@ class Tables:
 def choose(
     tables: Tables, budget_bytes: float, units: int = 512, most: float = float("inf")
 ) -> LayerStrategies | None:
-    """Return the fastest strategies within the budget, None where none fit in at most `most` seconds.
+    """Return the fastest strategies within the budget; None if no strategies fit and take at most `most` seconds.
 
     C(L, E) = min over S_j of [ min over S_i of ( C(L - 1, E - O(L, S_j)) + R(L, S_i, S_j) ) + c(L, S_j) ]. In addition
-    to the paper's memory O, which every layer keeps, the layer that runs needs working memory, which the next one
-    reuses. Where the fastest of all does not fit, kept bytes are rounded up to `units` equal parts of the budget that
-    working memory leaves: the answer never exceeds it, is exact where kept bytes are whole units, and leaves at most
-    layers / units of it unused.
+    to the paper's memory O, which every layer keeps, the running layer needs working memory, which the next layer
+    reuses. If the fastest strategies do not fit, the budget without working memory is divided into `units` parts,
+    and kept bytes are rounded up to whole parts. The result never exceeds the budget, is exact if kept bytes are whole
+    parts, and leaves at most the fraction layers / units of it unused.
     """
     best: LayerStrategies | None = None
     nothing = np.zeros(tables.kept.shape, dtype=np.int64)
@@ -344,7 +344,7 @@ def choose(
             break
         seconds = np.where(tables.working <= working, tables.seconds, np.inf)
         if np.where(np.isfinite(seconds), tables.kept, np.inf).min(axis=1).sum() > left * (1 + ROUNDING):
-            continue  # even the strategies that keep least exceed the budget
+            continue  # even the strategies that keep the fewest bytes exceed the budget
         least = seconds.min(axis=1).sum()
         if least * (1 - ROUNDING) > most or (best is not None and least >= best.seconds):
             continue  # too slow even if transitions took no time
@@ -362,10 +362,10 @@ def choose(
 
 
 def _in_units(kept: Floats, left: float, units: int) -> Counts:
-    """Return kept bytes in whole units, rounded up; more than all units for what cannot fit."""
+    """Return kept bytes in whole units, rounded up; more than `units` for bytes that cannot fit."""
     if left == 0:
         return np.where(kept > 0, units + 1, 0).astype(np.int64)
-    # Slightly below the quotient, so that a whole number of units does not become one more by rounding.
+    # Use slightly less than the quotient, so that rounding errors do not add one to a whole number of units.
     return np.minimum(np.ceil(kept / (left / units) * (1 - 1e-12)), units + 1).astype(np.int64)
 
 
@@ -376,13 +376,13 @@ def _within(
     alike: tuple[Counts, Floats],
     units: int,
 ) -> tuple[list[int], float] | None:
-    """Return the fastest strategies within a number of units, and their seconds. alike: by `_classes`."""
+    """Return the fastest strategies within a number of units, and their seconds. alike: result of `_classes`."""
     classes, between = alike
     num_layers, num_strategies = seconds.shape
     order = np.argsort(classes, kind="stable")
     first_of_class = np.searchsorted(classes[order], np.arange(len(between)))
     places = np.arange(units + 1)
-    # fastest[l][j, e]: seconds of the layers up to l, which is under strategy j, in at most e units.
+    # fastest[l][j, e]: seconds of the layers up to l, where l uses strategy j, in at most e units.
     fastest: list[Floats] = []
     for layer in range(num_layers):
         if layer == 0:
@@ -406,15 +406,15 @@ def _within(
 
 
 def _classes(transitions: Floats) -> tuple[Counts, Floats]:
-    """Merge strategies whose transitions all take the same: return the class of each, and seconds from class to
-    class."""
+    """Merge strategies with equal transition times. Return the class of each strategy, and the seconds between
+    classes."""
     both = np.concatenate([transitions, transitions.T], axis=1)
     _, first, classes = np.unique(both, axis=0, return_index=True, return_inverse=True)
     return classes.reshape(-1), transitions[np.ix_(first, first)]
 
 
 INSIDE = ("tensor", "context")
-"""Dimensions of a mesh inside the pipeline's: they represent a strategy's methods, the innermost first."""
+"""Dimensions of a mesh inside the pipeline dimension. They represent a strategy's methods, the innermost first."""
 ADVICE = (
     "this is a paper's method; megapipe can train it only if all layers have the same tensor size and number of "
     "replicas (parallel.layers sets their sharding and recomputation)"
@@ -432,11 +432,12 @@ def per_layer(
 ) -> dict[str, Any]:
     """Return the plan of Galvatron's search (`papers.galvatron.search`) for batches of batch.global_size, for JSON.
 
-    times: of layers; by default the roofline of the first group's device. recompute: try strategies with recomputation
-    too. units: number of parts into which memory is divided.
+    times: times of layers; by default the roofline of the first group's device. recompute: also try strategies with
+    recomputation. units: number of parts into which memory is divided.
 
     Raises:
-        ConfigError: the number of devices is not a power of 2, a precision without a peak, or nothing fits.
+        ConfigError: the number of devices is not a power of 2, the device has no peak for the precision, or nothing
+            fits.
     """
     times = shared(RooflineTimes(hardware.groups[0].device) if times is None else times)
     costs = OpCosts(config, hardware, devices, times)
@@ -448,10 +449,10 @@ def per_layer(
 
 
 class OpCosts:
-    """Costs of layers under strategies on equal devices, or the smallest of unequal ones.
+    """Costs of layers under strategies. All devices count as equal, with the memory of the smallest one.
 
-    devices, memory_bytes: number of devices, bytes of one. kinds: number of every layer's kind; layers of one kind
-    cost the same. weights: relative times of the layers, by which they are cut into stages.
+    devices, memory_bytes: number of devices, and bytes of one. kinds: number of each layer's kind; layers of one kind
+    cost the same. weights: forward times of the layers, which determine the cut into stages.
     """
 
     def __init__(self, config: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
@@ -471,8 +472,8 @@ class OpCosts:
         return not tensor_problems(self.whole.model, strategy.degree("tensor"))
 
     def transitions(self, options: Sequence[Strategy], micro_size: int) -> Floats:
-        """Return the seconds of moving activations, then their gradients back, between two splits of a micro-batch
-        over the devices of a stage: the most bytes that one of them lacks and gives away, over its slowest link."""
+        """Return the seconds to move activations, and later their gradients back, between two splits of a micro-batch
+        over the devices of a stage: the most bytes that a device receives and sends, over the slowest link."""
         extent = self.devices // options[0].pipeline
         groups = Placement(self.hardware, {"pipeline": options[0].pipeline, "tensor": extent}).groups("tensor")
         links = [each.crossing / max(each.members) if each.crosses else each.inside.bandwidth for each in groups]
@@ -508,7 +509,7 @@ class OpCosts:
 
     @cached_method
     def _sizes(self, kind: int, tensor: int, own: int, recompute: bool) -> "_Sizes":
-        """Return what a micro-batch of `own` sequences takes in a layer, whatever its replicas."""
+        """Return the sizes of a micro-batch of `own` sequences in a layer, which do not depend on the replicas."""
         layer = self._one_of[kind]
         costs = self._laid(Strategy(1, _levels(("tensor", tensor)), recompute), own)
         once, twice = (costs.within_layer(layer, forwards=forwards, halves=False) for forwards in (1, 2))
@@ -518,7 +519,7 @@ class OpCosts:
 
     @cached_method
     def _state(self, kind: int, tensor: int, replicas: int, sharded: bool) -> "_State":
-        """Return what the weights of a layer take, whatever the micro-batch."""
+        """Return the traffic and bytes of a layer's weights, which do not depend on the micro-batch."""
         method: Method = "sharded" if sharded else "data"
         costs = self._laid(Strategy(1, _levels(("tensor", tensor), (method, replicas))), 1)
         unit, units, zero = Unit(tuple(self._one_of[kind].parameters.values())), costs.of_units, costs.config.zero
@@ -528,7 +529,7 @@ class OpCosts:
 
     @cached_method
     def _laid(self, strategy: Strategy, own: int) -> LayoutCosts:
-        """Return the sizes of the model whose layers all have a strategy. own: sequences of a micro-batch on one
+        """Return the sizes of a model in which all layers use one strategy. own: sequences of a micro-batch on one
         device."""
         method: Literal["full", "none"] = "full" if strategy.recompute else "none"
         config = replace(
@@ -542,12 +543,12 @@ class OpCosts:
 
     @cached_method
     def _placed(self, strategy: Strategy) -> Placement:
-        """Return the devices of a pipeline with the strategy's groups, those of a stage next to each other."""
+        """Return a placement of the pipeline with the strategy's groups; devices of a stage are next to each other."""
         degrees = [degree for _, degree in reversed(strategy.levels)]
         return Placement(self.hardware, {"pipeline": strategy.pipeline} | dict(zip(INSIDE, degrees, strict=False)))
 
     def _exchanged(self, strategy: Strategy, method: Method, exchanges: "_Exchanges") -> float:
-        """Return the seconds of exchanges within the groups of a method."""
+        """Return the seconds of exchanges within the groups of a method; 0 if the strategy does not use it."""
         place = [name for name, _ in reversed(strategy.levels)].index(method) if strategy.degree(method) > 1 else None
         if place is None:
             return 0.0
@@ -559,7 +560,7 @@ _Exchanges = Mapping[str, Sequence[Exchange]]
 
 
 class _Sizes(NamedTuple):
-    """A micro-batch in a layer. once, twice: exchanges of a forward and a backward, and with one more forward."""
+    """Sizes of a micro-batch in a layer. once, twice: exchanges of a backward with one forward, and with two."""
 
     kernels: LayerSeconds
     once: _Exchanges
@@ -570,7 +571,7 @@ class _Sizes(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Weights of a layer. num_bytes: between steps. working: of whole weights and gradients that ranks shard."""
+    """Weights of a layer. num_bytes: bytes between steps. working: bytes of gathered weights and gradients."""
 
     gather: _Exchanges
     reduction: _Exchanges
@@ -583,15 +584,15 @@ def _levels(*degrees: tuple[Method, int]) -> tuple[tuple[Method, int], ...]:
 
 
 def missing_shares(options: Sequence[Strategy], extent: int) -> Floats:
-    """Return the largest share of a micro-batch that any of the `extent` devices of a stage gets and gives away, from
-    each strategy to each; shape [strategies, strategies]. options: of one pipeline degree."""
+    """Return the largest fraction of a micro-batch that any of the `extent` devices of a stage receives and sends when
+    the strategy changes; shape [strategies, strategies]. options: strategies of one pipeline degree."""
     replicas = np.array([each.replicas for each in options], dtype=np.float64)
     start = np.array([[each.block(device) for device in range(extent)] for each in options]) / replicas[:, None]
     stop = start + 1 / replicas[:, None]
     common = np.minimum(stop[:, None], stop[None]) - np.maximum(start[:, None], start[None])
     both = 1 / replicas[:, None] + 1 / replicas[None]
     missing = np.maximum(0.0, both[..., None] - 2 * np.maximum(0.0, common)).max(axis=2)
-    # A device with the whole micro-batch before and after has nothing to move, which rounding may hide.
+    # A device with the whole micro-batch before and after has nothing to move; rounding errors may hide that.
     return np.where((replicas[:, None] == 1) & (replicas[None] == 1), 0.0, missing)
 
 
@@ -619,7 +620,7 @@ def _as_json(plan: Plan, names: list[str], config: PretrainConfig) -> dict[str, 
 
 
 def _strategy(strategy: Strategy) -> dict[str, Any]:
-    """Return the degrees by method, and their order from groups that reach far to groups of neighbors."""
+    """Return the degrees by method, and the order of methods from the widest groups to groups of neighbors."""
     return {
         "data": strategy.degree("data"),
         "sharded_data": strategy.degree("sharded"),
