@@ -112,10 +112,10 @@ def _budget(
 def _told(found: Recomputation, where: str) -> str:
     slower = found.step_seconds / found.plain_seconds - 1
     cost = (
-        "all is kept"
+        "no recomputation is needed"
         if found.config.recompute.method == "none"
         else (
-            f"a step takes {slower:.1%} longer than without recomputation, by {found.source}, which would need "
+            f"a step takes {slower:.1%} longer (by {found.source}) than without recomputation, which would need "
             f"{found.plain_bytes / GIB:.3g} GiB"
         )
     )

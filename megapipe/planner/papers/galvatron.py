@@ -179,7 +179,7 @@ def search(costs: "OpCosts", batch_sizes: Iterable[int], *, recompute: bool = Tr
     if best is None:
         raise ValueError(
             f"no strategy of {costs.devices} devices fits {costs.memory_bytes:.4g} bytes per device at a batch of "
-            f"{min(sizes, default=0)}; use more memory or devices, or smaller batch sizes that powers of 2 divide"
+            f"{min(sizes, default=0)}; use more memory or devices, or smaller batch sizes with more factors of 2"
         )
     return best
 

@@ -154,8 +154,7 @@ def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     if found is None:
         raise ValueError(
             f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device and a "
-            f"batch of {batch_size} sequences; use more devices, more memory, or a number of blocks that more stages "
-            "divide"
+            f"batch of {batch_size} sequences; use more devices, more memory, or a number of blocks with more divisors"
         )
     return found
 
@@ -230,8 +229,8 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
     """
     if config.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 to plan "
-            "with"
+            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 for "
+            "planning"
         )
     fixed = config.parallel.layers
     parallel = replace(

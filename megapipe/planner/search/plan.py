@@ -170,8 +170,8 @@ def slowest_times(
     """
     if base.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 to plan "
-            "with"
+            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 for "
+            "planning"
         )
     found = [node.device for node in hardware.nodes(devices)]
     slowest = min(found, key=lambda device: device.peak(base.training.precision))
