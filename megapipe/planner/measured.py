@@ -88,8 +88,8 @@ class MeasuredTimes:
         the roofline's time if no similar layer was measured."""
         now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
         if self._why_not(config, layer) and self._like(config, layer) is None:
-            found = RooflineTimes(self.hardware.groups[0].device).update(config, layer, unit)
-            return found * now / self.measured.contention[-1].factor
+            seconds = RooflineTimes(self.hardware.groups[0].device).update(config, layer, unit)
+            return seconds * now / self.measured.contention[-1].factor
         replicas = (config.parallel.data or 1) * config.parallel.context
         elements = UnitCosts(config, replicas, VOCABULARY_ALIGNMENT).own_elements(unit, 1)
         return now * elements * self.measured.update_seconds
@@ -103,13 +103,13 @@ class MeasuredTimes:
     def _why_not(self, config: PretrainConfig, layer: LayerSpec) -> str:
         """Return why no row applies to a layer; empty if one does."""
         parallel = config.parallel
-        found, wanted = dict(self.measured.shape), shape_of(config)
+        measured, shape = dict(self.measured.shape), shape_of(config)
         for name, dimension in ONLY_SHARED.items():
             if getattr(parallel, dimension) == 1:
-                wanted.pop(name)
+                shape.pop(name)
         if layer.kind != "head":  # the only layer that computes logits
-            wanted.pop("recompute_logits")
-        different = differences(found, wanted)
+            shape.pop("recompute_logits")
+        different = differences(measured, shape)
         if different:
             return f"measured for another shape ({', '.join(different)})"
         if not self._rows(config, layer):
@@ -140,13 +140,13 @@ class MeasuredTimes:
         such rows, the roofline is scaled only by the slow-down of the busy ranks: the file's device figures are those
         of a fully busy machine.
         """
-        found = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
+        roofline = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
         now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
         like = self._like(config, layer)
         if like is None:
             ease = now / self.measured.contention[-1].factor
-            forward, backward_input, backward_weight, again = (ease * each for each in found[:4])
-            return LayerSeconds(forward, backward_input, backward_weight, again, f"{found.source}; {why}")
+            forward, backward_input, backward_weight, again = (ease * each for each in roofline[:4])
+            return LayerSeconds(forward, backward_input, backward_weight, again, f"{roofline.source}; {why}")
         measured = replace(self, contended=False).of(like, layer)
         expected = RooflineTimes(self.hardware.groups[0].device).of(like, layer)
         forward = now * measured.forward / expected.forward
@@ -156,11 +156,11 @@ class MeasuredTimes:
         parallel = replace(like.parallel, tensor=config.parallel.tensor, context=config.parallel.context)
         waits = self._waits(config, layer, now) if parallel == config.parallel else None
         return LayerSeconds(
-            forward * found.forward,
-            backward * found.backward_input,
-            backward * found.backward_weight,
-            forward * found.recompute,
-            f"{found.source}, scaled by times {measured.source}; {why}",
+            forward * roofline.forward,
+            backward * roofline.backward_input,
+            backward * roofline.backward_weight,
+            forward * roofline.recompute,
+            f"{roofline.source}, scaled by times {measured.source}; {why}",
             waits,
         )
 
@@ -203,8 +203,8 @@ Row = TypeVar("Row", MeasuredLayer, MeasuredWait)
 def _of_layer(rows: Iterable[Row], config: PretrainConfig, layer: LayerSpec) -> list[Row]:
     """Return the rows of a layer on the run's tensor and context ranks, by micro-batch size."""
     key = layer.kind, config.parallel.tensor, config.parallel.context
-    found = [row for row in rows if (row.kind, row.tensor, row.context) == key]
-    return sorted(found, key=lambda row: row.micro_size)
+    matching = [row for row in rows if (row.kind, row.tensor, row.context) == key]
+    return sorted(matching, key=lambda row: row.micro_size)
 
 
 def between(points: list[tuple[int, float]], at: float) -> float:
@@ -258,13 +258,13 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
     Times that were measured with one shape do not apply to another.
     """
     model = config.model
-    found = {
+    settings = {
         each.name: getattr(model, RESOLVED.get(each.name, each.name))
         for each in fields(model)
         if each.name not in WITHOUT_EFFECT and (model.num_experts is not None or each.name not in OF_EXPERTS)
     }
     remade = " ".join(config.recompute.parts) if config.recompute.method == "selective" else "none"
-    found |= {
+    settings |= {
         "kind": config.kind,
         "sequence_length": config.data.sequence_length,
         "isolate_documents": config.data.isolate_documents,
@@ -280,8 +280,8 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
         "kernels": " ".join(f"{op}={name}" for op, name in sorted(config.kernels.backends.items())) or "default",
     }
     if config.parallel.layers:
-        found["layers"] = config.parallel.layers
-    return {name: str(value) for name, value in found.items()}
+        settings["layers"] = config.parallel.layers
+    return {name: str(value) for name, value in settings.items()}
 
 
 def differences(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:

@@ -73,10 +73,10 @@ def resolved(
         return Resolved(config)
     budget, where = _budget(config, hardware, world_size, device_bytes)
     try:
-        found = least_recomputation(config, hardware, budget, world_size=world_size, amx=amx)
+        chosen = least_recomputation(config, hardware, budget, world_size=world_size, amx=amx)
     except ConfigError as error:
         raise ConfigError([f"recompute.method auto: {problem} ({where})" for problem in error.problems]) from None
-    return Resolved(replace(config, recompute=found.config.recompute), _told(found, where))
+    return Resolved(replace(config, recompute=chosen.config.recompute), _told(chosen, where))
 
 
 def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig, Hardware]:
@@ -109,19 +109,19 @@ def _budget(
     return budget, f"{1 - RESERVE:.0%} of a device's {device_bytes / GIB:.3g} GiB"
 
 
-def _told(found: Recomputation, where: str) -> str:
-    slower = found.step_seconds / found.plain_seconds - 1
+def _told(chosen: Recomputation, where: str) -> str:
+    slower = chosen.step_seconds / chosen.plain_seconds - 1
     cost = (
         "no recomputation is needed"
-        if found.config.recompute.method == "none"
+        if chosen.config.recompute.method == "none"
         else (
-            f"a step takes {slower:.1%} longer (by {found.source}) than without recomputation, which would need "
-            f"{found.plain_bytes / GIB:.3g} GiB"
+            f"a step takes {slower:.1%} longer (by {chosen.source}) than without recomputation, which would need "
+            f"{chosen.plain_bytes / GIB:.3g} GiB"
         )
     )
     return (
-        f"recompute auto: {_chosen_text(found.config.recompute)}: at most {found.peak_bytes / GIB:.3g} GiB of tensors "
-        f"per rank, {where}; {cost}"
+        f"recompute auto: {_chosen_text(chosen.config.recompute)}: at most {chosen.peak_bytes / GIB:.3g} GiB of "
+        f"tensors per rank, {where}; {cost}"
     )
 
 
@@ -162,7 +162,7 @@ def least_recomputation(
     plain, *_ = candidates = list(_candidates(config))
     times, source = _step_seconds(candidates, hardware, devices)
     # On a tie, the candidate that recomputes least wins: candidates are in that order, and sorting is stable.
-    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda found: found[0]):
+    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda pair: pair[0]):
         peak = peak_bytes(candidate, device, amx, budget)
         if peak <= budget:
             nothing = peak if candidate is plain else peak_bytes(plain, device, amx)
@@ -244,12 +244,12 @@ def _candidates(config: PretrainConfig) -> Iterator[PretrainConfig]:
     """Yield the candidates that the run's other fields allow, the least recomputation first. The candidate without
     recomputation is always allowed."""
     logits = config.recompute.logits and not splits_backwards(config)
-    wanted = [RecomputeConfig(logits=logits)]
-    wanted += [RecomputeConfig(method="selective", parts=list(parts), logits=logits) for parts in PARTS]
+    groups = [RecomputeConfig(logits=logits)]
+    groups += [RecomputeConfig(method="selective", parts=list(parts), logits=logits) for parts in PARTS]
     layout = StageLayout.of(config)
     most = max(len(layout.blocks(stage)) for stage in range(len(layout.ranges)))
-    wanted += [RecomputeConfig(method="full", num_blocks=count, logits=logits) for count in range(1, most + 1)]
-    for recompute in wanted:
+    groups += [RecomputeConfig(method="full", num_blocks=count, logits=logits) for count in range(1, most + 1)]
+    for recompute in groups:
         candidate = replace(config, recompute=recompute)
         if not any("recompute" in problem for problem in candidate.problems()):
             yield candidate

@@ -46,8 +46,8 @@ def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: Laye
     """
 
     def seconds(forwards: int, halves: bool) -> float:
-        found = costs.within_layer(layer, forwards=forwards, halves=halves).get(group, [])
-        return exchanges_seconds(placement, found, group)
+        exchanges = costs.within_layer(layer, forwards=forwards, halves=halves).get(group, [])
+        return exchanges_seconds(placement, exchanges, group)
 
     whole = seconds(1, False)
     if not whole:
@@ -433,13 +433,13 @@ class StageCosts:
 
 def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     """Add up the layers of each stage. kinds: costs of one layer of each of `run.kinds`."""
-    found = _parts_costs(run, kinds, run.stages.ranges)
-    update = found.update.copy()
+    costs = _parts_costs(run, kinds, run.stages.ranges)
+    update = costs.update.copy()
     for (stage, _), seconds in tied_updates(run, kinds).items():
         update[stage] += seconds
-    sharded = found.sharded_reduction.any() or found.sharded_gather.any()
+    sharded = costs.sharded_reduction.any() or costs.sharded_gather.any()
     units = each_layer(run, kinds) if sharded else None
-    return replace(found, ranks=np.array(run.ranks), update=update, units=units)
+    return replace(costs, ranks=np.array(run.ranks), update=update, units=units)
 
 
 def each_layer(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
@@ -451,11 +451,11 @@ def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, 
     """Return the seconds to update each tied weight, by stage and number of the weight. On each rank, the first stage
     that uses the weight updates it. See `stage_costs` for `kinds`."""
     seconds = {name: time for kind in kinds for name, time in kind.tied_updates.items()}
-    found = dict[tuple[int, int], float]()
+    updates = dict[tuple[int, int], float]()
     for number, (name, users) in enumerate(zip(run.tied, run.stages.tied, strict=True)):
         first = {run.ranks[stage]: stage for stage in sorted(users, reverse=True)}
-        found |= {(stage, number): seconds[name] for stage in first.values()}
-    return found
+        updates |= {(stage, number): seconds[name] for stage in first.values()}
+    return updates
 
 
 def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[range]) -> StageCosts:

@@ -165,13 +165,13 @@ class StateSizes:
     @cached_method
     def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
         """Return the bytes that `buffers` adds up, for a few ranks."""
-        found = few_ranks(order, sharding)
-        walk, precision = found.walk, cast(Precision, self.of_units.config.training.precision)
+        few = few_ranks(order, sharding)
+        walk, precision = few.walk, cast(Precision, self.of_units.config.training.precision)
         sizes, elements = Sizes(walk.num_places, 1, 0, 0), np.array(self.elements)
         of_kinds = np.array([elements * ELEMENT_BYTES[precision], elements * FULL_BYTES, self.summands])
         of_kinds[0] *= sharding.gathers
         of_kinds[1:] *= not sharding.gathers
-        for number, stage in enumerate(found.stages):
+        for number, stage in enumerate(few.stages):
             first, own = walk.place(number, 0), list(cut.kinds[stage])
             sizes.of[Tensor.WEIGHTS : Tensor.STATE, first : first + len(own), 0] = of_kinds[:, own]
         held = walk.held(sizes)
@@ -277,21 +277,21 @@ def rank_memories(
 ) -> tuple[RankMemory, ...]:
     """Return the memory of pipeline coordinates, in ascending order. layers, states: the run's sizes, if known."""
     layers, states = layers or LayerSizes.of_run(run), states or StateSizes.of(run)
-    asked, cut, zero = Order.of(run.config, run.num_microbatches), cut_of(run), run.config.zero
-    short = asked.short()[0]
+    full, cut, zero = Order.of(run.config, run.num_microbatches), cut_of(run), run.config.zero
+    short = full.short()[0]
     by_layer = any(run.recomputed) or (zero.stage >= 2 and states.of_units.shards > 1)
     # The message slots of a schedule without a flush depend on the total number of micro-batches.
-    activations, temporaries, messages = layers.held(short if asked.flushes else asked, cut, by_layer)
+    activations, temporaries, messages = layers.held(short if full.flushes else full, cut, by_layer)
     buffers = [0] * run.pipeline
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
-    policy = find_generator(asked.name).policy_of(run.pipeline, run.num_microbatches, asked.given)
-    found = []
+    policy = find_generator(full.name).policy_of(run.pipeline, run.num_microbatches, full.given)
+    memories = []
     for rank, present in enumerate(cut.present):
         state = states.of_rank(present, policy.versions_by_rank[rank], policy.gradient_buffers)
         parts = state.weights, state.master, state.gradients, state.moments
-        found.append(RankMemory(*parts, activations[rank], buffers[rank], messages[rank], temporaries[rank]))
-    return tuple(found)
+        memories.append(RankMemory(*parts, activations[rank], buffers[rank], messages[rank], temporaries[rank]))
+    return tuple(memories)
 
 
 def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedRanks]:
@@ -318,11 +318,11 @@ def _sharding(cut: Cut, keyed: Keyed) -> tuple[ShardedRanks | None, ShardedRanks
         tuple(table.units[kind][0]._replace(layer=layer) for layer, kind in enumerate(cut.kinds[stage]))
         for stage in own
     )
-    found = ShardedRanks(
+    sharding = ShardedRanks(
         cut.few,
         replace(table, units=states),
         tuple(tuple(filled[kind] for kind in cut.kinds[stage]) for stage in own),
         tuple(cut.spans[stage] for stage in own),
         units.shards != units.replicas,
     )
-    return found.of_weights() if found.gathers else None, found.of_gradients()
+    return sharding.of_weights() if sharding.gathers else None, sharding.of_gradients()

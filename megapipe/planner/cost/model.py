@@ -123,8 +123,8 @@ def _a_microbatch(run: RunLayout, schedule: Schedule, kind: Kind, seconds: Mappi
     rows = np.concatenate(schedule.sections.body)
     chosen = rows[(rows[:, KIND] == kind) & ((kind != Kind.OFFLOAD) | (rows[:, VERSION] < 0))]
     each = [seconds.get((stage, unit), 0.0) for stage, unit in chosen[:, [STAGE, UNIT]].tolist()]
-    found: Floats = np.bincount(chosen[:, STAGE], each, minlength=len(run.stages.ranges)) / run.num_microbatches
-    return found
+    totals: Floats = np.bincount(chosen[:, STAGE], each, minlength=len(run.stages.ranges)) / run.num_microbatches
+    return totals
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def simulated(
         return simulation, (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
 
     simulation, seconds = timed(of_actions)
-    found = [*_terms(run, costs, schedule, seconds, source)]
+    terms = [*_terms(run, costs, schedule, seconds, source)]
     if moves_to_host(run.config):
         simulation, slower = timed(_with_host_times(of_actions, host_copies(run, schedule)))
-        found.append(Term("offload", slower - seconds, "copies to and from host memory that compute does not hide"))
-    return schedule, simulation, tuple(term for term in found if term.seconds)
+        terms.append(Term("offload", slower - seconds, "copies to and from host memory that compute does not hide"))
+    return schedule, simulation, tuple(term for term in terms if term.seconds)
 
 
 def _with_host_times(costs: Costs, copies: HostCopies) -> Costs:
@@ -288,11 +288,11 @@ def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]
 
     schedule: lowered schedule. State in host memory is not counted.
     """
-    found = []
+    memories = []
     for exact in predicted_ranks(run, schedule):
         peak = exact.peak()
         lasting = _on_device(exact)
-        found.append(
+        memories.append(
             RankMemory(
                 lasting.weights,
                 lasting.master,
@@ -304,7 +304,7 @@ def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]
                 exact.temporaries(),
             )
         )
-    return tuple(found)
+    return tuple(memories)
 
 
 def _on_device(rank: RankPrediction) -> StateBytes:

@@ -82,8 +82,8 @@ def step_seconds(
         ends = graph.ends(costs)
         slope = graph.slope(ends, period)
         if slope is not None:
-            found = graph.finish(ends, costs.after_backward, after)
-            return found + (num_microbatches - shown) // period * slope
+            finish = graph.finish(ends, costs.after_backward, after)
+            return finish + (num_microbatches - shown) // period * slope
     graphs = _graphs(*key, num_microbatches)
     finishes = [graph.finish(graph.ends(costs), costs.after_backward, after) for graph in graphs]
     return finishes[0] if len(finishes) == 1 else (finishes[1] - finishes[0]) / (STEPS - STEPS // 2)
@@ -118,9 +118,9 @@ def traffic_counts(run: RunLayout) -> TrafficCounts:
         return TrafficCounts(*np.zeros((4, len(run.ranks))))
     units = np.array(run.stages.units_per_stage)
     cut = cut_of(run)
-    asked, (of_weights, of_gradients) = Order.of(run.config, count), sharding_of(run, cut)
-    sums = _counted(asked, of_gradients, "sums")
-    gathers = np.zeros_like(sums) if of_weights is None else _counted(asked, of_weights, "gathers")
+    full, (of_weights, of_gradients) = Order.of(run.config, count), sharding_of(run, cut)
+    sums = _counted(full, of_gradients, "sums")
+    gathers = np.zeros_like(sums) if of_weights is None else _counted(full, of_weights, "gathers")
     gathers, sums = (each[cut.like_few_stages] / units / count for each in (gathers, sums))
     once = 1.0 / count * (1 + 1e-9)
     steady = np.where((sums > once) | ((count == 1) & (units > zero.gradient_buffers)), sums, 0.0)
@@ -128,15 +128,15 @@ def traffic_counts(run: RunLayout) -> TrafficCounts:
 
 
 @lru_cache(maxsize=1024)
-def _counted(asked: Order, sharding: ShardedRanks, part: Literal["gathers", "sums"]) -> Floats:
+def _counted(full: Order, sharding: ShardedRanks, part: Literal["gathers", "sums"]) -> Floats:
     """Return the number of gathers or sums in a step, for each stage of a few ranks."""
-    short, period = asked.short(PERIODS)
-    found: Floats = getattr(few_ranks(short, sharding), part)
-    left = asked.num_microbatches - short.num_microbatches
+    short, period = full.short(PERIODS)
+    counts: Floats = getattr(few_ranks(short, sharding), part)
+    left = full.num_microbatches - short.num_microbatches
     if left:
         fewer = short._replace(num_microbatches=short.num_microbatches - period)
-        found = found + (found - getattr(few_ranks(fewer, sharding), part)) * (left // period)
-    return found
+        counts = counts + (counts - getattr(few_ranks(fewer, sharding), part)) * (left // period)
+    return counts
 
 
 def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> tuple[Term, ...]:
@@ -144,8 +144,8 @@ def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, sour
 
     costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
     """
-    found = _Step(run, costs, assumptions, source).terms()
-    return tuple(replace(term, seconds=float(term.seconds)) for term in found if term.seconds)
+    terms = _Step(run, costs, assumptions, source).terms()
+    return tuple(replace(term, seconds=float(term.seconds)) for term in terms if term.seconds)
 
 
 def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, float]]:
@@ -248,11 +248,11 @@ class _Step:
     def _links(self, hops: Floats) -> tuple[Floats, Floats]:
         """Return latencies and transfers for `OrderCosts`. hops: both times of a message to the next rank, by rank."""
         size = self.run.pipeline
-        ranks, found = np.arange(size), np.zeros((2, size, size))
+        ranks, times = np.arange(size), np.zeros((2, size, size))
         following = (ranks + 1) % size
-        found[:, following, ranks] = hops.T
-        found[:, ranks, following] = hops.T
-        return found[0][None], found[1][None]
+        times[:, following, ranks] = hops.T
+        times[:, ranks, following] = hops.T
+        return times[0][None], times[1][None]
 
     def _exposed_traffic(self) -> tuple[_Exposed, _Exposed, _Exposed]:
         """Return how long traffic delays a forward, a backward, and a backward without its gradient sums.
@@ -304,12 +304,12 @@ class _Step:
     def _between_backwards(self) -> Floats:
         """Return for each stage the fraction of recomputation that runs between the backwards of a micro-batch. The
         part that the first backward needs is excluded, because it may be ready before the gradient arrives."""
-        found = np.zeros(len(self.costs.ranks))
+        fractions = np.zeros(len(self.costs.ranks))
         for stage, spans in enumerate(self.run.recomputed):
             units = sum(len(span) for span in spans)
             first = len(spans[-1]) if spans and spans[-1].stop == self.run.stages.units_per_stage[stage] else 0
-            found[stage] = 1.0 - first / units if units else 0.0
-        return found
+            fractions[stage] = 1.0 - first / units if units else 0.0
+        return fractions
 
     def _by_chunk(self, values: npt.NDArray[Entry]) -> npt.NDArray[Entry]:
         """Return values of stages with shape [chunks, ranks]; the chunks of a rank are in the order of its stages."""
@@ -393,11 +393,11 @@ class _Step:
         for chunk in reversed(range(self.run.chunks)):
             passed = backward[chunk] * (passes - 1) if chunk < self.run.chunks - 1 else 0.0
             waiting = np.maximum(0.0, left - passed)
-            behind = np.maximum(last[chunk], waiting + traffic[chunk] - overlap[chunk])
+            remaining = np.maximum(last[chunk], waiting + traffic[chunk] - overlap[chunk])
             if chunk == 0:
-                behind = np.maximum(0.0, behind - self._slack(before))
-            hidden = hidden + left + traffic[chunk] - behind
-            left = behind
+                remaining = np.maximum(0.0, remaining - self._slack(before))
+            hidden = hidden + left + traffic[chunk] - remaining
+            left = remaining
         return np.asarray(left + (self.assumptions.slow_down - 1) * np.maximum(0.0, hidden))
 
     def _slack(self, before: float) -> Floats:
@@ -409,10 +409,10 @@ class _Step:
         if self.flushes or self.policy.gradient_buffers == 1:
             return np.zeros(self.run.pipeline)
         pairs = self.count - self.run.pipeline + 1 + np.arange(self.run.pipeline)
-        found = np.asarray(pairs * (before / self.count), dtype=np.float64)
+        slack = np.asarray(pairs * (before / self.count), dtype=np.float64)
         # The last rank ends its batch before the update of the previous batch.
-        found[-1] += self._of_update[-1]
-        return found
+        slack[-1] += self._of_update[-1]
+        return slack
 
     def _gathers(self) -> float:
         """Return the seconds to gather weights, which updates leave in shards, before the next forward."""

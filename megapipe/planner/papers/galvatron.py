@@ -88,15 +88,15 @@ def stage_strategies(
     and traffic (the paper's takeaways). recompute: return each strategy with and without recomputation.
     """
     power = (devices // pipeline).bit_length() - 1
-    found = []
+    leaves = []
     for count in range(len(METHODS) + 1):
         for methods in permutations(METHODS, count):
             if pruned and {"data", "sharded"} <= set(methods):
                 continue
             for powers in _compositions(power, count):
                 levels = tuple((method, 2**part) for method, part in zip(methods, powers, strict=True))
-                found += [Strategy(pipeline, levels, again) for again in ((False, True) if recompute else (False,))]
-    return tuple(found)
+                leaves += [Strategy(pipeline, levels, again) for again in ((False, True) if recompute else (False,))]
+    return tuple(leaves)
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -116,14 +116,14 @@ def _level(
         """Return A(first..last, m) by (last, m): the best partition of the first layers, then a last stage."""
         best: dict[tuple[int, int], Partition] = {}
         for last, count in product(range(first + 1, len(layers) + 1), range(1, level.width + 1)):
-            found = stage(first, last, count)
+            fastest = stage(first, last, count)
             for cut, own in product(range(first + 1, last), range(1, count)):
                 before, after = best[cut, count - own], stage(cut, last, own)
                 transfer = 2 * layers[cut - 1].activation_bytes / level.bytes_per_second
                 seconds = max(before.seconds, transfer, after.seconds)
-                if seconds < found.seconds:
-                    found = Partition(seconds, before.stages + after.stages)
-            best[last, count] = found
+                if seconds < fastest.seconds:
+                    fastest = Partition(seconds, before.stages + after.stages)
+            best[last, count] = fastest
         return best
 
     return lambda first, last: best_from(first)[last, level.width]

@@ -150,13 +150,13 @@ def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     Raises:
         ValueError: nothing fits into memory.
     """
-    found = max(configurations(model, machine, batch_size), key=lambda each: each.sequences_per_second, default=None)
-    if found is None:
+    fastest = max(configurations(model, machine, batch_size), key=lambda each: each.sequences_per_second, default=None)
+    if fastest is None:
         raise ValueError(
             f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device and a "
             f"batch of {batch_size} sequences; use more devices, more memory, or a number of blocks with more divisors"
         )
-    return found
+    return fastest
 
 
 def two_buffered_plan(
@@ -175,22 +175,22 @@ def two_buffered_plan(
     """
     times = RooflineTimes(hardware.groups[0].device) if times is None else times
     try:
-        found = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
+        chosen = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
     except ValueError as error:
         raise ConfigError(f"2bw plan: {error}") from error
     return {
         "source": f"PipeDream-2BW's planner, {PAPER}, algorithm 1",
-        "width": found.width,
-        "depth": found.depth,
-        "micro_size": found.micro_size,
-        "execution": found.execution,
-        "accumulation": found.accumulation,
-        "devices": found.width * found.depth,
-        "memory_bytes": found.memory_bytes,
-        "tokens_per_s": found.sequences_per_second * config.data.sequence_length,
-        "step_time_s": found.batch_size / found.sequences_per_second,
-        "settings": _settings(found),
-        "by_cost_model": estimate(_configured(config, found), hardware, times=times).as_json(),
+        "width": chosen.width,
+        "depth": chosen.depth,
+        "micro_size": chosen.micro_size,
+        "execution": chosen.execution,
+        "accumulation": chosen.accumulation,
+        "devices": chosen.width * chosen.depth,
+        "memory_bytes": chosen.memory_bytes,
+        "tokens_per_s": chosen.sequences_per_second * config.data.sequence_length,
+        "step_time_s": chosen.batch_size / chosen.sequences_per_second,
+        "settings": _settings(chosen),
+        "by_cost_model": estimate(_configured(config, chosen), hardware, times=times).as_json(),
     }
 
 
@@ -202,8 +202,8 @@ def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) 
     def seconds(micro_size: int, recomputed: bool) -> float:
         whole = single_device(config, micro_size)
         whole = replace(whole, recompute=replace(whole.recompute, method="full" if recomputed else "none"))
-        found = [times.of(whole, layer) for layer in layers_of(whole)]
-        return sum(sum(each[:4]) for each in found) / blocks  # forward, both halves of the backward, forward again
+        layers = [times.of(whole, layer) for layer in layers_of(whole)]
+        return sum(sum(each[:4]) for each in layers) / blocks  # forward, both halves of the backward, forward again
 
     @cache
     def memory(depth: int, micro_size: int, execution: Execution) -> int:
@@ -256,31 +256,31 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
     )
 
 
-def _configured(config: PretrainConfig, found: Configuration) -> PretrainConfig:
+def _configured(config: PretrainConfig, chosen: Configuration) -> PretrainConfig:
     """Return the run with `_settings`, without any other field that changes its layout."""
-    settings = _settings(found)
-    whole = single_device(config, found.micro_size)
+    settings = _settings(chosen)
+    whole = single_device(config, chosen.micro_size)
     return replace(
         whole,
-        batch=replace(whole.batch, global_size=found.batch_size),
-        parallel=replace(whole.parallel, data=found.width, pipeline=found.depth),
+        batch=replace(whole.batch, global_size=chosen.batch_size),
+        parallel=replace(whole.parallel, data=chosen.width, pipeline=chosen.depth),
         schedule=replace(whole.schedule, name=settings["schedule.name"]),
         recompute=replace(whole.recompute, method=settings["recompute.method"]),
     )
 
 
-def _settings(found: Configuration) -> dict[str, Any]:
+def _settings(chosen: Configuration) -> dict[str, Any]:
     """Return the configuration fields that run a plan.
 
     No schedule here keeps one micro-batch at a time in the pipeline. So plans without pipelining use the default
     schedule, which is never slower; with depth 1 it is plain gradient accumulation.
     """
-    pipelined = found.execution != "no_pipelining"
+    pipelined = chosen.execution != "no_pipelining"
     return {
-        "parallel.data": found.width,
-        "parallel.pipeline": found.depth,
+        "parallel.data": chosen.width,
+        "parallel.pipeline": chosen.depth,
         "parallel.tensor": 1,
-        "batch.micro_size": found.micro_size,
+        "batch.micro_size": chosen.micro_size,
         "schedule.name": find_published(PAPER).name if pipelined else ScheduleConfig.name,
-        "recompute.method": "full" if found.execution == "recomputed" else "none",
+        "recompute.method": "full" if chosen.execution == "recomputed" else "none",
     }

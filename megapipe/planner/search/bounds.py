@@ -164,14 +164,14 @@ class LayerFigures:
         return MicrobatchWork(self._of_layer(config, self._embedding), block, self._of_layer(config, self._head))
 
     def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
-        found = self._times.of(config, layer)
-        backward = found.backward_input + found.backward_weight
+        seconds = self._times.of(config, layer)
+        backward = seconds.backward_input + seconds.backward_weight
         # With recompute.num_blocks, only some of the blocks are recomputed.
         whole = config.recompute.method == "full" and layer.kind == "block"
-        again = found.recompute if whole and config.recompute.num_blocks is None else 0.0
+        again = seconds.recompute if whole and config.recompute.num_blocks is None else 0.0
         if not whole:
-            backward += found.recompute
-        products = PhaseSeconds(found.forward, found.backward_input, found.backward_weight)
+            backward += seconds.recompute
+        products = PhaseSeconds(seconds.forward, seconds.backward_input, seconds.backward_weight)
         waiting = PhaseSeconds()
         parallel, kind = config.parallel, (layer.kind, layer.index)
         key = parallel.tensor, parallel.context, config.batch.micro_size
@@ -181,12 +181,12 @@ class LayerFigures:
             # Chunks of sequence parallelism overlap as in `cost.layer_costs`, but without slow-down.
             exposed = _outlasting(traffic.scaled(1.0 - 1.0 / chunks), products)
             waiting = exposed.plus(traffic.scaled(1.0 / chunks)) if chunks > 1 else traffic
-        if parallel.context > 1 and found.waits is None:
+        if parallel.context > 1 and seconds.waits is None:
             traffic = self._waiting(*key, 0, "context")[kind]
             # Rings overlap with attention, which takes no longer than all products together.
             waiting = waiting.plus(_outlasting(traffic, products) if parallel.context_attention == "ring" else traffic)
         return LayerWork(
-            found.forward + waiting.forward,
+            seconds.forward + waiting.forward,
             backward + waiting.backward_input,
             again + (waiting.forward if again else 0.0),
         )
@@ -284,14 +284,14 @@ class StageLimiter:
         """Return the minimum number of blocks of every stage, shape [pipeline, chunks]: the number that does not
         fit into all other stages, and at least one for stages between the first and the last."""
         stages, blocks = pipeline * chunks, self._blocks
-        limits, found = self.of(stages), np.zeros((pipeline, chunks))
+        limits, minima = self.of(stages), np.zeros((pipeline, chunks))
         if stages == 1:
-            return found + blocks
+            return minima + blocks
         left = blocks - (stages - 2) * limits.most - limits.last
-        found += max(1, left)
-        found[0, 0] = max(0, left)
-        found[-1, -1] = max(0, blocks - (stages - 1) * limits.most)
-        return found
+        minima += max(1, left)
+        minima[0, 0] = max(0, left)
+        minima[-1, -1] = max(0, blocks - (stages - 1) * limits.most)
+        return minima
 
     @cached_method
     def of(self, num_stages: int) -> StageLimits:
@@ -485,8 +485,8 @@ class LayoutBounds:
         sums = np.where(zeros >= 2, reduction * reduced, 0.0)
         whole, forward = table.work[:, 1], table.work[:, 4]
         block = side_by_side(forward, gathers, slow) + side_by_side(whole - forward, gathers + sums, slow)
-        found = np.where(zeros >= 2, np.maximum(own, count * most * block), own)
-        return np.asarray((found + most * gather * self._gathers_after(zeros)) * (1.0 - ROUNDING))
+        seconds = np.where(zeros >= 2, np.maximum(own, count * most * block), own)
+        return np.asarray((seconds + most * gather * self._gathers_after(zeros)) * (1.0 - ROUNDING))
 
     def _num_bytes(self, shape: Shape, table: "_Table") -> Floats:
         """Return a lower bound of the bytes of the fullest rank.
@@ -517,8 +517,8 @@ class LayoutBounds:
             other += table.working + min(zero.weight_buffers, held.fewest) * table.weights
             other += min(zero.gradient_buffers, held.fewest) * table.gradients
         shares = 1.0 / each_block
-        found = (held.needed + (other * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
-        return np.asarray(found.max(axis=1))
+        bounds = (held.needed + (other * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
+        return np.asarray(bounds.max(axis=1))
 
     def _chunks(self, shape: Shape) -> int:
         return find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
@@ -639,10 +639,10 @@ class _Cut:
 
     def together(self, embedding: float, block: float, head: float) -> Floats:
         """Return the sum over the layers of each stage, shape [stages]."""
-        found = self.blocks * block
-        found[0] += embedding
-        found[-1] += head
-        return found
+        sums = self.blocks * block
+        sums[0] += embedding
+        sums[-1] += head
+        return sums
 
     def weights(self, num_microbatches: int) -> Floats:
         """Return for each rank how often each of `MicrobatchWork.parts` counts in a step, shape [9, ranks].

@@ -190,13 +190,13 @@ class Explorer:
     def add_other_schedules(self, most: int) -> None:
         """Add layouts with the space's other schedules for up to `most` branches with several pipeline ranks and a
         micro-batch size: the branches with the lowest time bounds."""
-        found: dict[Branch, None] = {}
+        branches: dict[Branch, None] = {}
         for _, _, layout in self._in_order("seconds", EVERY):
             if layout.shape.pipeline > 1:
-                found[Branch(*layout.shape[:5])] = None
-            if len(found) == most:
+                branches[Branch(*layout.shape[:5])] = None
+            if len(branches) == most:
                 break
-        self._add(found, self._layouts.other_schedules)
+        self._add(branches, self._layouts.other_schedules)
 
     def _add(self, branches: Iterable[Branch], schedules: tuple[str, ...]) -> None:
         for branch in branches:
@@ -222,8 +222,8 @@ class Explorer:
             node.parts = [self._node(each, node.schedules, (*node.place, at)) for at, each in enumerate(branches)]
         elif node.parts is None:
             shapes = list(self._layouts.shapes(node.branch, node.schedules))
-            found = [self._bounds.of(*each) for each in shapes]
-            seconds, num_bytes = (np.concatenate(each) for each in zip(*found, strict=True))
+            bounds = [self._bounds.of(*each) for each in shapes]
+            seconds, num_bytes = (np.concatenate(each) for each in zip(*bounds, strict=True))
             seconds, num_bytes = np.maximum(seconds, node.seconds), np.maximum(num_bytes, node.num_bytes)
             fits = num_bytes <= self._limit
             by_seconds = np.argsort(seconds, kind="stable")
@@ -279,8 +279,8 @@ class Explorer:
                 too_large += node.parts.too_large
             elif node.num_bytes > self._limit:
                 too_large += self._layouts.count(node.branch, node.schedules)
-        found = {"memory": too_large, "time": self.count - self.examined - too_large}
-        return {rule: count for rule, count in found.items() if count}
+        counts = {"memory": too_large, "time": self.count - self.examined - too_large}
+        return {rule: count for rule, count in counts.items() if count}
 
     def _num_bytes(self, layout: Layout, too_large: bool = False) -> int:
         """Return the bytes of a layout's fullest rank. too_large: whether its bound exceeds the memory limit."""
@@ -294,14 +294,14 @@ class Explorer:
 
     def fastest(self, keep: int = 1, kind: LayoutFilter = EVERY) -> list[Estimate]:
         """Return up to `keep` layouts of a kind that fit, the fastest first; on a tie, the one with less memory."""
-        found: list[Estimate] = []
+        fastest: list[Estimate] = []
         for seconds, _, layout in self._in_order("seconds", kind):
-            slowest = found[-1].step_seconds if len(found) == keep else math.inf
+            slowest = fastest[-1].step_seconds if len(fastest) == keep else math.inf
             if seconds > slowest:
                 break
             if self._closer(layout) <= slowest and self._fits(layout):
-                found = sorted([*found, self._costs.estimate(layout)], key=order)[:keep]
-        return found
+                fastest = sorted([*fastest, self._costs.estimate(layout)], key=order)[:keep]
+        return fastest
 
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
         """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
@@ -312,9 +312,9 @@ class Explorer:
                 break
             if self._num_bytes(layout, too_large=at_least > self._limit) > most:
                 continue
-            found = self._costs.estimate(layout)
-            if best is None or (found.peak_bytes, found.step_seconds) < (best.peak_bytes, best.step_seconds):
-                best = found
+            candidate = self._costs.estimate(layout)
+            if best is None or (candidate.peak_bytes, candidate.step_seconds) < (best.peak_bytes, best.step_seconds):
+                best = candidate
         return best
 
     def front(self, slowest: float, tolerance: float) -> list[Estimate]:
@@ -323,13 +323,13 @@ class Explorer:
         For each layout that fits and takes at most `slowest` seconds a step, the front has a layout that exceeds
         neither its time nor its memory by more than the fraction `tolerance`.
         """
-        found: list[Estimate] = []
+        front: list[Estimate] = []
 
         def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
             """Return whether a layout of the front needs at most `more` times these seconds and bytes. Among the
             layouts that are fast enough, the slowest one needs the least memory."""
-            as_fast = bisect_right(found, seconds * more, key=attrgetter("step_seconds"))
-            return as_fast > 0 and found[as_fast - 1].peak_bytes <= num_bytes * more
+            as_fast = bisect_right(front, seconds * more, key=attrgetter("step_seconds"))
+            return as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more
 
         for seconds, num_bytes, layout in self._in_order("seconds", EVERY):
             if seconds > slowest:
@@ -343,8 +343,8 @@ class Explorer:
                 continue
             estimated = self._costs.estimate(layout)
             if estimated.step_seconds <= slowest:
-                found = pareto([*found, estimated])
-        return found
+                front = pareto([*front, estimated])
+        return front
 
 
 def order(estimate: Estimate) -> tuple[float, int]:
@@ -354,8 +354,8 @@ def order(estimate: Estimate) -> tuple[float, int]:
 
 def pareto(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return the Pareto front of estimates by seconds and bytes, the fastest first. Equal estimates appear once."""
-    found: list[Estimate] = []
+    front: list[Estimate] = []
     for each in sorted(estimates, key=order):
-        if not found or each.peak_bytes < found[-1].peak_bytes:
-            found.append(each)
-    return found
+        if not front or each.peak_bytes < front[-1].peak_bytes:
+            front.append(each)
+    return front

@@ -44,8 +44,8 @@ class Found:
     def as_json(self) -> dict[str, Any]:
         """Return the keys of the estimate, and those of this class."""
         order = None if self.node_order is None else list(self.node_order)
-        found = {"simulated": self.simulated, "node_order": order, "price_per_million_tokens": self.price}
-        return self.estimate.as_json() | found
+        source = {"simulated": self.simulated, "node_order": order, "price_per_million_tokens": self.price}
+        return self.estimate.as_json() | source
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class Findings:
 
     def as_json(self) -> dict[str, Any]:
         """Return the results as `megapipe plan search --json` prints them."""
-        found = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        lists = {name: [each.as_json() for each in found[name]] for name in ("ranked", "pareto", "alternatives")}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        lists = {name: [each.as_json() for each in values[name]] for name in ("ranked", "pareto", "alternatives")}
         trials = [{"name": each.name, "value": each.value} for each in self.trials]
-        return found | lists | {"best": self.best.as_json(), "trials": trials}
+        return values | lists | {"best": self.best.as_json(), "trials": trials}
 
 
 class NothingFits(ConfigError):
@@ -180,8 +180,8 @@ def alternatives(
     explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
 ) -> tuple[Alternative, ...]:
     """Compare every kind of layout with the best layout. best: an estimate, because the others are estimates too."""
-    found = [_judged(explorer, kind, base, devices, best) for kind in _kinds(devices)]
-    return (*found[:5], _rule_of_megatron(explorer, base, hardware, devices, best), *found[5:])
+    judged = [_judged(explorer, kind, base, devices, best) for kind in _kinds(devices)]
+    return (*judged[:5], _rule_of_megatron(explorer, base, hardware, devices, best), *judged[5:])
 
 
 def _kinds(devices: int) -> Iterator[LayoutKind]:
@@ -233,9 +233,9 @@ def _rule_of_megatron(
         )
 
     for pipeline in divisors(devices // tensor):
-        found = explorer.fastest(1, members(pipeline))
-        if found:
-            return Alternative(name, found[0], _why_slower(found[0], best))
+        fitting = explorer.fastest(1, members(pipeline))
+        if fitting:
+            return Alternative(name, fitting[0], _why_slower(fitting[0], best))
     return _judged(explorer, LayoutKind(name, members(None)), base, devices, best)
 
 
@@ -321,22 +321,22 @@ def neighbour_devices(hardware: Hardware, devices: int) -> list[int]:
     step = node if devices > node else max(1, node // 2)
     if devices % step == 0:
         return []
-    found = (devices // each * each for each in (step, max(1, step // 2)))
-    return [each for each in dict.fromkeys(found) if 0 < each < devices][:NEIGHBOURS]
+    counts = (devices // each * each for each in (step, max(1, step // 2)))
+    return [each for each in dict.fromkeys(counts) if 0 < each < devices][:NEIGHBOURS]
 
 
 def neighbour_batches(samples: int, devices: int) -> list[int]:
     """Return similar batch sizes with more divisors; none if batch size or number of devices divides the other."""
     if samples % devices == 0 or devices % samples == 0:
         return []
-    found = [near] if abs((near := round(samples / devices) * devices) - samples) <= BATCH_CHANGE * samples else []
+    sizes = [near] if abs((near := round(samples / devices) * devices) - samples) <= BATCH_CHANGE * samples else []
     power = 2 ** (samples.bit_length() - 1)
     while power > 1:
         near = max(1, round(samples / power)) * power
         if near != samples and abs(near - samples) <= BATCH_CHANGE * samples:
-            found.append(near)
+            sizes.append(near)
         power //= 2
-    return list(dict.fromkeys(found))[:NEIGHBOURS]
+    return list(dict.fromkeys(sizes))[:NEIGHBOURS]
 
 
 def single_groups(hardware: Hardware, devices: int) -> Iterator[tuple[Hardware, int]]:

@@ -106,21 +106,21 @@ def search_speed(
     report(0.3)
     movable = effort.stages and "parallel.layers_per_stage" not in pinned
     refiner, keep = Refiner(hardware, times, effort.actions, assumptions), effort.keep
-    found = explorer.fastest(keep)
+    fastest = explorer.fastest(keep)
     report(0.6)
-    ranked = refiner.refined(found, stages=movable)
+    ranked = refiner.refined(fastest, stages=movable)
     report(0.8)
     # Estimates have errors, so layouts after the kept ones may be better, or may be the only ones that fit.
-    while len(found) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], found[-1]))):
+    while len(fastest) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], fastest[-1]))):
         keep *= 2
         more = explorer.fastest(keep)
-        ranked = refiner.refined(more[len(found) :], ranked, stages=movable)
-        found = more
+        ranked = refiner.refined(more[len(fastest) :], ranked, stages=movable)
+        fastest = more
     if not ranked:
         # At least one layout exists, so `nearest` returns one.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
-    front = explorer.front(effort.slowest * found[0].step_seconds, effort.tolerance) if effort.slowest else []
-    others = alternatives(explorer, base, hardware, devices, found[0]) if effort.alternatives else ()
+    front = explorer.front(effort.slowest * fastest[0].step_seconds, effort.tolerance) if effort.slowest else []
+    others = alternatives(explorer, base, hardware, devices, fastest[0]) if effort.alternatives else ()
     report(0.9)
     near = tuple(_hints(base, hardware, devices, pinned, space, assumptions, ranked[0])) if effort.hints else ()
     report(1.0)
@@ -155,8 +155,8 @@ def _hints(
         return
 
     def fastest(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
-        found = search_speed(config, machine, count, pinned, space=space, effort=QUICK, assumptions=assumptions)
-        return found.best.estimate
+        findings = search_speed(config, machine, count, pinned, space=space, effort=QUICK, assumptions=assumptions)
+        return findings.best.estimate
 
     yield from hints(base, hardware, devices, best.estimate, fastest)
 
@@ -173,8 +173,8 @@ def slowest_times(
             "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 for "
             "planning"
         )
-    found = [node.device for node in hardware.nodes(devices)]
-    slowest = min(found, key=lambda device: device.peak(base.training.precision))
+    used_devices = [node.device for node in hardware.nodes(devices)]
+    slowest = min(used_devices, key=lambda device: device.peak(base.training.precision))
     return RooflineTimes(slowest, assumptions.megatron_kernels)
 
 
@@ -183,10 +183,10 @@ def _beaten(best: Found, last: Estimate) -> bool:
     return best.simulated and best.estimate.step_seconds > last.step_seconds
 
 
-def _priced(found: Found, per_hour: float | None) -> Found:
+def _priced(entry: Found, per_hour: float | None) -> Found:
     """Fill in the price of a million tokens, in the currency of the hardware file."""
     return (
-        found if per_hour is None else replace(found, price=per_hour / 3600.0 / found.estimate.tokens_per_second * 1e6)
+        entry if per_hour is None else replace(entry, price=per_hour / 3600.0 / entry.estimate.tokens_per_second * 1e6)
     )
 
 
@@ -285,12 +285,12 @@ class Refiner:
         after = estimate(config, self.hardware, times=self.times, node_order=order, assumptions=self.assumptions)
         return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
 
-    def _simulated(self, found: Found) -> Found:
-        config = found.estimate.config
+    def _simulated(self, candidate: Found) -> Found:
+        config = candidate.estimate.config
         exact = predict(
-            config, self.hardware, times=self.times, node_order=found.node_order, assumptions=self.assumptions
+            config, self.hardware, times=self.times, node_order=candidate.node_order, assumptions=self.assumptions
         )
-        return replace(found, estimate=exact.estimate, simulated=True)
+        return replace(candidate, estimate=exact.estimate, simulated=True)
 
 
 def _computations(estimate: Estimate) -> int:
@@ -367,13 +367,13 @@ def search(
         base, trials = _largest(base, members, partial(speed, devices=devices, effort=QUICK))
     else:
 
-        def value(found: Found) -> float:
-            days = (tokens or 0.0) / found.estimate.tokens_per_second / 86400.0
-            return days if objective == "time" else found.price or 0.0
+        def value(layout: Found) -> float:
+            days = (tokens or 0.0) / layout.estimate.tokens_per_second / 86400.0
+            return days if objective == "time" else layout.price or 0.0
 
         devices, trials = _best_count(device_counts(devices, hardware), value, partial(speed, base, effort=QUICK))
-    found = speed(base, devices=devices, effort=effort, report=report)
-    return replace(found, objective=objective, trials=tuple(trials), seconds=time.perf_counter() - started)
+    findings = speed(base, devices=devices, effort=effort, report=report)
+    return replace(findings, objective=objective, trials=tuple(trials), seconds=time.perf_counter() - started)
 
 
 def device_counts(devices: int, hardware: Hardware) -> tuple[int, ...]:
@@ -392,14 +392,14 @@ def _best_count(
     reason: ConfigError | None = None
     for count in counts:
         try:
-            found = speed(devices=count).best
+            best = speed(devices=count).best
         except ConfigError as error:
             # A failure on few devices says nothing about more devices: if all fail, report the last reason.
             reason = error
             trials.append(Trial(f"{count} devices", None, None))
             continue
-        values[count] = value(found)
-        trials.append(Trial(f"{count} devices", found, values[count]))
+        values[count] = value(best)
+        trials.append(Trial(f"{count} devices", best, values[count]))
     if not values:
         raise cast(ConfigError, reason)
     return min(values, key=lambda count: (values[count], count)), trials
@@ -417,7 +417,7 @@ def _largest(
     for each in members:
         config = replace(base, model=each.model)
         try:
-            found = speed(config).best
+            best = speed(config).best
         except ConfigError as error:
             reason = reason or error
             trials.append(Trial(each.name, None, float(each.parameters)))
@@ -426,7 +426,7 @@ def _largest(
                 break
             continue
         missed, chosen = 0, config
-        trials.append(Trial(each.name, found, float(each.parameters)))
+        trials.append(Trial(each.name, best, float(each.parameters)))
     if chosen is None:
         raise cast(ConfigError, reason)
     return chosen, trials
@@ -439,20 +439,20 @@ def family(base: PretrainConfig) -> tuple[Member, ...]:
     same. Models that are equal after rounding appear once.
     """
     model = base.model
-    found: dict[tuple[int, int], Member] = {}
+    members: dict[tuple[int, int], Member] = {}
     for step in range(SMALLEST * STEPS, LARGEST * STEPS + 1):
         scaled = _scaled(model, 2.0 ** (step / STEPS))
         key = scaled.num_heads, scaled.num_layers
-        if key not in found:
+        if key not in members:
             name = f"{scaled.num_layers} layers of {scaled.hidden_size}"
-            found[key] = Member(name, scaled, num_parameters(replace(base, model=scaled)))
-    return tuple(sorted(found.values(), key=lambda each: each.parameters))
+            members[key] = Member(name, scaled, num_parameters(replace(base, model=scaled)))
+    return tuple(sorted(members.values(), key=lambda each: each.parameters))
 
 
 def given(base: PretrainConfig, models: Sequence[tuple[str, ModelConfig]]) -> tuple[Member, ...]:
     """Return named models as a family, in ascending order of parameters."""
-    found = [Member(name, model, num_parameters(replace(base, model=model))) for name, model in models]
-    return tuple(sorted(found, key=lambda each: each.parameters))
+    members = [Member(name, model, num_parameters(replace(base, model=model))) for name, model in models]
+    return tuple(sorted(members, key=lambda each: each.parameters))
 
 
 def _scaled(model: ModelConfig, factor: float) -> ModelConfig:

@@ -139,36 +139,36 @@ class SearchSpace:
 
     def not_searched(self, base: PretrainConfig, pinned: frozenset[str]) -> list[str]:
         """Return a phrase for each group of layouts outside this space. See `Layouts` for `base` and `pinned`."""
-        found = []
+        phrases = []
         if not {"schedule.name", "schedule.chunks"} & pinned and not base.schedule.file:
             if self.other_schedules:
-                found.append(
+                phrases.append(
                     f"{', '.join(self.other_schedules)} except on the {PROMISING} most promising divisions of ranks"
                 )
             usable, errors = GENERATORS.loadable()
             left = [each.name for each in usable if each.name not in (*self.schedules, *self.other_schedules)]
-            found += [f"schedules {', '.join(left)} (--schedules adds them)"] if left else []
-            found += map(str, errors)
+            phrases += [f"schedules {', '.join(left)} (--schedules adds them)"] if left else []
+            phrases += map(str, errors)
         if "schedule.chunks" not in pinned:
-            found.append(f"more than {self.all_chunks_up_to} chunks, unless they divide the blocks evenly")
+            phrases.append(f"more than {self.all_chunks_up_to} chunks, unless they divide the blocks evenly")
         if "parallel.context" not in pinned and base.data.sequence_length >= MIN_CONTEXT_TOKENS:
-            found.append(f"parallel.context with fewer than {MIN_CONTEXT_TOKENS:,} tokens per rank")
+            phrases.append(f"parallel.context with fewer than {MIN_CONTEXT_TOKENS:,} tokens per rank")
         if "parallel.sequence_chunks" not in pinned:
             chunks = ", ".join(str(each) for each in self.sequence if each)
-            found.append(f"parallel.sequence_chunks other than {chunks}" if chunks else "sequence parallelism")
+            phrases.append(f"parallel.sequence_chunks other than {chunks}" if chunks else "sequence parallelism")
         if "batch.micro_size" not in pinned and self.max_micro_size is not None:
-            found.append(f"micro-batches above {self.max_micro_size}")
+            phrases.append(f"micro-batches above {self.max_micro_size}")
         fixed = ("batch.global_size", "parallel.layers_per_stage", "zero.shard_size", "recompute.num_blocks")
-        found.append(f"other values of {', '.join(fixed)}, offload, fp8, and every field not in the table")
-        return found
+        phrases.append(f"other values of {', '.join(fixed)}, offload, fp8, and every field not in the table")
+        return phrases
 
     def problems(self) -> list[str]:
         """Return a message for every limit below 1, every empty list and every unknown name."""
-        found = bound_problems(self)
+        problems = bound_problems(self)
         for name in ("schedules", "zero_stages", "recompute", "sequence"):
             if not getattr(self, name):
-                found.append(f"{name} is empty; set at least one value to try")
-        return found + [
+                problems.append(f"{name} is empty; set at least one value to try")
+        return problems + [
             problem for name in (*self.schedules, *self.other_schedules) for problem in _unknown("schedules", name)
         ]
 
@@ -250,8 +250,8 @@ class Layouts:
         """Return the number of layouts of a branch without creating any."""
         if branch.micro_size is None:
             return sum(self.count(each, schedules) for each in self.narrowed(branch))
-        found = self._scheduled(branch.pipeline, self._of_micro(branch), schedules)
-        return sum(len(self.choices(branch, methods)) for _, _, methods in found)
+        scheduled = self._scheduled(branch.pipeline, self._of_micro(branch), schedules)
+        return sum(len(self.choices(branch, methods)) for _, _, methods in scheduled)
 
     def choices(self, branch: Branch, methods: tuple[Recompute, ...] | None = None) -> tuple[Choice, ...]:
         """Return the valid choices of a branch. methods: methods of recomputation to allow, by default all."""
@@ -271,14 +271,14 @@ class Layouts:
     def _find_sequences(self) -> tuple[int, ...]:
         """Return the values of `Layout.sequence` to try."""
         parallel, pinned = self.base.parallel, self._pinned
-        found = self.space.sequence
+        values = self.space.sequence
         if "parallel.sequence" in pinned:
-            found = tuple(each for each in found if (each > 0) == parallel.sequence)
+            values = tuple(each for each in values if (each > 0) == parallel.sequence)
         if "parallel.sequence_chunks" in pinned:
-            on = (parallel.sequence_chunks,) if any(found) else ()
+            on = (parallel.sequence_chunks,) if any(values) else ()
             # A configuration rule forbids several chunks without sequence parallelism.
-            return on if parallel.sequence_chunks > 1 else (*(each for each in found if each == 0), *on)
-        return found
+            return on if parallel.sequence_chunks > 1 else (*(each for each in values if each == 0), *on)
+        return values
 
     def _values(self, path: str, own: Value, tried: Iterable[Value]) -> Iterable[Value]:
         return (own,) if path in self._pinned else tried
@@ -303,7 +303,7 @@ class Layouts:
         Only a schedule file limits the methods.
         """
         base = self.base
-        found = []
+        scheduled = []
         for name, chunks in self._chunked(pipeline, names):
             config = replace(
                 base,
@@ -321,8 +321,8 @@ class Layouts:
                     if not schedule_problems(replace(config, recompute=group), 1)
                 )
             if methods:
-                found.append((name, chunks, methods))
-        return found
+                scheduled.append((name, chunks, methods))
+        return scheduled
 
     def _chunked(self, pipeline: int, names: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
         """Yield names with numbers of chunks. On one rank, a looped schedule takes the same time and memory as the
