@@ -210,8 +210,8 @@ def _step_seconds(
         return roofline, f"the roofline of {slowest.name}"
     plain = _seconds(candidates[0], hardware, measured)
     seconds = [
-        plain * own / roofline[0] if each.recompute.method == "selective" else _seconds(each, hardware, measured)
-        for each, own in zip(candidates, roofline, strict=True)
+        plain * estimated / roofline[0] if each.recompute.method == "selective" else _seconds(each, hardware, measured)
+        for each, estimated in zip(candidates, roofline, strict=True)
     ]
     return seconds, f"layer times measured on {hardware.name}"
 

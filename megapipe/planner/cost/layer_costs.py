@@ -464,9 +464,9 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
     rerun = np.zeros(len(classes), dtype=np.bool_)
     for members, spans in zip(run.stages.ranges, run.recomputed, strict=False):
         rerun[[members.start + unit for span in spans for unit in span]] = True
-    each = np.eye(len(kinds))[classes]
+    one_hot = np.eye(len(kinds))[classes]
     starts = [members.start for members in parts]
-    counts, again = np.add.reduceat(each, starts), np.add.reduceat(each * rerun[:, None], starts)
+    counts, again = np.add.reduceat(one_hot, starts), np.add.reduceat(one_hot * rerun[:, None], starts)
     layers = [run.stages.layers[index] for index in run.kinds]
     whole = [recompute_method(run.config, each.name) == "full" for each in layers]
     made = counts * ~np.array(whole)
@@ -479,7 +479,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
     def of_states(name: str, stage: int = 0) -> Floats:
         """Return for each kind of layer the sum over the state units that are sharded at this ZeRO stage."""
         states = ([each for each in kind.states if each.zero >= stage] for kind in kinds)
-        return np.array([sum(getattr(each, name) for each in own) for own in states])
+        return np.array([sum(getattr(each, name) for each in units) for units in states])
 
     def waits(name: str, source: str) -> Waits:
         forward, *halves = (total(f"{name}.{phase}") for phase in PhaseSeconds._fields)
@@ -527,5 +527,5 @@ def stage_details(run: RunLayout, costs: StageCosts) -> tuple[StageCost, ...]:
         ]
     )
     names = [tuple(run.stages.layers[index].name for index in members) for members in run.stages.ranges]
-    each = enumerate(zip(run.ranks, names, seconds.T.tolist(), strict=True))
-    return tuple(StageCost(stage, rank, layers, *own) for stage, (rank, layers, own) in each)
+    stages = enumerate(zip(run.ranks, names, seconds.T.tolist(), strict=True))
+    return tuple(StageCost(stage, rank, layers, *times) for stage, (rank, layers, times) in stages)

@@ -127,9 +127,9 @@ def update_seconds(config: PretrainConfig, device: Device, elements: int, precis
     moment_bytes = 2 if optimizer.moment_dtype == "bf16" else FULL_BYTES
     has_master = precision != "fp32" and config.training.master_weights
     weight = ELEMENT_BYTES[precision]
-    each = 3 * FULL_BYTES + 2 * optimizer.num_moments() * moment_bytes
-    each += 2 * FULL_BYTES + weight if has_master else 2 * weight
-    return memory_bound_time(device, elements * each).seconds
+    bytes_each = 3 * FULL_BYTES + 2 * optimizer.num_moments() * moment_bytes
+    bytes_each += 2 * FULL_BYTES + weight if has_master else 2 * weight
+    return memory_bound_time(device, elements * bytes_each).seconds
 
 
 def muon_seconds(config: PretrainConfig, device: Device, specs: tuple[ParameterSpec, ...], shards: int) -> float:

@@ -84,14 +84,14 @@ class LayerSizes:
         sizes = Sizes(micro.walk.num_places, 1, gradient, 0)
         for stage, (kinds, _, arrives) in enumerate(shown):
             first = micro.walk.place(stage, 0)
-            own = self.of[:, list(kinds)]
+            values = self.of[:, list(kinds)]
             if splits:
-                own[Tensor.KEPT] += self.copied[list(kinds)]
+                values[Tensor.KEPT] += self.copied[list(kinds)]
             if arrives:  # a message stays in its slot, which does not count as an activation
-                own[: Tensor.BACKWARD, 0] -= np.minimum(self.stream, own[: Tensor.BACKWARD, 0])
+                values[: Tensor.BACKWARD, 0] -= np.minimum(self.stream, values[: Tensor.BACKWARD, 0])
             if gradient:
-                own[Tensor.PENDING, -1] -= self.returned[kinds[-1]]
-            sizes.of[: Tensor.WEIGHTS, first : first + len(kinds), 0] = own
+                values[Tensor.PENDING, -1] -= self.returned[kinds[-1]]
+            sizes.of[: Tensor.WEIGHTS, first : first + len(kinds), 0] = values
         return micro.stage_bytes(sizes)
 
     @cached_method
@@ -148,9 +148,9 @@ class StateSizes:
         of_units, gloo = run.costs.of_units, hardware_device_type(run.hardware) == "cpu"
         layers = tuple(run.stages.layers[index] for index in run.kinds)
         units = tuple(layer_units(layer, run.tied, run.config.zero) for layer in layers)
-        sharded = [[unit for unit in own if of_units.shards_of(unit) > 1] for own in units]
-        elements = tuple(sum(map(of_units.elements, own)) for own in sharded)
-        summands = tuple(sum(of_units.summand_bytes(unit, gloo) for unit in own) for own in sharded)
+        sharded = [[unit for unit in members if of_units.shards_of(unit) > 1] for members in units]
+        elements = tuple(sum(map(of_units.elements, members)) for members in sharded)
+        summands = tuple(sum(of_units.summand_bytes(unit, gloo) for unit in members) for members in sharded)
         return cls(of_units, layers, run.tied, units, elements, summands)
 
     @cached_method
@@ -172,8 +172,8 @@ class StateSizes:
         of_kinds[0] *= sharding.gathers
         of_kinds[1:] *= not sharding.gathers
         for number, stage in enumerate(few.stages):
-            first, own = walk.place(number, 0), list(cut.kinds[stage])
-            sizes.of[Tensor.WEIGHTS : Tensor.STATE, first : first + len(own), 0] = of_kinds[:, own]
+            first, members = walk.place(number, 0), list(cut.kinds[stage])
+            sizes.of[Tensor.WEIGHTS : Tensor.STATE, first : first + len(members), 0] = of_kinds[:, members]
         held = walk.held(sizes)
         return walk.by_rank(held.weights) + walk.by_rank(held.gradients) + walk.by_rank(held.summands)
 
@@ -181,7 +181,7 @@ class StateSizes:
     def of_rank(self, present: tuple[int, ...], versions: int, buffers: int) -> StateBytes:
         """Return the bytes that a rank keeps between steps. present: number of its layers of each kind. versions,
         buffers: numbers of weight versions and of gradient buffers."""
-        units = [(unit, count) for own, count in zip(self.units, present, strict=True) for unit in own if count]
+        units = [(unit, count) for group, count in zip(self.units, present, strict=True) for unit in group if count]
         for name in self.tied:
             uses = [
                 (spec, count)
@@ -313,16 +313,16 @@ def _sharding(cut: Cut, keyed: Keyed) -> tuple[ShardedRanks | None, ShardedRanks
     config = replace(run.config, zero=replace(run.config.zero, expert_shard_size=None))
     table = StateUnits(config, one_each, units.replicas).table()
     filled = [any(spec.name not in run.tied for spec in layer.parameters.values()) for layer in layers]
-    own = sorted(stage for rank in cut.few for stage in cut.own[rank])
+    stages = sorted(stage for rank in cut.few for stage in cut.own[rank])
     states = tuple(
         tuple(table.units[kind][0]._replace(layer=layer) for layer, kind in enumerate(cut.kinds[stage]))
-        for stage in own
+        for stage in stages
     )
     sharding = ShardedRanks(
         cut.few,
         replace(table, units=states),
-        tuple(tuple(filled[kind] for kind in cut.kinds[stage]) for stage in own),
-        tuple(cut.spans[stage] for stage in own),
+        tuple(tuple(filled[kind] for kind in cut.kinds[stage]) for stage in stages),
+        tuple(cut.spans[stage] for stage in stages),
         units.shards != units.replicas,
     )
     return sharding.of_weights() if sharding.gathers else None, sharding.of_gradients()

@@ -122,8 +122,8 @@ def _a_microbatch(run: RunLayout, schedule: Schedule, kind: Kind, seconds: Mappi
     """Return for each stage the seconds that a kind of copy takes per micro-batch. seconds: time to copy each unit."""
     rows = np.concatenate(schedule.sections.body)
     chosen = rows[(rows[:, KIND] == kind) & ((kind != Kind.OFFLOAD) | (rows[:, VERSION] < 0))]
-    each = [seconds.get((stage, unit), 0.0) for stage, unit in chosen[:, [STAGE, UNIT]].tolist()]
-    totals: Floats = np.bincount(chosen[:, STAGE], each, minlength=len(run.stages.ranges)) / run.num_microbatches
+    weights = [seconds.get((stage, unit), 0.0) for stage, unit in chosen[:, [STAGE, UNIT]].tolist()]
+    totals: Floats = np.bincount(chosen[:, STAGE], weights, minlength=len(run.stages.ranges)) / run.num_microbatches
     return totals
 
 
@@ -481,6 +481,6 @@ def _recomputed_flops(run: RunLayout) -> int:
     spans = run.recomputed
     ranges = run.stages.ranges
     again = Counter(
-        run.classes[ranges[stage].start + unit] for stage, own in enumerate(spans) for span in own for unit in span
+        run.classes[ranges[stage].start + unit] for stage, parts in enumerate(spans) for span in parts for unit in span
     )
     return sum(run.flops[kind].forward * count for kind, count in again.items())

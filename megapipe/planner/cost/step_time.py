@@ -51,9 +51,9 @@ def waiting_of(
     if costs.latency.shape[-1] == 1:
         return Waiting(0.0, 0.0, float(after[0]))
     links = np.array([0.0, 1.0, 1.0])[:, None, None]
-    each = costs.repeated(3)
-    each = each._replace(latency=each.latency * links, transfer=each.transfer * links)
-    ends = step_seconds(name, options, each, num_microbatches, np.array([0.0, 0.0, 1.0])[:, None] * after)
+    cases = costs.repeated(3)
+    cases = cases._replace(latency=cases.latency * links, transfer=cases.transfer * links)
+    ends = step_seconds(name, options, cases, num_microbatches, np.array([0.0, 0.0, 1.0])[:, None] * after)
     alone, whole, later = (float(end) for end in ends)
     bubble = max(0.0, alone - num_microbatches * work)
     return Waiting(bubble, max(0.0, whole - num_microbatches * work - bubble), later - whole)
@@ -267,11 +267,11 @@ class _Step:
         sizes = self.costs.layers
         ends = np.cumsum(sizes)
         starts = ends - sizes
-        each = np.arange(ends[-1])
-        following, preceding = each + 1, each - 1
+        index = np.arange(ends[-1])
+        following, preceding = index + 1, index - 1
         following[ends - 1], preceding[starts] = starts, ends - 1
         # The traffic of the remaining units happens earlier or later, while other stages compute.
-        late = (following - np.repeat(starts, sizes) >= self._buffers) & (following > each)
+        late = (following - np.repeat(starts, sizes) >= self._buffers) & (following > index)
 
         def exposed(compute: Floats, traffic: Floats) -> _Exposed:
             added = side_by_side(compute, traffic, self.assumptions.slow_down) - compute
@@ -298,8 +298,8 @@ class _Step:
         backward = costs.whole_again + costs.input_half + costs.weight_half(apart=self.run.splits)
         gathers = costs.sharded_gather * self.traffic.gathers / 2
         before = np.maximum(0.0, backward * costs.first_backward - gathers / costs.layers)
-        each = zip(backward, gathers + costs.reduction, before, costs.last_reduction, strict=True)
-        return np.array([Beside(*values).exposed(self.assumptions.slow_down) for values in each])
+        stages = zip(backward, gathers + costs.reduction, before, costs.last_reduction, strict=True)
+        return np.array([Beside(*values).exposed(self.assumptions.slow_down) for values in stages])
 
     def _between_backwards(self) -> Floats:
         """Return for each stage the fraction of recomputation that runs between the backwards of a micro-batch. The
@@ -367,9 +367,9 @@ class _Step:
             return 0.0
         counts = self.traffic
         costs = self.costs
-        each = costs.sharded_gather * counts.all_gathers + costs.sharded_reduction * counts.all_sums
+        per_microbatch = costs.sharded_gather * counts.all_gathers + costs.sharded_reduction * counts.all_sums
         once = costs.reduction - costs.sharded_reduction
-        return float(costs.by_rank(each * self.count + once).max())
+        return float(costs.by_rank(per_microbatch * self.count + once).max())
 
     def _sums_left(self, pace: _Pace, before: float) -> Floats:
         """Return for each rank the seconds that gradient sums add after its last backward, and by how much they slow
@@ -421,10 +421,10 @@ class _Step:
             return 0.0
         if not self.assumptions.gathers_beside_forward:
             return float(totals.max())
-        each = zip(self.costs.by_rank(self.costs.whole_forward), totals, self.units, strict=True)
+        ranks = zip(self.costs.by_rank(self.costs.whole_forward), totals, self.units, strict=True)
         return max(
             Beside(float(forward), float(total), float(forward / units), float(total / units)).exposed(
                 self.assumptions.slow_down
             )
-            for forward, total, units in each
+            for forward, total, units in ranks
         )

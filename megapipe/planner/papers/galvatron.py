@@ -263,8 +263,8 @@ class _Shape:
             picked = self._by_kind[self.costs.kinds[first:last], choice.strategies]
             forward, reduction = picked[:, :3:2].sum(axis=0)
             times.append((forward, choice.seconds - reduction / self.microbatches - forward, reduction))
-            own = tuple(self.options[number] for number in choice.strategies)
-            stages.append(StagePlan(first, last, own, choice.memory_bytes))
+            strategies = tuple(self.options[number] for number in choice.strategies)
+            stages.append(StagePlan(first, last, strategies, choice.memory_bytes))
         forwards, backwards, reductions = np.array(times).T
         seconds = iteration_seconds(forwards, backwards, reductions, self.microbatches)
         return Plan(self.batch_size, self.microbatches, tuple(stages), seconds)
@@ -292,8 +292,8 @@ class _Shape:
 
     def _tables(self, stage: int) -> "Tables":
         """Return the costs from which the dynamic programming chooses. All stages except the last one also send."""
-        own = self._by_kind[self.costs.kinds[slice(*self._cuts[stage])], :]
-        forward, backward, reduction, state, activations, working = np.moveaxis(own, 2, 0)
+        fields = self._by_kind[self.costs.kinds[slice(*self._cuts[stage])], :]
+        forward, backward, reduction, state, activations, working = np.moveaxis(fields, 2, 0)
         seconds = forward + backward + reduction / self.microbatches
         if stage < self.depth - 1:
             seconds[-1] += [self.costs.send(each, self._micro_size) for each in self.options]
@@ -486,9 +486,9 @@ class OpCosts:
 
     def of(self, kind: int, strategy: Strategy, micro_size: int) -> StrategyCost:
         """Return the costs of a layer for a micro-batch of `micro_size` sequences on all replicas together."""
-        own, tensor = micro_size // strategy.replicas, strategy.degree("tensor")
+        per_replica, tensor = micro_size // strategy.replicas, strategy.degree("tensor")
         again = strategy.recompute and self._one_of[kind].kind == "block"
-        sizes = self._sizes(kind, tensor, own, strategy.recompute)
+        sizes = self._sizes(kind, tensor, per_replica, strategy.recompute)
         kernels = sizes.kernels
         computed = kernels.backward_input + kernels.backward_weight + (kernels.recompute if again else 0.0)
         once, twice = (self._exchanged(strategy, "tensor", each) for each in (sizes.once, sizes.twice))
@@ -508,10 +508,10 @@ class OpCosts:
         )
 
     @cached_method
-    def _sizes(self, kind: int, tensor: int, own: int, recompute: bool) -> "_Sizes":
-        """Return the sizes of a micro-batch of `own` sequences in a layer, which do not depend on the replicas."""
+    def _sizes(self, kind: int, tensor: int, sequences: int, recompute: bool) -> "_Sizes":
+        """Return the sizes of a micro-batch with some `sequences` in a layer. They do not depend on the replicas."""
         layer = self._one_of[kind]
-        costs = self._laid(Strategy(1, _levels(("tensor", tensor)), recompute), own)
+        costs = self._laid(Strategy(1, _levels(("tensor", tensor)), recompute), sequences)
         once, twice = (costs.within_layer(layer, forwards=forwards, halves=False) for forwards in (1, 2))
         temporaries = costs.temporaries(layer, "backward")
         kernels = self.times.of(costs.config, layer)
@@ -528,16 +528,16 @@ class OpCosts:
         return _State(units.gather(unit), units.reduction(unit), units.state(unit).total, working)
 
     @cached_method
-    def _laid(self, strategy: Strategy, own: int) -> LayoutCosts:
-        """Return the sizes of a model in which all layers use one strategy. own: sequences of a micro-batch on one
-        device."""
+    def _laid(self, strategy: Strategy, sequences: int) -> LayoutCosts:
+        """Return the sizes of a model in which all layers use one strategy. sequences: number of sequences of a
+        micro-batch on one device."""
         method: Literal["full", "none"] = "full" if strategy.recompute else "none"
         config = replace(
             self.whole,
             parallel=replace(self.whole.parallel, data=strategy.replicas, tensor=strategy.degree("tensor")),
             zero=ZeroConfig(stage=3 if strategy.degree("sharded") > 1 else 0),
             recompute=replace(self.whole.recompute, method=method),
-            batch=replace(self.whole.batch, micro_size=own),
+            batch=replace(self.whole.batch, micro_size=sequences),
         )
         return layout_costs(config, device=hardware_device_type(self.hardware))
 

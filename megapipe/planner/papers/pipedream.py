@@ -117,8 +117,8 @@ def _level(
         best: dict[tuple[int, int], Partition] = {}
         for last, count in product(range(first + 1, len(layers) + 1), range(1, level.width + 1)):
             fastest = stage(first, last, count)
-            for cut, own in product(range(first + 1, last), range(1, count)):
-                before, after = best[cut, count - own], stage(cut, last, own)
+            for cut, workers in product(range(first + 1, last), range(1, count)):
+                before, after = best[cut, count - workers], stage(cut, last, workers)
                 transfer = 2 * layers[cut - 1].activation_bytes / level.bytes_per_second
                 seconds = max(before.seconds, transfer, after.seconds)
                 if seconds < fastest.seconds:

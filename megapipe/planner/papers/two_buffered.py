@@ -242,7 +242,7 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
         sequence=False,
         sequence_chunks=1,
         layers_per_stage=None,
-        layers={name: LayerStrategy(fp8=own.fp8) for name, own in fixed.items() if own.fp8 is not None},
+        layers={name: LayerStrategy(fp8=strategy.fp8) for name, strategy in fixed.items() if strategy.fp8 is not None},
     )
     return replace(
         config,

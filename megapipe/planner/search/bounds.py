@@ -475,7 +475,7 @@ class LayoutBounds:
         if self._base.schedule.file:
             return np.zeros(len(choices))
         zero, count, most = self._base.zero, self._count(shape), self._most_blocks(shape)
-        own = (table.work @ self._cut_of(shape).weights(count)).max(axis=1)
+        compute = (table.work @ self._cut_of(shape).weights(count)).max(axis=1)
         mesh = Branch(shape.data, shape.tensor, shape.pipeline, shape.context)
         zeros, gather, reduction = self._traffic(mesh, choices)
         kept, slow = self._chunks(shape) / most, self._assumptions.slow_down
@@ -485,7 +485,7 @@ class LayoutBounds:
         sums = np.where(zeros >= 2, reduction * reduced, 0.0)
         whole, forward = table.work[:, 1], table.work[:, 4]
         block = side_by_side(forward, gathers, slow) + side_by_side(whole - forward, gathers + sums, slow)
-        seconds = np.where(zeros >= 2, np.maximum(own, count * most * block), own)
+        seconds = np.where(zeros >= 2, np.maximum(compute, count * most * block), compute)
         return np.asarray((seconds + most * gather * self._gathers_after(zeros)) * (1.0 - ROUNDING))
 
     def _num_bytes(self, shape: Shape, table: "_Table") -> Floats:
@@ -651,9 +651,9 @@ class _Cut:
         After the last backward of this stage, a micro-batch has to pass the same stages backward. This does not count
         if backwards are split, because another action may be the rank's last one.
         """
-        own, before = self._layers
+        layers, before = self._layers
         forward, backward = float(self.flushes), float(self.flushes and not self.splits)
-        return np.concatenate([num_microbatches * own, forward * before, backward * before])
+        return np.concatenate([num_microbatches * layers, forward * before, backward * before])
 
     @cached_property
     def _layers(self) -> tuple[Floats, Floats]:
@@ -662,6 +662,6 @@ class _Cut:
         size = int(self.ranks.max()) + 1
         layers = np.zeros((3, len(self.blocks)))
         layers[0, 0], layers[1], layers[2, -1] = 1.0, self.blocks, 1.0
-        own = np.stack([np.bincount(self.ranks, each, size) for each in layers]).astype(np.float64)
+        by_rank = np.stack([np.bincount(self.ranks, each, size) for each in layers]).astype(np.float64)
         before: Floats = np.concatenate([np.zeros((3, 1)), layers.cumsum(axis=1)], axis=1)
-        return own, before[:, np.unique(self.ranks, return_index=True)[1]]
+        return by_rank, before[:, np.unique(self.ranks, return_index=True)[1]]

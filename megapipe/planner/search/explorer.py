@@ -255,8 +255,8 @@ class Explorer:
             _, _, node, at = heappop(heap)
             parts = self._parts(node)
             if isinstance(parts, list):
-                for each in parts:
-                    put(each)
+                for part in parts:
+                    put(part)
                 continue
             order = parts.by_seconds if key == "seconds" else parts.by_bytes
             values = parts.seconds if key == "seconds" else parts.num_bytes
@@ -355,7 +355,7 @@ def order(estimate: Estimate) -> tuple[float, int]:
 def pareto(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return the Pareto front of estimates by seconds and bytes, the fastest first. Equal estimates appear once."""
     front: list[Estimate] = []
-    for each in sorted(estimates, key=order):
-        if not front or each.peak_bytes < front[-1].peak_bytes:
-            front.append(each)
+    for candidate in sorted(estimates, key=order):
+        if not front or candidate.peak_bytes < front[-1].peak_bytes:
+            front.append(candidate)
     return front

@@ -279,22 +279,22 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
         except ConfigError:
             return 0.0
 
-    own = base.batch.global_size
+    batch_size = base.batch.global_size
 
     def gain_of_batch(size: int, count: int) -> float:
         return gain(replace(base, batch=replace(base.batch, global_size=size)), hardware, count)
 
     def batches(count: int) -> list[int]:
-        return neighbour_batches(own, count) if base.batch.ramp_start is None else []
+        return neighbour_batches(batch_size, count) if base.batch.ramp_start is None else []
 
     counts = {
         (count, size): gain_of_batch(size, count)
         for count in neighbour_devices(hardware, devices)
-        for size in (own, *batches(count))
+        for size in (batch_size, *batches(count))
     }
-    count, size = max(counts, key=lambda each: counts[each], default=(devices, own))
+    count, size = max(counts, key=lambda each: counts[each], default=(devices, batch_size))
     if counts.get((count, size), 0.0) >= MUCH:
-        batch = "" if size == own else f" with --batch.global_size {size}"
+        batch = "" if size == batch_size else f" with --batch.global_size {size}"
         yield (
             f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which has few "
             "divisors"
@@ -303,8 +303,8 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
     size = max(sizes, key=lambda each: sizes[each], default=0)
     if sizes.get(size, 0.0) >= MUCH:
         yield (
-            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as {own:,}, which "
-            "has few divisors"
+            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as {batch_size:,}, "
+            "which has few divisors"
         )
     for machine, count in single_groups(hardware, devices):
         alone, name = gain(base, machine, count), machine.groups[0].device.name

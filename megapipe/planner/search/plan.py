@@ -258,8 +258,8 @@ class Refiner:
         for layer in layers:
             key = layer.kind, layer.index if config.training.fp8 != "none" else 0
             if key not in known:
-                each = self.times.of(config, layer)
-                known[key] = each.forward + each.backward_input + each.backward_weight + each.recompute
+                times = self.times.of(config, layer)
+                known[key] = times.forward + times.backward_input + times.backward_weight + times.recompute
             seconds.append(known[key])
         sizes = [stop - first for first, stop in balance_layers(seconds, num_stages(config))]
         if sizes == [len(each) for each in StageLayout.of(config).ranges]:
@@ -414,19 +414,19 @@ def _largest(
     chosen: PretrainConfig | None = None
     reason: ConfigError | None = None
     missed = 0
-    for each in members:
-        config = replace(base, model=each.model)
+    for member in members:
+        config = replace(base, model=member.model)
         try:
             best = speed(config).best
         except ConfigError as error:
             reason = reason or error
-            trials.append(Trial(each.name, None, float(each.parameters)))
+            trials.append(Trial(member.name, None, float(member.parameters)))
             missed += isinstance(error, NothingFits)
             if missed == MISSES:
                 break
             continue
         missed, chosen = 0, config
-        trials.append(Trial(each.name, best, float(each.parameters)))
+        trials.append(Trial(member.name, best, float(member.parameters)))
     if chosen is None:
         raise cast(ConfigError, reason)
     return chosen, trials

@@ -235,8 +235,8 @@ class Layouts:
 
     def narrowed(self, mesh: Branch) -> list[Branch]:
         """Return the branches of a mesh, one for each micro-batch size."""
-        own, most = self.base.batch.micro_size, self.space.max_micro_size
-        sizes = self._sizes("batch.micro_size", own, self._samples // mesh.data, most)
+        pinned, most = self.base.batch.micro_size, self.space.max_micro_size
+        sizes = self._sizes("batch.micro_size", pinned, self._samples // mesh.data, most)
         return [mesh._replace(micro_size=size) for size in sizes]
 
     def shapes(self, branch: Branch, schedules: tuple[str, ...]) -> Iterator[tuple[Shape, tuple[Choice, ...]]]:
@@ -280,13 +280,13 @@ class Layouts:
             return on if parallel.sequence_chunks > 1 else (*(each for each in values if each == 0), *on)
         return values
 
-    def _values(self, path: str, own: Value, tried: Iterable[Value]) -> Iterable[Value]:
-        return (own,) if path in self._pinned else tried
+    def _values(self, path: str, pinned: Value, tried: Iterable[Value]) -> Iterable[Value]:
+        return (pinned,) if path in self._pinned else tried
 
-    def _sizes(self, path: str, own: int, of: int, most: int | None) -> list[int]:
+    def _sizes(self, path: str, pinned: int, of: int, most: int | None) -> list[int]:
         """Return the divisors of `of` that the space allows."""
         if path in self._pinned:
-            return [own] if of % own == 0 else []
+            return [pinned] if of % pinned == 0 else []
         return [size for size in divisors(of) if most is None or size <= most]
 
     @staticmethod
@@ -406,8 +406,8 @@ def _unknown(field: str, schedule: str) -> list[str]:
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[str]:
-    for each in fields(config):
-        value = getattr(config, each.name)
-        yield prefix + each.name
+    for item in fields(config):
+        value = getattr(config, item.name)
+        yield prefix + item.name
         if is_dataclass(value):
-            yield from _paths(value, f"{prefix}{each.name}.")
+            yield from _paths(value, f"{prefix}{item.name}.")
