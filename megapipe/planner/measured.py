@@ -40,8 +40,8 @@ LAYOUT = {"sequence_parallel", "sequence_chunks", "context_attention", "recomput
 class MeasuredTimes:
     """`LayerTimes` of a machine with measurements.
 
-    contended: if true, times while all ranks of the run on a node compute at once, for estimates; if false, times of
-    a single busy rank, for simulations that know when each rank computes.
+    contended: if true, times while all ranks of the run on a node compute at once, for estimates; if false, times
+    while all other ranks are idle, for simulations that know when each rank computes.
 
     Rows are selected by the number of ranks that share a layer, and interpolated between micro-batch sizes. If that
     number of ranks or the recomputation was not measured, the roofline's times are scaled by rows of the same layer;
@@ -137,8 +137,8 @@ class MeasuredTimes:
 
         If the same layer was measured on another number of ranks or with other recomputation, the roofline is scaled
         by the ratio of that measurement to its roofline, so that measured layouts are comparable with others. Without
-        such rows, the roofline is scaled only by the slow-down of the busy ranks: the file's device figures are those
-        of a fully busy machine.
+        such rows, the roofline is scaled by the slow-down of the busy ranks relative to a fully busy machine, because
+        the device figures in the hardware file are those of a fully busy machine.
         """
         roofline = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
         now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0

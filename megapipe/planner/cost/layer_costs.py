@@ -320,7 +320,7 @@ def _beside_products(tensor: PhaseSeconds, compute: LayerSeconds, chunks: int, s
 
 
 def _beside_attention(context: PhaseSeconds, compute: LayerSeconds, flops: Flops, slow_down: float) -> PhaseSeconds:
-    """Return the exposed part of a ring that overlaps with attention. Attention takes its share of a layer's FLOPs."""
+    """Return the exposed part of a ring that overlaps with attention. Attention's time is in proportion to FLOPs."""
     share = 1.0 - flops.backward_weight / flops.forward if flops.forward else 0.0
     of_input = 2 * share / (1 + share)
     works = compute.forward * share, compute.backward_input * of_input, 0.0

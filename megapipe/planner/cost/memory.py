@@ -46,7 +46,7 @@ class _Shown(NamedTuple):
 class LayerSizes:
     """Bytes of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), for any division into stages.
 
-    of: by tensor (up to `Tensor.WEIGHT_HALF`) and by kind. copied: additional bytes that a forward saves if the
+    of: bytes by tensor (up to `Tensor.WEIGHT_HALF`) and kind. copied: additional bytes that a forward saves if the
     backward is split. returned: bytes that a weight half reads from the message slot of the output gradient, if
     another rank sends it. stream: bytes of a message between stages. over_nccl: messages are kept until they are sent.
     """

@@ -141,8 +141,8 @@ def simulated(
 ) -> tuple[Schedule, Simulation, tuple[Term, ...]]:
     """Return a run's schedule, its simulation, and the terms of a step, which add up to its time.
 
-    layers: costs of one layer of each of `run.kinds`. contended: `layers` were measured on a single busy rank, and the
-    simulation applies the measured slow-down of ranks that compute at the same time.
+    layers: costs of one layer of each of `run.kinds`. contended: `layers` has times of a rank while all others are
+    idle, and the simulation applies the measured slow-down of ranks that compute at the same time.
     """
     schedule = lowered_schedule(run.config, run.stages)
     costs = stage_costs(run, layers)

@@ -145,7 +145,7 @@ def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iter
 def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     """Return the fastest configuration for a global batch of `batch_size` sequences (algorithm 1).
 
-    The result is the same as for all micro-batch sizes if a block's time per sequence does not increase with the size.
+    Trying all micro-batch sizes gives the same result if a block's time per sequence does not increase with the size.
 
     Raises:
         ValueError: nothing fits into memory.

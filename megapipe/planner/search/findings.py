@@ -27,8 +27,8 @@ class Found:
     """A layout with its cost; `estimate.config` is the whole configuration, including parallel.data.
 
     simulated: whether its numbers come from a simulation of its lowered schedule instead of an estimate. node_order:
-    order of the machine's nodes, if another order is faster by measured links. price: price of a million tokens in the
-    currency of the hardware file; None if a node has no price.
+    faster order of the machine's nodes by measured links; None keeps the given order. price: price of a million tokens
+    in the currency of the hardware file; None if a node has no price.
     """
 
     estimate: Estimate
