@@ -231,8 +231,8 @@ class LayerFigures:
 
     @cached_method
     def _slowest_group(self, data: int, pipeline: int, context: int, tensor: int) -> GroupLinks | None:
-        """Return the slowest group of replicas; None if the mesh does not divide nodes evenly, because finding groups
-        is slow there, or if there is only one replica."""
+        """Return the slowest group of replicas; None for one replica, for measured links between nodes, or if the mesh
+        does not divide nodes evenly, because finding groups is slow there."""
         placement = self._placement(data, pipeline, context, tensor)
         if data * context == 1 or placement.inside is None or self._hardware.link_matrix is not None:
             return None

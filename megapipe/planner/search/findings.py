@@ -160,7 +160,7 @@ Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
 """Function that returns the best layout of a run on a number of devices. It raises ConfigError if none can run."""
 
 MUCH = 1.1
-"""Minimum ratio of tokens per second for a hint."""
+"""Minimum ratio of tokens per second for a hint about the number of devices or the batch size."""
 NEIGHBOURS = 2
 """Maximum number of other device counts, and of other batch sizes, to try."""
 BATCH_CHANGE = 0.1
