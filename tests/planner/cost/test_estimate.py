@@ -123,13 +123,13 @@ def drawn(values: dict[str, Any]) -> PretrainConfig:
 @given(LAYOUTS)
 @settings(max_examples=60, deadline=None)
 def test_closed_memory_is_the_exact_one(values: dict[str, Any]) -> None:
-    """Never under it by more than 0.1%, nor over it by more than 5%, at any pipeline coordinate."""
+    """Never under it by more than 1%, nor over it by more than 5%, at any pipeline coordinate."""
     config = drawn(values)
     closed, exact = estimate(config, SELENE).memory, predict(config, SELENE).estimate.memory
     assert len(closed) == len(exact) == config.parallel.pipeline
     for one, other in zip(closed, exact, strict=True):
         assert min(vars(one).values()) >= 0
-        assert 0.999 * other.total <= one.total <= 1.05 * other.total
+        assert 0.99 * other.total <= one.total <= 1.05 * other.total
         state = ("weights", "master", "gradients", "moments")
         assert [getattr(one, part) for part in state] == [getattr(other, part) for part in state]
 

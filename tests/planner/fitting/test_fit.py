@@ -171,14 +171,8 @@ def test_unknown_rows_are_told() -> None:
         fit_table("sc20")
 
 
-OLD_FIT = "links of the preset (0.731) were fitted before every state unit had times of its own; the fit finds 0.707"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[pytest.mark.xfail(strict=True, reason=OLD_FIT)] * (each == "h100")) for each in TABLES],
-)
+@pytest.mark.parametrize("name", TABLES)
 def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) -> None:
     """The goal, of rows told by the others alone: on average within 4%, each within 8%."""
     found = fitted(name)
@@ -206,7 +200,7 @@ def test_another_prior_tells_the_rows_left_out_too(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "squares", "too_fast"),
-    [("sc21", (0.0076, 0.0019, 0.0006), 0.09), ("h100", (0.0033, 0.0023, 0.0019), 0.10)],
+    [("sc21", (0.0079, 0.0022, 0.0007), 0.09), ("h100", (0.0041, 0.0030, 0.0025), 0.10)],
 )
 def test_without_the_smallest_model_rows_alone_put_memory_on_its_bound(
     name: str, squares: tuple[float, ...], too_fast: float
