@@ -1,4 +1,4 @@
-"""`fit`: a machine's efficiency from measured runs, and how far its predictions are off."""
+"""`fit`: fit a machine's efficiency to measured runs, and print the errors of predictions with it."""
 
 import json
 
@@ -10,7 +10,7 @@ from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_ta
 
 
 def run_fit(request: Request) -> int:
-    """Fit, print every row with its prediction, and write the machine to --output."""
+    """Fit a machine, print every row with its prediction, and write the machine to --output."""
     flags = request.flags
     check_folders(flags["output"])
     result, title, unit = _fit(request)

@@ -1,4 +1,4 @@
-"""`predict`, `explain` and `compare`: layouts that are given."""
+"""`predict`, `explain` and `compare`: step time and memory of given layouts."""
 
 import json
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ PHASES = (
 
 
 def run_predict(request: Request) -> int:
-    """Print one layout's step time and memory."""
+    """Print the step time and the memory of one layout."""
     check_folders(request.flags["html"])
     hardware, prediction, remarks = _prediction(request)
     answer = prediction.estimate
     facts, said = training_facts(request, answer, hardware)
     if request.flags["html"] is not None or request.flags["pictures"] is not None:
-        from megapipe.planner.command.reports import write_prediction  # what draws, where something is drawn
+        from megapipe.planner.command.reports import write_prediction  # imported only if something is drawn
 
         write_prediction(request, hardware, prediction, [*remarks, *said])
     if request.flags["json"]:
@@ -58,7 +58,7 @@ def run_predict(request: Request) -> int:
 
 
 def run_explain(request: Request) -> int:
-    """Print the same with the source of each term and the costs of each stage."""
+    """Print the step time and the memory of one layout, with the source of each term and the costs of each stage."""
     hardware, prediction, remarks = _prediction(request)
     answer = prediction.estimate
     stages = explain_stages(answer.config, hardware)
@@ -126,7 +126,7 @@ def print_terms(answer: Estimate) -> None:
 
 
 def print_memory(answer: Estimate) -> None:
-    """Print the memory by pipeline coordinate."""
+    """Print the memory of a rank at each pipeline coordinate."""
     names = ("weights", "master", "gradients", "moments", "activations", "buffers", "messages", "temporaries", "total")
     alike = len(set(answer.memory_limits)) == 1
     rows = [
@@ -141,7 +141,7 @@ def print_memory(answer: Estimate) -> None:
 
 
 def check_run(config: PretrainConfig, devices: int) -> None:
-    """Raise ConfigError with every rule that keeps a layout from running."""
+    """Raise ConfigError with every rule that a run breaks."""
     check_fields(config)
     problems = run_problems(config, devices)
     if problems:
@@ -156,7 +156,7 @@ def _prediction(request: Request) -> tuple[Hardware, Prediction, list[str]]:
 
 def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str]]:
     devices = request.devices()
-    hardware.nodes(devices)  # refuses more devices than there are
+    hardware.nodes(devices)  # raises ConfigError if the machine has fewer devices
     config, remarks = planned_config(request, hardware)
     check_run(config, devices)
     found = resolved(config, hardware, devices)

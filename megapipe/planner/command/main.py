@@ -37,8 +37,8 @@ DOCUMENTED = frozenset({"-h", "--help", "--help-all", "--help_all"})
 
 @dataclass(frozen=True)
 class Request:
-    """A command line. arguments: without the command's name. config: every field. given: fields that were set. flags:
-    the command's own, by name."""
+    """A parsed command line. arguments: without the command's name. kind: type of the configuration. config: its
+    values. given: fields that a flag or a file sets. flags: values of the command's own flags, by name."""
 
     command: str
     arguments: tuple[str, ...]
@@ -48,7 +48,7 @@ class Request:
     flags: Mapping[str, Any]
 
     def hardware(self) -> Hardware:
-        """Return the machine that --hardware names, less --memory_reserve. Raises ConfigError without --hardware."""
+        """Return the machine of --hardware, less the reserved memory. Raises ConfigError if --hardware is missing."""
         if self.flags["hardware"] is None:
             raise ConfigError(f"--hardware is missing; set it to a file or to one of {', '.join(PRESETS)}")
         hardware = load_hardware(self.flags["hardware"])
@@ -75,7 +75,7 @@ class Request:
         return int(devices)
 
     def for_file(self, file: str) -> "Request":
-        """Return the same command for the configuration of a file, whose fields the flags override."""
+        """Return the same request for the configuration of a file; flags override fields of the file."""
         given = parse_given(_parser(self.command, self.kind), self.kind, ["--config", file, *self.arguments])
         return replace(self, config=given.config, given=given.fields)
 
@@ -86,7 +86,7 @@ Flag = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. summary: one line. usage: follows its name. flags: its own, in groups."""
+    """A subcommand. summary: one line. usage: the arguments after its name. flags: its own flags, in groups."""
 
     summary: str
     usage: str
@@ -115,24 +115,24 @@ _MACHINE = (
 _TRAINING = (
     _flag(
         "--tokens",
-        "tokens to train on, such as 300e9; adds the number of steps, the days and the price",
+        "tokens to train on, such as 300e9; also prints the number of steps, the days and the price",
         PositiveFloat,
     ),
     _flag(
         "--price_per_hour",
-        "price of one node for an hour, in any currency (default: that of the hardware file)",
+        "price of one node per hour, in any currency (default: the price in the hardware file)",
         NaturalFloat,
     ),
 )
 _JSON = (_switch("--json", "machine-readable output"),)
 _PICTURES = (
-    _flag("--html", "a report with pictures, in one file", Path, metavar="FILE"),
-    _flag("--pictures", "the report's pictures, as SVG files", Path, metavar="FOLDER"),
+    _flag("--html", "write a report with pictures to one HTML file", Path, metavar="FILE"),
+    _flag("--pictures", "write the pictures of the report to a folder, as SVG files", Path, metavar="FOLDER"),
 )
 _FAILURES = (
     _flag(
         "--mean_time_between_failures",
-        "mean time between failures of the whole job; with --save_seconds, adds how often to save",
+        "mean time between failures of the whole job; with --save_seconds, also prints how often to save",
         PositiveFloat,
         metavar="HOURS",
     ),
@@ -148,9 +148,9 @@ _SEARCH = (
     ),
     _flag(
         "--schedules",
-        "names to try with every division of ranks, separated by commas (default "
+        "schedules to try with every layout of the ranks, separated by commas (default "
         f"{','.join(searched('all', GENERATORS.registered()))}, and other schedules with the most promising "
-        "divisions)",
+        "layouts)",
     ),
     _flag(
         "--models",
@@ -165,12 +165,10 @@ _SEARCH = (
 )
 _TRAIN_TIME = (
     _flag("--tokens", "tokens that the model is trained on", PositiveFloat),
-    _flag(
-        "--achieved_tflops", "TFLOP/s that each device reaches, instead of --hardware: 8 T P / (n X)", PositiveFloat
-    ),
+    _flag("--achieved_tflops", "measured TFLOP/s of each device, instead of --hardware: 8 T P / (n X)", PositiveFloat),
     _switch("--bounds", "also print the lower bounds of Lamy-Poirier's analysis"),
     _flag("--parameters", "number of parameters of the model (default: those of --model)", PositiveFloat),
-    _flag("--least_efficiency", "with --bounds: least share of peak FLOP/s (default 0.5)", Probability, default=0.5),
+    _flag("--least_efficiency", "with --bounds: minimum share of peak FLOP/s (default 0.5)", Probability, default=0.5),
 )
 _FILES = (_flag("files", "configuration files, one per layout; flags override fields of each", nargs="+"),)
 _FILE = (_flag("file", "configuration"),)
@@ -185,7 +183,7 @@ _PROFILE = (
     _flag("--output", "hardware file to write", Path, required=True),
     _flag("--ranks", "number of processes that run at the same time (default 2)", int, default=2),
     *(
-        _flag(f"--{name}_sizes", f"{about} to measure, as in [1,2]", list[int], default=sizes)
+        _flag(f"--{name}_sizes", f"{about} to measure, such as [1,2]", list[int], default=sizes)
         for name, about, sizes in (
             ("tensor", "sizes of parallel.tensor", [1]),
             ("context", "sizes of parallel.context", [1]),
@@ -199,8 +197,8 @@ _LINKS = (
     _flag("--megabytes", "size of a message (default 64)", float, default=64.0),
 )
 _FIT = (
-    _flag("--published", "a table of published rows"),
-    _flag("--rows", "YAML of your own measured runs (docs/cost_model.md)", metavar="FILE"),
+    _flag("--published", "name of a table of published rows"),
+    _flag("--rows", "YAML file with your own measured runs (docs/cost_model.md)", metavar="FILE"),
     _flag("--hardware", "with --rows: file or preset of the machine on which the runs were measured"),
     _flag("--output", "hardware file to write, including the fitted efficiency", Path),
 )
@@ -256,9 +254,9 @@ COMMANDS: dict[str, Command] = {
 
 
 def parse_request(command: str, arguments: Sequence[str]) -> Request:
-    """Read a command line. Raises ConfigError; --help prints and exits.
+    """Parse a command line. Raises ConfigError; --help prints the help and exits.
 
-    It is of a BERT with --bert, or if a flag or a file sets a field that only BERT runs have, as in `megapipe train`.
+    The run is a BERT with --bert, or if a flag or file sets a field that only BERT runs have, as in `megapipe train`.
     """
     kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *_positional_files(arguments)])
     parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
@@ -275,7 +273,7 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
 
 
 def _positional_files(arguments: Sequence[str]) -> list[str]:
-    """Return flags that read the files among the words of a command line, such as those of `dry-run` and `compare`."""
+    """Return a --config flag for each positional argument that is a file, as in `dry-run` and `compare`."""
     packaged = packaged_files("config")
     return [f"--config={word}" for word in arguments if word in packaged or os.path.isfile(word)]
 
@@ -285,7 +283,7 @@ def _flags_of(command: str) -> list[Flag]:
 
 
 def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
-    """Return the parser of a command. documented: with the help of every field, which takes longer."""
+    """Return the parser of a command. documented: include the help of every field, which takes longer."""
     about = COMMANDS[command]
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
     parser.prog = f"megapipe plan {command}"
@@ -303,7 +301,7 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
 
 
 Handler = Callable[[Request], int]
-"""Runs a command and gives the exit status. Raises ConfigError or ScheduleError for what the user can mend."""
+"""Runs a command and returns its exit status. Raises ConfigError or ScheduleError for wrong input."""
 
 HANDLERS = {
     "search": ("search", "run_search"),
@@ -313,14 +311,14 @@ HANDLERS = {
     "train-time": ("train_time", "run_train_time"),
     "fit": ("fit", "run_fit"),
 }
-"""Commands that need no torch: module of this package and function. A module is imported when its command runs,
-because most commands need few of the imports of the others."""
+"""Module in this package and function of each command that does not need torch. A module is imported when its command
+runs, because commands need different imports."""
 
 
 def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
-    """Run a command line; 0 on success, 2 on an error that the user can mend.
+    """Run a command line and return its exit status: 0 on success, 2 on an error that the user can fix.
 
-    others: handlers of the commands that need torch, which this room may not import.
+    others: handlers of the commands that need torch, which this package may not import.
     """
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
@@ -331,7 +329,7 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
             raise ConfigError(f"unknown command {arguments[0]!r}{nearest(name, COMMANDS)} (--help lists them)")
         request = parse_request(name, arguments[1:])
         status = (others[name] if name in others else _handler(name))(request)
-        # After a redirection, a full disk shows at a flush; the interpreter's own flush is too late to be reported.
+        # If output goes to a file, a full disk raises at a flush. The interpreter's flush at exit cannot report it.
         sys.stdout.flush()
         return status
     except ConfigError as error:
@@ -354,7 +352,7 @@ def _handler(name: str) -> Handler:
 
 
 def overview() -> str:
-    """Return the help without a command."""
+    """Return the help that is printed if no command is given."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,5 +1,5 @@
-"""Functions of several commands: the configuration to plan, the machine, the cost of training, phrases, files, and
-the command that starts a run."""
+"""Functions that several commands use: for the configuration to plan, the machine, the cost of training, printed text,
+files, and the command that starts a run."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ from megapipe.planner.measured import MeasuredTimes
 
 
 def layout_cells(config: PretrainConfig) -> dict[str, str]:
-    """Return column -> value of a layout, in the words of the configuration."""
+    """Return the table cells of a layout, by column."""
     parallel = config.parallel
     return {
         "data": "open" if parallel.data is None else str(parallel.data),
@@ -52,7 +52,7 @@ def schedule_text(config: PretrainConfig) -> str:
 
 
 def recompute_text(recompute: RecomputeConfig) -> str:
-    """Return the method, with the parts of a block or the blocks of a stage if not all, such as `full x 2`."""
+    """Return the method and, if not everything is recomputed, its parts or number of blocks, such as `full x 2`."""
     if recompute.method == "selective" and set(recompute.parts) != set(RecomputeConfig().parts):
         return f"selective {' + '.join(recompute.parts)}"
     if recompute.method == "full" and recompute.num_blocks is not None:
@@ -61,7 +61,7 @@ def recompute_text(recompute: RecomputeConfig) -> str:
 
 
 def layout_text(config: PretrainConfig) -> str:
-    """Return a layout in one line, without what is off."""
+    """Return a layout in one line, without features that are off."""
     parallel, found = config.parallel, []
     for name in ("data", "pipeline", "context", "tensor"):
         size = getattr(parallel, name)
@@ -80,7 +80,7 @@ def layout_text(config: PretrainConfig) -> str:
 
 
 def figures_cells(estimate: Estimate) -> dict[str, str]:
-    """Return column -> figure of an estimate."""
+    """Return the table cells of an estimate, by column."""
     found = estimate.as_json()
     return {
         "step": seconds_text(estimate.step_seconds),
@@ -92,7 +92,7 @@ def figures_cells(estimate: Estimate) -> dict[str, str]:
 
 
 def terms_cells(estimate: Estimate) -> list[dict[str, str]]:
-    """Return each term of a step by column, with the place that it comes from."""
+    """Return the table cells of each term of a step, by column, with the source of the term."""
     return [
         {
             "term": term.name,
@@ -105,14 +105,14 @@ def terms_cells(estimate: Estimate) -> list[dict[str, str]]:
 
 
 def print_cells(rows: Sequence[Mapping[str, str]], title: str = "") -> None:
-    """Print rows by `print_table`; the keys of the first row are the columns."""
+    """Print rows with `print_table`; the keys of the first row are the columns."""
     print_table(list(rows[0]), [list(row.values()) for row in rows], title)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print rows under columns: by rich on a terminal, else aligned by blanks, one line per row."""
+    """Print a table: with rich on a terminal, otherwise as plain text with one line per row."""
     if sys.stdout.isatty():
-        # The import takes longer than the printing.
+        # Imported here, because the import takes longer than printing.
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
@@ -149,9 +149,9 @@ def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
 
 
 FITTED_PRESETS = ("a100-80", "h100")
-"""Presets whose efficiency was fitted to published runs; presets of the same chips have the same."""
+"""Presets whose efficiency was fitted to published runs; other presets of these chips have the same."""
 PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
-"""Precisions, the one to prefer first."""
+"""Precisions in order of preference."""
 NEVER_MEASURED = "predicted times, not measured with megapipe"
 
 
@@ -234,13 +234,13 @@ def check_fields(config: PretrainConfig) -> None:
 
 
 def measured_times(hardware: Hardware, devices: int) -> LayerTimes | None:
-    """Return the measured times of layers if all ranks are on the measured machine; None for the roofline."""
+    """Return the measured times of layers if all ranks are on the measured node, or None to use the roofline."""
     on_one = hardware.measured is not None and len(hardware.nodes(devices)) == 1
     return MeasuredTimes(hardware) if on_one else None
 
 
 def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
-    """Return model, machine and batch in a line."""
+    """Return one line that describes model, machine and batch."""
     nodes = hardware.nodes(devices)
     names = ", ".join(dict.fromkeys(node.device.name for node in nodes))
     return (
@@ -251,7 +251,7 @@ def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
 
 
 def priced(hardware: Hardware, price: float | None) -> Hardware:
-    """Return the machine with --price_per_hour for each node, if that is given; 0 is for a machine of one's own.
+    """Return the machine with the price of --price_per_hour, if given, for each node; use 0 if you own the machine.
 
     Raises ConfigError for a machine with nodes of several kinds.
     """
@@ -266,10 +266,10 @@ def priced(hardware: Hardware, price: float | None) -> Hardware:
 
 
 def training_facts(request: Request, answer: Estimate, hardware: Hardware) -> tuple[dict[str, Any], list[str]]:
-    """Return what a whole training takes at an estimate's speed, for JSON and as lines.
+    """Return the duration and price of a whole training run at an estimate's speed, as JSON data and as lines.
 
-    training: steps, days and cost of --tokens, without evaluation, saves and restarts; the cost is of all occupied
-    nodes, None if one has no price. checkpoint: how often to save, if the flags about failures are given.
+    training: steps, days and cost of --tokens, without evaluation, saves and restarts; the cost is for all
+    occupied nodes, None if one has no price. checkpoint: how often to save, if the flags about failures are given.
 
     Raises ConfigError if only one of the flags about failures is given.
     """
@@ -315,27 +315,29 @@ def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | Non
 
 
 def save_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the seconds between saves that lose the least time to saving and to repeated work: sqrt(2 C M).
+    """Return the seconds between saves that minimize the time for saves and repeated work: sqrt(2 C M).
 
     Young, "A first order approximation to the optimum checkpoint interval" (Communications of the ACM, 1974); Daly
-    2006 (Future Generation Computer Systems 22) shows it to be the first term of the exact one, good where saving
-    takes much less than the time between failures.
+    2006 (Future Generation Computer Systems 22) shows that this is the first term of the exact interval, and accurate
+    if a save takes much less than the time between failures.
 
     Args:
-        save_seconds: what a save adds to the training time, C.
-        seconds_between_failures: mean, of the whole job, M.
+        save_seconds: C, the time that one save adds to the training time.
+        seconds_between_failures: M, the mean time between failures of the whole job.
     """
     return math.sqrt(2 * save_seconds * seconds_between_failures)
 
 
 def lost_share(interval_seconds: float, save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the share of the training time that saves every `interval_seconds`, and half an interval per failure,
-    take, to first order. Arguments as in `save_interval`."""
+    """Return the share of the training time for saves and repeated work, half an interval per failure, to first order.
+
+    interval_seconds: time between saves. See `save_interval` for the other arguments.
+    """
     return save_seconds / interval_seconds + interval_seconds / (2 * seconds_between_failures)
 
 
 def config_yaml(config: PretrainConfig) -> str:
-    """Return a configuration as the text of a file, with the whole layout and all that differs from the defaults."""
+    """Return a configuration as YAML, with the whole layout and all fields that differ from their defaults."""
     always = {
         "parallel": ("data", "tensor", "pipeline", "context", "sequence"),
         "batch": ("global_size", "micro_size"),
@@ -360,13 +362,13 @@ def config_yaml(config: PretrainConfig) -> str:
 
 
 def write_config(path: Path, config: PretrainConfig, remarks: list[str]) -> None:
-    """Write the file. remarks: comment lines at its top. ConfigError where it cannot be written."""
+    """Write a configuration file. remarks: comment lines at its top. Raises ConfigError if it cannot be written."""
     text = "".join(f"# {line}\n" for line in remarks) + config_yaml(config)
     write_text(path, text)
 
 
 def check_folders(*paths: Path | None) -> None:
-    """Raise ConfigError where a file could not be written, before any work is done for it."""
+    """Raise ConfigError if one of the files could not be written, so that no work is lost later."""
     problems = [
         f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
         for path in paths
@@ -378,7 +380,7 @@ def check_folders(*paths: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of a result. ConfigError where that cannot be done."""
+    """Write a text to a file. Raises ConfigError if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -386,7 +388,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
-    """Return the command to start on every node; HEAD_NODE names one of several (examples/launch/several_nodes.sh)."""
+    """Return the command to run on every node; $HEAD_NODE is one of several (examples/launch/several_nodes.sh)."""
     nodes = hardware.nodes(devices)
     where = f"-n {min(devices, nodes[0].devices_per_node)}"
     if len(nodes) > 1:

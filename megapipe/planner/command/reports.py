@@ -1,4 +1,4 @@
-"""Reports of `--html` and `--pictures`: pictures, and one page that needs no other file."""
+"""Write the reports of `--html` and `--pictures`: pictures, and an HTML page that needs no other file."""
 
 import io
 import re
@@ -43,7 +43,7 @@ DARK: Final = {
     LINE: "#333b48",
     LIMIT: "#ff5c7f",
 }
-"""Colors of a light page -> those of a dark one."""
+"""Color on a light page -> color on a dark page."""
 MEMORY_COLORS: Final = {
     "weights": "#3b7dd8",
     "master": "#8657c4",
@@ -69,21 +69,21 @@ OTHER_COLORS: Final = ("#a8894f", "#cdb587", "#c9a3d6", "#e9b872", "#7fa9dc", "#
 WIDTH: Final = 900
 LONGEST_NAME: Final = 42
 MOST_ROWS: Final = 12
-"""Layouts whose figures are listed below the picture of speed against memory."""
+"""Maximum number of layouts that are listed below the picture of speed against memory."""
 SVG: Final = "http://www.w3.org/2000/svg"
 NOTE: Final = "note: "
-"""Start of the id of a part; the rest is shown where the part is pointed at."""
+"""Prefix of the ids of parts with a tooltip; the rest of the id is the text of the tooltip."""
 
 
 class Row(NamedTuple):
-    """A layout and what it is called."""
+    """A name of a layout and its estimate."""
 
     name: str
     estimate: Estimate
 
 
 def memory_figure(estimate: Estimate) -> "Figure":
-    """Return one bar per pipeline coordinate, in parts, and the memory of its device as a line."""
+    """Return a figure with one stacked bar per pipeline coordinate, and the memory of its device as a line."""
     count = len(estimate.memory)
     pitch = 26 if count <= 16 else 14 if count <= 64 else 7
     axes = _chart("Memory of a rank, by pipeline coordinate", pitch * count, 84, 84, below=70)
@@ -110,8 +110,8 @@ def memory_figure(estimate: Estimate) -> "Figure":
     return axes.figure  # type: ignore[return-value]
 
 
-def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by what it goes into") -> "Figure":
-    """Return one bar per layout, its step in terms; layouts that do not fit say so after their bar."""
+def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by term") -> "Figure":
+    """Return a figure with one bar per layout, stacked by term; layouts that do not fit are marked after their bar."""
     names = [row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 3]}..." for row in rows]
     axes = _chart(title, 30 * len(rows), 24 + 6.8 * max(map(len, names)), 150, below=70)
     left = [0.0] * len(rows)
@@ -140,9 +140,9 @@ def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by what 
 
 
 def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
-    """Return layouts that no other one beats in both speed and memory.
+    """Return a figure of the layouts that no other layout beats in both speed and memory.
 
-    They are numbered from the fastest on, and listed below by their numbers. limit: bytes of a device.
+    They are numbered, starting with the fastest, and listed below the axes. limit: bytes of a device.
     """
     listed = min(len(front), MOST_ROWS + 1)
     axes = _chart("Speed against memory of the fullest rank", 280, 84, 28, below=46 + 18 * listed)
@@ -175,7 +175,7 @@ def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
 
 
 def _chart(title: str, height: float, left: float, right: float, below: float) -> "Axes":
-    """Return axes of a height in pixels in a figure with margins around them. The title is above them."""
+    """Return axes with a title above them. height, and the margins left, right and below: pixels."""
     from matplotlib.figure import Figure
 
     above = 54
@@ -192,7 +192,7 @@ def _chart(title: str, height: float, left: float, right: float, below: float) -
 
 
 def _rows(axes: "Axes", count: int, largest: float, unit: str) -> None:
-    """Set limits of horizontal bars, from 0 to the largest value, the first bar at the top, each on a lane."""
+    """Prepare axes for horizontal bars: values from 0 to `largest`, the first bar at the top, a lane for each bar."""
     axes.set_xlim(0, largest)
     axes.set_ylim(count - 0.5, -0.5)
     axes.grid(axis="x", color=LINE)
@@ -227,7 +227,7 @@ def _below(axes: "Axes", x: float, row: int, words: str, align: str, color: str)
 
 
 def _legend(axes: "Axes") -> None:
-    """Write the names of the bars' colors below the axes, in lines of seven."""
+    """Add a legend of the colors below the axes, with seven names per line."""
     look: dict[str, Any] = {"frameon": False, "labelcolor": SOFT, "fontsize": 12}
     spaces: dict[str, Any] = {"borderaxespad": 2.2, "handlelength": 1, "columnspacing": 1.4}
     left = -axes.bbox.x0 / axes.bbox.width  # the left edge of the figure
@@ -235,7 +235,7 @@ def _legend(axes: "Axes") -> None:
 
 
 def _covered(axes: "Axes", points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Return for each point whether a disc around it would cover that of an earlier one that is not covered itself."""
+    """Return for each point whether its disc would cover the disc of an earlier point that is not covered itself."""
     drawn: list[Any] = []
     found = []
     for x, y in axes.transData.transform(points):
@@ -246,7 +246,7 @@ def _covered(axes: "Axes", points: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def as_svg(figure: "Figure") -> str:
-    """Return a figure as an SVG document with notes, whose colors are variables of the style sheet in it."""
+    """Return a figure as an SVG document with tooltips; its colors are variables of its own style sheet."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megapipe"}), io.StringIO() as written:
@@ -275,10 +275,10 @@ def as_svg(figure: "Figure") -> str:
 
 
 MOST_BARS: Final = 40_000
-"""Bars that a page draws smoothly; of longer schedules some ranks are shown."""
+"""Maximum number of bars that a page draws smoothly. Of larger schedules, only some ranks are shown."""
 
 SHORT: Final = 20
-"""Characters of a cell that no line break cuts, such as `8.11 s`."""
+"""Maximum number of characters of a cell without line breaks, such as `8.11 s`."""
 
 STYLE: Final = """<style>
 .plan { margin: 26px 24px 0; max-width: 1100px; }
@@ -306,7 +306,7 @@ class PageSection(NamedTuple):
 
 
 def table_html(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table of plain words; the keys of the first row are the columns."""
+    """Return rows of plain text as an HTML table; the keys of the first row are the columns."""
     head = "".join(f"<th>{escape(column)}</th>" for column in (rows[0] if rows else ()))
     body = "".join("<tr>" + "".join(map(_cell, row.values())) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -320,7 +320,7 @@ def _cell(text: str) -> str:
 def draw_page(
     title: str, figures: Sequence[tuple[str, str, str]], simulation: Simulation, sections: Sequence[PageSection]
 ) -> str:
-    """Return an HTML document. figures: (name, value, meaning). simulation: of a step, in seconds."""
+    """Return an HTML document. figures: (name, value, meaning). simulation: a simulated step, in seconds."""
     header = simulation.table.header
     bars, ranks = bars_of(simulation), header.num_ranks
     shown = _spread(ranks, max(1, MOST_BARS * ranks // max(1, len(bars))))
@@ -349,7 +349,7 @@ def _section(section: PageSection) -> str:
 
 
 def _spread(ranks: int, most: int) -> list[int]:
-    """Return at most `most` ranks at even distances, with the first and the last if there may be two."""
+    """Return at most `most` evenly spaced ranks, with the first and the last if `most` is at least 2."""
     if most >= ranks:
         return list(range(ranks))
     if most == 1:
@@ -358,7 +358,7 @@ def _spread(ranks: int, most: int) -> list[int]:
 
 
 DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
-"""Largest schedule whose still picture can be read."""
+"""Largest schedule that is legible in a static picture."""
 
 
 def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: Sequence[str]) -> None:
@@ -375,9 +375,9 @@ def write_search(
     command: str,
     notes: Sequence[str],
 ) -> None:
-    """Write the report of a search. prediction: of the best layout. command: that starts it. notes: as above.
+    """Write the report of a search. prediction: the best layout. command: starts it. notes: see `write_prediction`.
 
-    Layouts are compared by their estimates, as in a search.
+    The pictures compare layouts by their estimates, as a search does.
     """
     found = findings.best
     best = estimate(found.config, hardware, node_order=found.node_order)

@@ -1,4 +1,4 @@
-"""`search`: the best layout of a model on a machine, the next ones, and why others lose."""
+"""`search`: find the best layouts of a model on a machine, and print why others are slower."""
 
 import gc
 import json
@@ -39,11 +39,11 @@ from megapipe.planner.search.plan import Effort, search
 from megapipe.planner.search.space import SearchSpace
 
 OUTPUT_NAME = "plan.yaml"
-"""File that the printed command names if none was written."""
+"""File name in the printed command if no file was written."""
 
 
 def run_search(request: Request) -> int:
-    """Print what a search finds, and write the files that flags ask for."""
+    """Print the result of a search, and write the files that flags request."""
     flags = request.flags
     check_folders(flags["html"], flags["write_config"])
     hardware, devices = priced(request.hardware(), flags["price_per_hour"]), _devices(request)
@@ -114,8 +114,8 @@ def run_search(request: Request) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable the collection of cycles: all that a search makes lives to its end, and searching it for garbage takes a
-    tenth of the time."""
+    """Disable the cyclic garbage collector: objects of a search live until its end, and scanning them takes a tenth of
+    its time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -126,7 +126,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def print_findings(findings: Findings, top: int) -> None:
-    """Print the layouts that a search ranked, what it compared, and why others lose."""
+    """Print the ranked layouts of a search, the trials that it compared, and why other layouts are worse."""
     print(
         f"\n{findings.layouts:,} layouts, of which {findings.examined:,} were estimated and the others ruled out by "
         "lower bounds"
@@ -173,7 +173,7 @@ def _figures(found: Found) -> dict[str, str]:
 
 
 def _devices(request: Request) -> int:
-    """Return --devices, which a search needs: sizes of the layout that are not given are open."""
+    """Return --devices, which a search needs, because it chooses the sizes of the layout that are not given."""
     if request.flags["devices"] is None:
         raise ConfigError("--devices is missing; set it to the number of devices that may be used")
     if "batch.global_size" not in request.given:
@@ -184,7 +184,7 @@ def _devices(request: Request) -> int:
 
 
 def _models(request: Request) -> list[tuple[str, ModelConfig]]:
-    """Return the models of the objective size. Raises ConfigError for models with another objective."""
+    """Return the models to try with objective size. Raises ConfigError if models are given with another objective."""
     files, objective = request.flags["models"], request.flags["objective"]
     if files is None:
         return []
@@ -227,7 +227,7 @@ def _print_start(request: Request, hardware: Hardware, best: Found, command: str
 
 
 def advised(request: Request, config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
-    """Return the plans of papers' planners that flags ask for, by name. Raises ConfigError if one finds none."""
+    """Return the plans of published planners that flags request, by name. Raises ConfigError if one finds none."""
     found = {}
     if request.flags["per_layer"]:
         from megapipe.planner.papers.galvatron import per_layer
@@ -258,7 +258,7 @@ def print_advice(advice: Mapping[str, Any]) -> None:
 
 
 def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield neighbouring layers of one strategy together."""
+    """Yield one text for each group of neighbouring layers with the same strategy."""
     for strategy, members in groupby(layers, key=_strategy_text):
         names = [each["name"] for each in members]
         yield f"{names[0] if len(names) == 1 else f'{names[0]} to {names[-1]}'}: {strategy}"

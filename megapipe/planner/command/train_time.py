@@ -1,11 +1,12 @@
-"""`train-time`: the days that a training takes, and the fewest that it can take, by the analyses of two papers.
+"""`train-time`: estimate the days of a training run, and a lower bound of them, by the analyses of two papers.
 
-`training_seconds` is Megatron-LM's (Narayanan et al., 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", arXiv 2104.04473, section 5.1, equation 4). All else follows the analysis of Lamy-Poirier
-(2021), "Layered gradient accumulation and modular pipeline parallelism", arXiv 2106.02679: the arithmetic intensity of
-each kind of traffic, in FLOPs per byte sent, against what a link needs. Its constants are derived here, not copied
-from the paper's tables, for 16-bit weights, gradients and activations, and for a device that recomputes every layer's
-forward: 8 FLOPs per token and parameter, of which 6 in the backward, so 96 h^2 per token and layer.
+`training_seconds` is a formula of Narayanan et al. (2021), "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", arXiv 2104.04473, section 5.1, equation 4. Everything else follows Lamy-Poirier (2021),
+"Layered gradient accumulation and modular pipeline parallelism", arXiv 2106.02679, which compares the arithmetic
+intensity of each kind of traffic, in FLOPs per byte sent, with the intensity that hides the traffic. The constants are
+derived here, not copied from the paper's tables, for 16-bit weights, gradients and activations, and for a device that
+recomputes every layer's forward: 8 FLOPs per token and parameter, 6 of them in the backward, so 96 h^2 per token and
+layer.
 """
 
 import json
@@ -32,23 +33,23 @@ MODULAR = find_published("arXiv 2106.02679").name
 METHODS = ("3d", "sharded", "layered", MODULAR)
 """3d: replicated state, contiguous pipeline, usual accumulation. sharded: the same with a partitioned state. layered:
 partitioned state, layered accumulation, no pipeline. modular: partitioned state, layered accumulation, modular
-pipeline of one layer a chunk."""
+pipeline of one layer per chunk."""
 
 STATE_BYTES = 12
-"""Bytes of a parameter that are partitioned: its fp32 weight and Adam's two moments."""
+"""Bytes per parameter that are partitioned: the fp32 weight and the two moments of Adam."""
 WORKING_BYTES = 4
-"""Bytes of a parameter in use: its 16-bit weight and gradient."""
+"""Bytes per parameter in use: the 16-bit weight and gradient."""
 BUFFERED_LAYERS = 2
-"""Layers whose whole weights and gradients a rank of a partitioned state holds at once."""
+"""Number of layers whose full weights and gradients a rank holds at once if the state is partitioned."""
 BACKWARD_SHARE = 6 / 8
-"""Share of a step's FLOPs, with recomputation."""
+"""Share of a step's FLOPs in the backward, if the forward is recomputed."""
 
 
 def training_seconds(parameters: float, tokens: float, devices: int, device_flops: float) -> float:
     """Return the end-to-end training time in seconds, 8 T P / (n X): section 5.1, equation 4.
 
     Args:
-        parameters: P, of the model. tokens: T, that it is trained on. devices: n.
+        parameters: P, number of parameters. tokens: T, number of training tokens. devices: n, number of devices.
         device_flops: X, the FLOP/s that each device achieves, including recomputation.
     """
     return 8 * tokens * parameters / (devices * device_flops)
@@ -56,7 +57,7 @@ def training_seconds(parameters: float, tokens: float, devices: int, device_flop
 
 @dataclass(frozen=True)
 class Transformer:
-    """Layers L of hidden size h with `num_heads` heads, on sequences of s tokens; embeddings are left out."""
+    """A model of L layers of hidden size h with `num_heads` heads, on sequences of s tokens, without embeddings."""
 
     num_layers: int
     hidden_size: int
@@ -65,7 +66,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Return the weights of all layers, without biases and norms: 12 L h^2."""
+        """Return the number of weights of all layers, without biases and norms: 12 L h^2."""
         return 12 * self.num_layers * self.hidden_size**2
 
     @property
@@ -75,17 +76,17 @@ class Transformer:
 
 
 def link_threshold(peak_flops: float, bytes_per_second: float) -> float:
-    """Return the FLOPs that a device computes while its link carries a byte: compute can hide traffic of a higher
+    """Return the FLOPs that a device computes while its link carries one byte. Compute can hide traffic of a higher
     intensity.
 
-    peak_flops: of a device. bytes_per_second: of its link, both directions together as its data sheet states them.
+    peak_flops: FLOP/s of a device. bytes_per_second: rate of its link, both directions together, as in data sheets.
     """
     return peak_flops / bytes_per_second
 
 
 def pipeline_intensity(model: Transformer, layers_per_chunk: float) -> float:
-    """Return the intensity of activations and their gradients, 4 h bytes per token and chunk of layers: 24 h times its
-    layers.
+    """Return the intensity of sending activations and gradients, 4 h bytes per token and chunk: 24 h times the number
+    of layers of a chunk.
 
     layers_per_chunk: L / p in a contiguous pipeline, 1 in the modular one.
     """
@@ -93,28 +94,28 @@ def pipeline_intensity(model: Transformer, layers_per_chunk: float) -> float:
 
 
 def tensor_intensity(model: Transformer, tensor: int) -> float:
-    """Return the intensity of the six all-reduces of a layer between `tensor` devices, two of them recomputed:
-    4 h / (n_a - 1).
+    """Return the intensity of the six all-reduces of a layer between `tensor` devices, two of them in
+    recomputation: 4 h / (n_a - 1).
 
-    They do not overlap with compute: threshold over intensity is their share on top of it. Infinite for one device.
+    They do not overlap with compute: they add threshold / intensity to its time. Infinite for one device.
     """
     return 4 * model.hidden_size / (tensor - 1) if tensor > 1 else float("inf")
 
 
 def critical_batch_tokens(parameters: float) -> float:
-    """Return the tokens of the batch beyond which larger ones no longer save steps in proportion.
+    """Return the critical batch in tokens: larger batches no longer reduce the steps in proportion.
 
-    It grows with the cube root of the number of parameters, here through GPT-3's batch: 572 P^(1/3).
+    It grows with the cube root of the number of parameters, and is scaled to GPT-3's batch: 572 P^(1/3).
     """
     return float(GPT3_BATCH_TOKENS * (parameters / GPT3_PARAMETERS) ** (1 / 3))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices: FLOP/s at peak and bytes of memory of one, bytes per second of a device's links.
+    """Equal devices. peak_flops, memory_bytes: of one device, FLOP/s and bytes.
 
-    tensor_link: inside a node. link: between nodes, for data and pipeline traffic. node_size: devices that tensor
-    parallelism may span.
+    tensor_link, link: bytes per second of a device's links, within a node for tensor traffic, and between nodes for
+    data and pipeline traffic. node_size: maximum number of devices for tensor parallelism.
     """
 
     peak_flops: float
@@ -128,7 +129,7 @@ class Cluster:
 class MethodLayout:
     """n_b replicas (`data`), n_l stages (`pipeline`), n_a devices that shard layers (`tensor`).
 
-    micro_size: b, sequences. microbatches: m of a replica and step.
+    micro_size: b, sequences per micro-batch. microbatches: m, per replica and step.
     """
 
     method: str
@@ -140,7 +141,7 @@ class MethodLayout:
 
     @property
     def devices(self) -> int:
-        """Return n_b n_l n_a."""
+        """Return the number of devices, n_b n_l n_a."""
         return self.data * self.pipeline * self.tensor
 
     @property
@@ -155,15 +156,15 @@ class MethodLayout:
 
     @property
     def accumulated(self) -> int:
-        """Return the micro-batches that a layer takes in a row: all of them under layered accumulation."""
+        """Return the micro-batches that a layer runs one after another: all of them with layered accumulation."""
         return self.microbatches if self.method in ("layered", MODULAR) else 1
 
     def data_intensity(self, model: Transformer) -> float:
         """Return the intensity of the traffic between replicas.
 
-        Of whole states it is 1.5 s b m: an all-reduce of gradients, 4 bytes per parameter for a backward of 6 FLOPs
-        per token. Of a partitioned state it is 4/3 s b m: two restores and one reduction of 2 bytes for 8 FLOPs per
-        token. m is 1 for usual accumulation.
+        With a replicated state it is 1.5 s b m: an all-reduce of gradients, 4 bytes per parameter for a backward of 6
+        FLOPs per token. With a partitioned state it is 4/3 s b m: two restores and one reduction of 2 bytes each for
+        8 FLOPs per token. m is 1 for usual accumulation.
         """
         return (4 / 3 if self.partitioned else 1.5) * model.sequence_length * self.micro_size * self.accumulated
 
@@ -174,7 +175,7 @@ class MethodLayout:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Time of a step beyond its compute at peak, as shares of that compute."""
+    """Times of a step in addition to its compute at peak rate, relative to that compute."""
 
     bubble: float
     tensor: float
@@ -183,12 +184,12 @@ class Overheads:
 
     @property
     def efficiency(self) -> float:
-        """Return the share of the step in which the device computes; the bubble grows with the time of the stages."""
+        """Return the share of a step in which the device computes. The other overheads also lengthen the bubble."""
         return 1 / ((1 + self.bubble) * (1 + self.tensor) * (1 + self.data + self.pipeline))
 
 
 def bubble(model: Transformer, layout: MethodLayout) -> float:
-    """Return idle time over compute: (p - 1) / (m v) with v chunks per stage, more if m is below p."""
+    """Return idle time / compute time: (p - 1) / (m v) with v chunks per stage, more if m is below p."""
     stages, microbatches = layout.pipeline, layout.microbatches
     chunks = model.num_layers // stages // layout.layers_per_chunk(model.num_layers)
     # A micro-batch returns to a stage for its next chunk after at least as many steps as there are stages.
@@ -197,7 +198,7 @@ def bubble(model: Transformer, layout: MethodLayout) -> float:
 
 
 def overheads(model: Transformer, cluster: Cluster, layout: MethodLayout) -> Overheads:
-    """Return the shares of a step that compute does not hide, from intensities and thresholds."""
+    """Return the overheads of a step that compute does not hide, from intensities and thresholds."""
     link = link_threshold(cluster.peak_flops, cluster.link)
     tensor = link_threshold(cluster.peak_flops, cluster.tensor_link) / tensor_intensity(model, layout.tensor)
     data = sends = 0.0
@@ -211,10 +212,10 @@ def overheads(model: Transformer, cluster: Cluster, layout: MethodLayout) -> Ove
 
 
 def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
-    """Return the bytes of the first stage's device: state, weights and gradients in use, checkpoints and one layer's
-    activations.
+    """Return the bytes of a device of the first stage: state, weights and gradients in use, checkpoints and the
+    activations of one layer.
 
-    Checkpoints are of every micro-batch under layered accumulation, of those in flight otherwise. The activations of
+    Layered accumulation has checkpoints of all micro-batches, other methods of those in flight. The activations of
     the current layer are s b (34 h + 5 a s): Korthikanti et al. (2022), arXiv 2205.05198, equation 1.
     """
     in_flight = layout.microbatches
@@ -253,14 +254,14 @@ def shortest(
 ) -> tuple[MethodLayout, float]:
     """Return the layout that trains fastest within memory, and its seconds.
 
-    Exact over tensor sizes that are powers of 2 within a node and divide the heads, stages that divide the layers,
-    micro-batches of up to `max_micro_size` sequences, any replicas and micro-batches whose batch is at most
-    `batch_size` sequences: the critical batch, beyond which more devices no longer save steps. Without a limit, the
-    fastest layout has ever more devices that idle in a long bubble: `least_efficiency` is the share of peak that a
-    layout has to reach.
+    The search is exact over tensor sizes that are powers of 2 within a node and divide the heads, stages that divide
+    the layers, micro-batches of up to `max_micro_size` sequences, and any number of replicas and micro-batches with at
+    most `batch_size` sequences per batch (the critical batch: more sequences no longer save steps in proportion).
+    least_efficiency: share of peak that a layout has to reach. With 0, the fastest layout has more and more devices,
+    which idle in a long bubble.
 
     Raises:
-        ValueError: no layout fits; the message has the least memory that one takes.
+        ValueError: no layout fits; the message has the minimum memory of a layout.
     """
     best: tuple[float, int, MethodLayout] | None = None
     least = math.inf
@@ -273,7 +274,7 @@ def shortest(
     for tensor, pipeline, micro_size in product(tensors, stages, replicas):
         cap = batch_size if max_devices is None else max_devices // (pipeline * tensor)
         for data in {min(cap, count) for count in replicas[micro_size]} - {0}:
-            # More micro-batches never reduce efficiency, they only take memory: the most that fit are the best.
+            # More micro-batches never reduce efficiency, they only take memory: the largest number that fits is best.
             most = batch_size // (micro_size * data)
             layout = MethodLayout(method, data, pipeline, tensor, micro_size, most)
             count = _most_that_fit(model, cluster, layout)
@@ -306,7 +307,7 @@ def _most_that_fit(model: Transformer, cluster: Cluster, layout: MethodLayout) -
 
 
 def _exposed(threshold: float, intensity: float) -> float:
-    """Return the time by which traffic exceeds the compute that it overlaps with, over that compute."""
+    """Return the traffic time that compute does not hide, relative to the compute that it overlaps with."""
     return max(0.0, threshold / intensity - 1)
 
 
@@ -352,8 +353,8 @@ def run_train_time(request: Request) -> int:
 
 
 def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, list[str]]:
-    """Return the seconds at the FLOP/s that the user measured, or else of the layout that a search finds; and one
-    sentence for each assumption."""
+    """Return the training time in seconds, and one sentence for each assumption. The speed is the one that the user
+    measured, or otherwise that of the layout that a search finds."""
     devices, achieved = request.flags["devices"], request.flags["achieved_tflops"]
     if achieved is not None:
         if devices is None:

@@ -1,1 +1,1 @@
-"""Published and measured rows of training speed, and the few parameters of a machine that they are fitted by."""
+"""Fit the few free parameters of a machine to published and measured rows of training speed."""

@@ -1,7 +1,7 @@
-"""Fits of a machine's efficiency to rows of training speed, and how far predictions with it are off.
+"""Fit a machine's efficiency to rows of training speed, and compute the errors of predictions with it.
 
-The free parameters are the shares of nominal figures that matrix products, memory and links reach. They are found by
-least squares of log speed; errors have no derivative at hand, so slopes are differences over one step.
+The free parameters are the shares of nominal figures that matrix products, memory and links reach. They minimize the
+squared errors of log speed. The errors have no analytic derivative, so slopes are finite differences over one step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +32,11 @@ from megapipe.schedules.registry import find_generator
 
 Floats = npt.NDArray[np.float64]
 DEPENDENT = 1e-9
-"""Relative to the largest singular value of the slopes, the smallest one below which it is rounding."""
+"""Singular values of the slopes below this fraction of the largest one count as rounding errors."""
 
 
 class Parameter(NamedTuple):
-    """A free parameter: its name, bounds, where the search starts, and the step over which its slope is taken."""
+    """A free parameter: its name, bounds, start of the search, and step of the finite difference for its slope."""
 
     name: str
     low: float
@@ -54,15 +54,15 @@ PARAMETERS = (
 
 
 class Optimum(NamedTuple):
-    """The point with the least sum of squared errors, and the errors' slopes there, shape [errors, parameters]."""
+    """The point with the least sum of squared errors, and the slopes of the errors there [errors, parameters]."""
 
     point: Floats
     slopes: Floats
 
     def spreads(self, error: float) -> tuple[float, ...]:
-        """Return one standard deviation of each parameter, where that of an error is `error`: as in a linear problem.
+        """Return the standard deviation of each parameter if that of each error is `error`, by linear approximation.
 
-        Infinite for parameters that no error depends on, and for all of them where some matter only together.
+        It is infinite for parameters that no error depends on. All are infinite if the slopes are linearly dependent.
         """
         found = np.full(len(self.point), np.inf)
         used = self.slopes.any(axis=0)
@@ -75,9 +75,9 @@ class Optimum(NamedTuple):
 def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Parameter]) -> Optimum:
     """Return the parameters with the least sum of squared errors near their start, within their bounds.
 
-    errors: of a point [parameters]; shape [errors].
+    errors: function from a point [parameters] to its errors [errors].
     """
-    from scipy.optimize import least_squares  # takes a quarter of a second
+    from scipy.optimize import least_squares  # the import takes a quarter of a second
 
     low, high, start, step = (np.array([each[place] for each in parameters]) for place in range(1, 5))
     found = least_squares(
@@ -87,12 +87,12 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
 
 
 FittingRow = Union["PublishedRun", "MeasuredRow"]
-"""A run, and how fast it was."""
+"""A run and its measured speed."""
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """A row and its prediction. error: predicted over measured speed, less 1. left_out: the same with parameters that
+    """A row and its prediction. error: predicted / measured speed - 1. left_out: the same error with parameters that
     were fitted without this row; None for rows that are not fitted."""
 
     name: str
@@ -104,11 +104,11 @@ class RowResult:
 
     @property
     def error(self) -> float:
-        """Return predicted over measured, less 1."""
+        """Return predicted / measured speed - 1."""
         return self.predicted / self.measured - 1.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return all but the estimate, and what was assumed about the run."""
+        """Return the figures of the row as JSON data, with the assumed micro-batch size and chunks of the run."""
         config = self.estimate.config
         return {
             "name": self.name,
@@ -127,8 +127,8 @@ class RowResult:
 class FitResult:
     """Fitted parameters, and predictions of rows with them.
 
-    spreads: one standard deviation of each of `PARAMETERS`, where a row's is `ROW_ERROR`; infinite where rows do not
-    determine it. fitted: rows that they were fitted to; unfitted: others. prior: None where nothing was known before.
+    spreads: standard deviation of each of `PARAMETERS` if that of a row's error is `ROW_ERROR`; infinite if the rows
+    do not determine it. fitted: rows used for the fit. unfitted: other rows. prior: None if the fit had none.
     """
 
     hardware: Hardware
@@ -140,21 +140,21 @@ class FitResult:
 
     @property
     def mean_error(self) -> float:
-        """Return the mean error of the fitted rows, without sign."""
+        """Return the mean absolute error of the fitted rows."""
         return float(np.mean([abs(row.error) for row in self.fitted]))
 
     @property
     def worst_error(self) -> float:
-        """Return the largest error of the fitted rows, without sign."""
+        """Return the largest absolute error of the fitted rows."""
         return max(abs(row.error) for row in self.fitted)
 
     @property
     def left_out_errors(self) -> tuple[float, ...]:
-        """Return the errors of fitted rows, each predicted from the others, without sign; may be empty."""
+        """Return the absolute error of each fitted row, predicted from the other rows; may be empty."""
         return tuple(abs(row.left_out) for row in self.fitted if row.left_out is not None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, machine-readable."""
+        """Return the result as JSON data."""
         left_out = self.left_out_errors
         return {
             "hardware": self.hardware.name,
@@ -174,7 +174,7 @@ class FitResult:
 
 
 def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
-    """Return the machine whose devices reach these shares (`PARAMETERS`) of their figures, otherwise unchanged."""
+    """Return the machine with these values of `PARAMETERS` in the efficiency of every device, otherwise unchanged."""
     groups = []
     for group in hardware.groups:
         efficiency = replace(group.device.efficiency, **shares)
@@ -190,14 +190,15 @@ def fit(
     prior: Prior | None = None,
     leave_one_out: bool = True,
 ) -> FitResult:
-    """Return the efficiency under which predictions come nearest to the rows, by least squares of log speed.
+    """Fit the efficiency of a machine to rows, by least squares of log speed.
 
-    Its half_size and launch do not change. unfitted: rows to predict only. prior: what else is known about the shares;
+    half_size and launch do not change. unfitted: rows that are only predicted. prior: prior knowledge of the shares;
     their distance from it counts like a row's error. leave_one_out: also fit without each row, to measure how well the
-    others predict it.
+    other rows predict it.
 
     Raises:
-        ConfigError: fewer rows than parameters, or with leave_one_out not one more; nothing of a row fits.
+        ConfigError: there are fewer rows than parameters (with leave_one_out, than parameters plus 1), or no layout of
+            a row fits in memory.
     """
     needed = len(PARAMETERS) + leave_one_out
     if len(rows) < needed:
@@ -226,7 +227,7 @@ def fit(
 
 
 def judge(row: FittingRow, hardware: Hardware, left_out: float | None = None) -> RowResult:
-    """Return a row and its prediction on a machine as it is."""
+    """Return a row and its prediction on a machine, without fitting."""
     estimate = row.predict(hardware)
     predicted, measured = row.speeds(estimate)
     return RowResult(row.name, row.source, measured, predicted, left_out, estimate)
@@ -249,7 +250,7 @@ def _errors_of(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | No
 
 
 def report_lines(result: FitResult, unit: str) -> Iterator[str]:
-    """Yield a fit's parameters, before and after, its rows and their errors; unit: of their speeds."""
+    """Yield the report of a fit: parameters before and after it, and rows with their errors. unit: unit of speeds."""
     values = ", ".join(f"{each.name} {getattr(result.efficiency, each.name):.3f}" for each in PARAMETERS)
     yield f"{len(PARAMETERS)} free parameters of {result.hardware.name}: {values}"
     yield from parameter_lines(result)
@@ -261,13 +262,13 @@ def report_lines(result: FitResult, unit: str) -> Iterator[str]:
     if left_out:
         yield f"left out: mean error {sum(left_out) / len(left_out):.1%}, worst {max(left_out):.1%}"
     if result.unfitted:
-        yield "not fitted, foretold:"
+        yield "not fitted, only predicted:"
     for row in result.unfitted:
         yield f"{_row_line(row)}; {row.source}"
 
 
 def parameter_lines(result: FitResult) -> Iterator[str]:
-    """Yield each parameter before and after, with one standard deviation in percent."""
+    """Yield a line for each parameter before and after the fit, with its standard deviation in percent."""
     yield f"{'share':<10}{'before':>16}{'fitted':>17}  +-: one standard deviation, a row's being {ROW_ERROR:.0%}"
     for each, spread in zip(PARAMETERS, result.spreads, strict=True):
         share = getattr(result.efficiency, each.name)
@@ -289,20 +290,21 @@ def _row_line(row: RowResult) -> str:
 
 
 H100_TABLE = "Megatron-LM, table of training speed on H100"
-"""The table is a picture in its README; four more rows could not be read."""
+"""The table is an image in the README of Megatron-LM; four more rows of it could not be read."""
 SC21 = "Narayanan et al. 2021, arXiv 2104.04473, table 1"
-"""Five rows were read in the paper, the others in two transcriptions of it, which agree with one another and with
-these five."""
+"""Five rows come from the paper, the others from two transcriptions of it, which agree with each other and with these
+five."""
 MICRO_SIZES = (1, 2, 4, 8)
-"""Samples of a micro-batch that are tried."""
+"""Micro-batch sizes to try, in samples."""
 
 
 @dataclass(frozen=True)
 class Conditions:
     """Common properties of the runs of a table.
 
-    counts: which FLOPs its figures count: those of the model, or executed ones, with what is recomputed. base: fields
-    of all runs. pieces: tensor ranks gather and scatter tokens in one piece per rank, overlapping with their products.
+    counts: FLOPs that the table counts: those of the model, or all executed ones, including recomputation. base:
+    configuration fields that all runs share. pieces: tensor ranks gather and scatter tokens in one piece per rank,
+    and these transfers overlap with matrix products.
     """
 
     counts: Literal["model", "executed"]
@@ -313,10 +315,10 @@ class Conditions:
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row of a table, as `fit` takes it.
+    """One row of a table, as `fit` accepts it.
 
-    heads, hidden, layers: sizes of the model. tensor, pipeline, devices, batch: of the run. tflops: its speed, per
-    device and second, in 1e12, counted as `Conditions.counts` says. source: of the speed.
+    heads, hidden, layers: sizes of the model. tensor, pipeline, devices, batch: sizes of the run; batch in samples per
+    step. tflops: speed in TFLOP/s per device, counted as in `Conditions.counts`. source: publication of the speed.
     """
 
     conditions: Conditions
@@ -332,7 +334,7 @@ class PublishedRun:
     tflops: float
 
     def predict(self, hardware: Hardware) -> Estimate:
-        """Return the fastest run that fits, of all that the row leaves open. Raises ConfigError where none does."""
+        """Return the fastest of the candidates that fit in memory. Raises ConfigError if none fits."""
         found = [estimate(each, hardware, assumptions=self.conditions.assumptions) for each in self.candidates()]
         fitting = [each for each in found if each.fits]
         if not fitting:
@@ -348,8 +350,7 @@ class PublishedRun:
         return flops / estimate.step_seconds / estimate.world_size / 1e12, self.tflops
 
     def candidates(self) -> Iterator[PretrainConfig]:
-        """Yield the row's run with every micro-batch size and number of chunks that it may have had: no table names
-        them."""
+        """Yield the row's run with every possible micro-batch size and number of chunks; the tables omit them."""
         base = self.conditions.base
         data = self.devices // (self.tensor * self.pipeline)
         model = replace(base.model, num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads)
@@ -376,8 +377,8 @@ class PublishedRun:
                 )
 
     def _chunk_counts(self, microbatches: int) -> tuple[int, ...]:
-        """Return the possible numbers of stages per rank: several where layers and micro-batches divide, as
-        interleaving needs."""
+        """Return the possible numbers of chunks per rank: 1 without a pipeline, otherwise 2 or more. Empty if layers
+        or micro-batches do not divide evenly, as interleaving requires."""
         if self.pipeline == 1:
             return (1,)
         several = [
@@ -388,7 +389,7 @@ class PublishedRun:
         return tuple(several) if several and microbatches % self.pipeline == 0 else ()
 
     def _even_stages(self, chunks: int) -> list[int]:
-        """Return the same number of blocks for each stage, and embedding and head also in the first and the last."""
+        """Return the layers of each stage: the same number of blocks, plus embedding (first stage) and head (last)."""
         stages = self.pipeline * chunks
         sizes = [self.layers // stages] * stages
         sizes[0] += 1
@@ -410,7 +411,7 @@ def _model(vocabulary: int, positions: int, *, attention: Literal["unfused", "sd
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """Runs on one machine. rows: those that parameters are fitted to. unfitted: others, which are only predicted."""
+    """Runs on one machine. rows: runs that parameters are fitted to. unfitted: runs that are only predicted."""
 
     name: str
     hardware: str
@@ -481,18 +482,18 @@ H100 = PublishedTable(
     ),
 )
 TABLES = {table.name: table for table in (A100, H100)}
-"""By name."""
+"""Tables of published rows, by name."""
 
 
 def fit_table(name: str, *, leave_one_out: bool = True) -> FitResult:
-    """Fit a table of published rows, starting from published rates of its machine; ConfigError for an unknown name."""
+    """Fit a machine to a table of published rows, with its prior. Raises ConfigError for an unknown name."""
     table = find_table(name)
     hardware, prior = load_hardware(table.hardware), prior_of(table.hardware)
     return fit(table.rows, hardware, table.unfitted, prior=prior, leave_one_out=leave_one_out)
 
 
 def find_table(name: str) -> PublishedTable:
-    """Return a table of published rows by its name; ConfigError for an unknown one."""
+    """Return a table of published rows by its name. Raises ConfigError for an unknown name."""
     if name not in TABLES:
         raise ConfigError(f"unknown rows {name!r}{nearest(name, TABLES)} (known: {', '.join(TABLES)})")
     return TABLES[name]
@@ -504,7 +505,7 @@ LARGEST_FILE = 1_000_000
 
 @dataclass(frozen=True)
 class WrittenRow:
-    """A row of a user's file. config: file of the run, relative to this file. overrides: fields of it to change."""
+    """A row of a user's file. config: configuration file, relative to this file. overrides: fields to change in it."""
 
     name: str
     config: str
@@ -516,14 +517,14 @@ class WrittenRow:
 
 @dataclass(frozen=True)
 class RowsFile:
-    """A user's file."""
+    """A user's file of measured rows."""
 
     rows: tuple[WrittenRow, ...]
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A run and the seconds that its step took; its speed is in tokens per second."""
+    """A run and its measured step time in seconds. Its speed is in tokens per second."""
 
     name: str
     config: PretrainConfig
@@ -532,7 +533,7 @@ class MeasuredRow:
     source: str
 
     def predict(self, hardware: Hardware) -> Estimate:
-        """Return the estimate on a machine, whether the run fits or not: it has run."""
+        """Return the estimate on a machine, even if the run seems not to fit: it was measured, so it fits."""
         return estimate(self.config, hardware, world_size=self.devices)
 
     def speeds(self, estimate: Estimate) -> tuple[float, float]:
@@ -542,12 +543,12 @@ class MeasuredRow:
 
 
 def fit_rows(path: str, hardware: Hardware) -> FitResult:
-    """Fit a machine to the rows of a file; see the head of this module. Raises ConfigError for all that is wrong."""
+    """Fit a machine to the rows of a file. Raises ConfigError if rows are wrong or too few."""
     return fit(read_rows(path), hardware)
 
 
 def read_rows(path: str) -> tuple[MeasuredRow, ...]:
-    """Return the rows of a file. Raises ConfigError that names every wrong row."""
+    """Return the rows of a file. Raises a ConfigError that names every wrong row."""
     try:
         text = read_bytes(Path(path), ConfigError, LARGEST_FILE).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

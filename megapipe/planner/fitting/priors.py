@@ -1,12 +1,12 @@
-"""Prior knowledge of a machine's shares, before any row of training speed: published rates of single kernels.
+"""Priors of the shares of nominal rates that a machine reaches, from published rates of single kernels.
 
-Five rows of a table do not determine three shares: without the smallest model, the others hardly depend on memory's
-share. So each share starts from published rates of single kernels and collectives, none of them a row of training
-speed: its logarithm is taken to be normally distributed around that of their geometric mean. Fitting then is ridge
-regression in logarithms (Hoerl and Kennard 1970, doi 10.1080/00401706.1970.10488634).
+Five rows of a table do not determine three shares: only the row of the smallest model depends much on the share of
+memory. So each share has a prior from published rates of single kernels and collectives, none of which is a row of
+training speed. Its logarithm is assumed to be normally distributed around the logarithm of their geometric mean.
+Fitting is then ridge regression in logarithms (Hoerl and Kennard 1970, doi 10.1080/00401706.1970.10488634).
 
-A device's `half_size` and `launch` come from published rates of matrix products alone, because rows of training speed
-hardly depend on how much slower a small product is. All are cuBLAS, of square matrices: size against TFLOP/s.
+`half_size` and `launch` of a device come only from published rates of matrix products, because rows of training speed
+hardly depend on how much slower small products are. All are cuBLAS products of square matrices: TFLOP/s by size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES
 Floats = npt.NDArray[np.float64]
 
 WIDTH = 0.3
-"""One standard deviation of a share's logarithm, for all shares and machines: as the rates of `MEMORY` scatter."""
+"""Standard deviation of the logarithm of a share, for all shares and machines: about that of rates in `MEMORY`."""
 ROW_ERROR = 0.03
-"""One standard deviation of a row's error that no share explains: as large as published rows' errors come out."""
+"""Standard deviation of a row's error that no share explains: about the size of the errors of published rows."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A published rate. reached, nominal: in one unit, such as bytes per second; source: of the first."""
+    """A published rate. reached, nominal: in the same unit, such as bytes per second. source: of `reached`."""
 
     what: str
     reached: float
@@ -41,18 +41,18 @@ class Rate:
 
     @property
     def share(self) -> float:
-        """Return the reached share of the nominal rate."""
+        """Return the fraction of the nominal rate that was reached."""
         return self.reached / self.nominal
 
 
 A100_40_BANDWIDTH, A100_80_BANDWIDTH, H100_BANDWIDTH = 1555e9, 2039e9, 3.35e12
-"""Bytes per second of the makers' data sheets (SXM)."""
+"""Memory bandwidths in bytes per second, from the manufacturers' data sheets (SXM)."""
 _APEX = "github.com/NVIDIA/apex, pull request 1037, on a GA100 (taken to be the A100 of 40 GB)"
 _QUACK = "github.com/Dao-AILab/quack, media/2025-07-10-membound-sol.md"
 _LIGER = "github.com/linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, megatron-unfused, vocabulary 131072"
 _LOSS_LOGITS, _LOSS_SECONDS = 8192 * 131072, 21.25e-3
-"""Its row `backward` of June 2026, which the benchmark's script times together with the forward: 2048 by 4 tokens,
-in bf16, on an H100 of 80 GB."""
+"""From the row `backward` of June 2026 in that file, which the benchmark's script times together with the forward:
+2048 x 4 tokens in bf16 on an 80 GB H100."""
 MEMORY: Mapping[str, tuple[Rate, ...]] = {
     "a100-80": (
         Rate("reads", 1.80e12, A100_80_BANDWIDTH, "forums.developer.nvidia.com, thread 339083"),
@@ -76,7 +76,7 @@ MEMORY: Mapping[str, tuple[Rate, ...]] = {
         Rate("Megatron-LM's loss", _LOSS_LOGITS * UNFUSED_LOSS_BYTES / _LOSS_SECONDS, H100_BANDWIDTH, _LIGER),
     ),
 }
-"""Kernels that only read and write, as training has them; by preset."""
+"""Rates of memory-bound kernels such as those of training, by preset."""
 LINKS: Mapping[str, tuple[Rate, ...]] = {
     "a100-80": (
         Rate("all-reduce of 8 in a node", 232.5e9, 300e9, "github.com/NVIDIA/nccl, issue 1048"),
@@ -87,7 +87,7 @@ LINKS: Mapping[str, tuple[Rate, ...]] = {
         Rate("an adapter, 46 to 48", 47e9, 50e9, "github.com/NVIDIA/nccl-tests, issue 290, NVIDIA's figure"),
     ),
 }
-"""Large messages of NCCL's own benchmark, nothing else running; by preset."""
+"""Rates of large messages in NCCL's own benchmark, with nothing else running, by preset."""
 A100_FP16 = {
     512: 23.831273, 640: 39.384616, 768: 63.195428, 896: 78.051553, 1024: 99.864382, 1152: 135.726544,
     1280: 157.538463, 1408: 155.765024, 1536: 181.484314, 1664: 179.978245, 1792: 175.616000, 1920: 209.454544,
@@ -95,17 +95,17 @@ A100_FP16 = {
     2816: 238.329010, 2944: 256.886772, 3072: 239.928400, 3200: 255.999988, 3328: 239.970975, 3456: 258.402470,
     3584: 265.237152, 3712: 250.369276, 3840: 250.775504, 3968: 248.521248, 4096: 264.208112,
 }  # fmt: skip
-"""One A100-SXM4-40GB, one call at a time: github.com/xanderdunn/fused-gelu-testing, README of early 2023, which shows
-what the tutorial of triton-lang.org on matrix products prints. Its sizes 256 and 384 are left out: 9.2 and 11.3
-microseconds, all launch."""
+"""TFLOP/s by size of one A100-SXM4-40GB, one call at a time: github.com/xanderdunn/fused-gelu-testing, README of early
+2023, which shows the output of triton-lang.org's tutorial on matrix products. Its sizes 256 and 384 are left out: they
+take 9.2 and 11.3 microseconds, all of it launch time."""
 H100_BF16 = {4096: 716.0, 6144: 741.1, 8192: 797.8}
-"""One H100 SXM, the mean of calls in a row: github.com/pranjalssh/fast.cu, README (the first size in its later, the
-others in its earlier version)."""
+"""TFLOP/s by size of one H100 SXM, mean of consecutive calls: github.com/pranjalssh/fast.cu, README (the first size
+from its later version, the others from its earlier version)."""
 
 
 @dataclass(frozen=True)
 class Belief:
-    """A share before rows are seen. mean: its likeliest value; origin: where it comes from, in a few words."""
+    """The prior of a share. mean: its most likely value. origin: where the value comes from, in a few words."""
 
     mean: float
     origin: str
@@ -113,7 +113,7 @@ class Belief:
 
 @dataclass(frozen=True)
 class Prior:
-    """Prior knowledge of all shares: `beliefs` by parameter's name, in the order of the parameters; see `WIDTH`."""
+    """Priors of all shares. beliefs: by parameter name, in the order of the parameters. width: see `WIDTH`."""
 
     beliefs: Mapping[str, Belief]
     width: float = WIDTH
@@ -125,13 +125,13 @@ class Prior:
         return distances
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, machine-readable."""
+        """Return the priors as JSON data."""
         means = {name: {"mean": belief.mean, "origin": belief.origin} for name, belief in self.beliefs.items()}
         return {"width": self.width, "row_error": ROW_ERROR, "shares": means}
 
 
 def prior_of(name: str) -> Prior:
-    """Return the prior of a preset that rows were published for (`MEMORY`)."""
+    """Return the prior of a preset, one of the keys of `MEMORY`."""
     return Prior(
         {
             "ceiling": _products(name),
@@ -147,7 +147,7 @@ def _middle(rates: Sequence[Rate], what: str) -> Belief:
 
 
 def _products(name: str) -> Belief:
-    """Return the rate that an infinitely large product would reach, by those that `half_size` comes from."""
+    """Return the prior of the ceiling, from the same rates of products that `half_size` comes from."""
     device = load_hardware(name).groups[0].device
     if name == "a100-80":
         return Belief(law_of(device, "fp16", A100_FP16).ceiling, f"{len(A100_FP16)} published products")
@@ -156,27 +156,29 @@ def _products(name: str) -> Belief:
 
 
 def law_of(device: Device, dtype: str, rates: Mapping[int, float]) -> Efficiency:
-    """Return ceiling, half_size and launch of products that were measured one at a time. rates: TFLOP/s by size."""
+    """Fit ceiling, half_size and launch to products that were measured one at a time. rates: TFLOP/s by size."""
     products = [Product(size, size, size, _seconds(size, rate)) for size, rate in rates.items()]
     return fit_efficiency(device, dtype, products)
 
 
 def half_size_of(rates: Mapping[int, float], launch: float) -> float:
-    """Return the half_size of products of about three sizes, whose launch is known. rates: TFLOP/s by size."""
+    """Fit half_size to products of about three sizes. rates: TFLOP/s by size. launch: known seconds of a launch."""
     slope, endless = _third_roots(rates, launch)
     return slope / endless
 
 
 def ceiling_of(device: Device, dtype: str, rates: Mapping[int, float], launch: float) -> float:
-    """Return the ceiling of the same products: the share of the peak that an infinitely large one would reach."""
+    """Return the share of the peak that an infinitely large product would reach. See `half_size_of` for arguments."""
     _, endless = _third_roots(rates, launch)
     return endless**-3 / device.peak(dtype)
 
 
 def _third_roots(rates: Mapping[int, float], launch: float) -> tuple[float, float]:
-    """Return slope and start of the line of least squares through the third roots of seconds over FLOPs against
-    1 / size. By the law of `Efficiency`, the start is that of an infinitely large product, and the slope `half_size`
-    times it."""
+    """Fit a line to the cube roots of seconds per FLOP as a function of 1 / size; return its slope and intercept.
+
+    By the law of `Efficiency`, the intercept belongs to an infinitely large product, and the slope is `half_size`
+    times the intercept.
+    """
     sizes = np.array(list(rates), dtype=np.float64)
     seconds = np.array([_seconds(size, rate) for size, rate in rates.items()]) - launch
     slope, start = np.polyfit(1.0 / sizes, (seconds / (2.0 * sizes**3)) ** (1.0 / 3.0), 1)

@@ -55,7 +55,7 @@ def test_a_profile_is_measured_and_planned_with(capsys, tmp_path):
     program = [sys.executable, str(ROOT / "tools" / "plan.py"), "profile", *shape, *sizes, "--output", str(file)]
     finished = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert f"written: {file}; plan with it by --hardware {file}" in finished.stdout
+    assert f"wrote {file}; use it with --hardware {file}" in finished.stdout
     planned = ["--hardware", str(file), "--devices=2", "--batch.global_size=4", "--batch.micro_size=2"]
     text = output(capsys, "search", *shape, *planned, "--recompute.method=none", "--parallel.tensor=1")
     assert "measured 20" in text

@@ -128,7 +128,7 @@ def test_the_report_names_parameters_rows_and_errors() -> None:
     assert [line.split()[:2] for line in lines[2:5]] == [[each.name, "unknown"] for each in PARAMETERS]
     assert "left out" in lines[5]
     assert lines[10] == f"mean error {found.mean_error:.1%}, worst {found.worst_error:.1%}"
-    assert lines[11] == "not fitted, foretold:"
+    assert lines[11] == "not fitted, only predicted:"
     assert len(lines) == 13
     told = found.as_json()
     assert told["parameters"].keys() == told["standard_deviations"].keys() == {"ceiling", "memory", "links"}
