@@ -1,2 +1,1 @@
-"""Measures a machine: its layers, collectives and links, and its waits for data; chooses layouts from the
-measurements."""
+"""Measure a machine: its layers, collectives and links, and its waits for data. Choose layouts by the measurements."""

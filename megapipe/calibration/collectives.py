@@ -1,7 +1,8 @@
-"""Times of collectives and messages between the ranks of a machine, and of links between the nodes of a job.
+"""Measure collectives and messages between the ranks of a machine, and links between the nodes of a job.
 
 Collectives are measured as layers call them: after computation, which ends at slightly different times on the ranks,
-with other data in the caches and a peer that has to wake up. Directly after each other they take a fraction of that.
+with other data in the caches and a peer that has to wake up. Without computation between them, they take only a
+fraction of that time.
 """
 
 import os
@@ -64,7 +65,7 @@ def measured_collectives(mesh: Mesh) -> dict[Operation, Timings]:
 
 
 def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
-    """Return the times of messages between two ranks, half a round trip, by transport. A collective call of both."""
+    """Return the times of messages between two ranks (half a round trip) by transport. A collective call of both."""
     pair = connected_mesh(MeshShape({"pipeline": 2}), mesh.device, LINK_TIMEOUT)
     edges = [Edge(0, 1, max(SIZES)), Edge(1, 0, max(SIZES))]
     found: dict[str, Timings] = {}
@@ -82,7 +83,7 @@ def fitted(operation: Operation, ranks: int, over: Transport, timings: Timings) 
     """Fit latency and bandwidth to measured seconds by size.
 
     This minimizes the squares of relative errors, so that small messages count as much as large ones. Neither result
-    is negative. `busy` is that of the largest size, and 0 for GPUs, whose collectives do not use the processor.
+    is negative. `busy` is the value for the largest size, and 0 for GPUs, whose collectives do not use the processor.
     """
     sizes = np.array(list(timings), dtype=np.float64)
     times = np.array([each.seconds for each in timings.values()])
@@ -214,7 +215,7 @@ def _factor(mesh: Mesh, run: LayerRun, steps: int) -> float:
     """Return the time of a step while all ranks run, relative to a rank that runs while the others wait: mean over the
     ranks, at least 1.
 
-    Both are measured in turns, so that a change of the machine's load affects both.
+    Both are measured alternately, so that a change of the machine's load affects both.
     """
     alone, together = [], []
     for _ in range(steps):
@@ -263,7 +264,7 @@ class NodeLinks:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a rank: number of its node, from 0, name of the node, and number of the rank within the node."""
+    """Place of a rank: index of its node, name of the node, and index of the rank within the node."""
 
     node: int
     host: str
@@ -276,7 +277,7 @@ class Place:
 
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Return every pair of nodes once, in rounds in which each node has at most one partner, by the circle method."""
+    """Return every pair of nodes once, in rounds in which each node has at most one partner (circle method)."""
     seats = [*range(nodes), *([None] if nodes % 2 else [])]
     found = []
     for _ in range(len(seats) - 1):
@@ -290,12 +291,12 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
 def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
     """Measure messages of `num_bytes` between all pairs of nodes. A collective call of all ranks.
 
-    All ranks of a node send at once, each to the rank with its number on the other node, so that a bandwidth is that
-    of all adapters together. Disjoint pairs of nodes are measured at the same time, so that the effect of pairs on
-    each other in a shared network is included: n nodes take n - 1 rounds of both directions, or n if n is odd.
+    All ranks of a node send at once, each to the rank with the same index on the other node, so that the bandwidth is
+    that of all adapters together. Disjoint pairs of nodes are measured at the same time, which includes their effect
+    on each other in a shared network: n nodes take n - 1 rounds of both directions, or n if n is odd.
 
     Raises:
-        ConfigError: there is one node alone, or nodes have unlike numbers of ranks.
+        ConfigError: there is only one node, or the nodes have different numbers of ranks.
     """
     nodes = _nodes(mesh.world.all_gather_object(own))
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device)
@@ -331,10 +332,11 @@ def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
 def with_node_links(hardware: Hardware, found: NodeLinks) -> Hardware:
     """Return the machine with the measured nodes and their links.
 
-    A single group of nodes gets their number, and the median bandwidth; `link_matrix` has all bandwidths.
+    If the machine has a single group, the group gets the number of nodes and the median bandwidth. `link_matrix` has
+    all bandwidths.
 
     Raises:
-        ConfigError: the nodes are not those of the hardware.
+        ConfigError: the nodes do not match the nodes of the hardware.
     """
     groups, nodes = hardware.groups, len(found.hosts)
     if len(groups) == 1:
@@ -356,7 +358,7 @@ def _told(counts: Sequence[int]) -> str:
 
 
 def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:
-    """Return the ranks and places of every node, sorted by the number of the rank within the node."""
+    """Return the ranks and places of every node, sorted by the index of the rank within the node."""
     found: dict[int, list[tuple[int, Place]]] = {}
     for rank, place in enumerate(places):
         found.setdefault(place.node, []).append((rank, place))
@@ -365,7 +367,8 @@ def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:
         raise ConfigError("all ranks are on one node; start two or more nodes to measure the links between them")
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"nodes were started with {_told(sizes)} ranks; start as many on each, so that every rank has a partner"
+            f"nodes were started with {_told(sizes)} ranks; start the same number on each, so that every rank has a "
+            "partner"
         )
     return [sorted(found[node], key=lambda each: each[1].local) for node in sorted(found)]
 

@@ -61,8 +61,8 @@ def run_dry_run(request: Request) -> int:
 def run_profile(request: Request) -> int:
     """Measure this machine for the layers of a model, and write the hardware file.
 
-    SIGTERM and Ctrl-C end the processes that measure and leave the file as it was; the status is then 128 and the
-    signal's number, as shells have it, and 1 where a process that measured failed.
+    SIGTERM and Ctrl-C end the measuring processes and leave the file unchanged. The exit status is then 128 plus the
+    number of the signal, as in shells; it is 1 if a measuring process failed.
     """
     flags = request.flags
     config = request.config
@@ -92,12 +92,12 @@ def run_profile(request: Request) -> int:
     if flags["json"]:
         print(json.dumps({"name": hardware.name, "file": str(flags["output"])}))
     else:
-        print(f"written: {flags['output']}; plan with it by --hardware {flags['output']}")
+        print(f"wrote {flags['output']}; use it with --hardware {flags['output']}")
     return 0
 
 
 def run_links(request: Request) -> int:
-    """Measure the links between the nodes that torchrun started this on, and write them into a hardware file."""
+    """Measure the links between the nodes on which torchrun started this command, and write a hardware file."""
     flags = request.flags
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -127,7 +127,7 @@ def run_links(request: Request) -> int:
             print(json.dumps(vars(found)))
         else:
             _print_links(found)
-            print(f"\nwritten: {flags['output']}; plan with it by --hardware {flags['output']}")
+            print(f"\nwrote {flags['output']}; use it with --hardware {flags['output']}")
     shutdown()
     return 0
 
@@ -145,7 +145,7 @@ def _without_auto(
     config: PretrainConfig, hardware: Hardware | None, devices: int, say: Callable[[str], None]
 ) -> PretrainConfig:
     """Return the configuration with training.precision auto and recompute.method auto replaced. Raises ConfigError if
-    there is no machine to choose by."""
+    one of them is set but no machine is given."""
     asked = [
         name
         for name, value in (
@@ -171,7 +171,7 @@ def _without_auto(
 
 
 class _Stopped(BaseException):
-    """Raised for a signal. It is not an Exception, so that no code on the way handles it as an error."""
+    """Raised for a signal. It is not an Exception, so that no `except Exception` handles it as an error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -212,9 +212,9 @@ def _check_memory(found: DryRun, limit: float | None) -> None:
     if full:
         most = max(full, key=lambda each: each.peak_bytes)
         raise ConfigError(
-            f"{len(full)} of {len(found.coordinates)} pipeline coordinates do not fit {bytes_text(limit)} a device; "
-            f"coordinate {most.pipeline} holds {bytes_text(most.peak_bytes)}, {bytes_text(most.peak_bytes - limit)} "
-            "too much: megapipe plan search looks for a layout that fits"
+            f"{len(full)} of {len(found.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
+            f"device; coordinate {most.pipeline} holds {bytes_text(most.peak_bytes)}, "
+            f"{bytes_text(most.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
         )
 
 

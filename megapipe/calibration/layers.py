@@ -1,8 +1,8 @@
-"""Times of layers, of updates and of the engine's own work, measured in real training steps, action by action.
+"""Measure the times of layers, updates and the engine's own work in real training steps, action by action.
 
-Every layer is a stage of its own, so that the engine's recorder distinguishes layers. Kernels, autograd, gradient
-accumulators, the optimizer and the order of the steps are those of training. A layer is measured on one rank alone,
-and on all ranks that share it.
+Every layer is a separate stage, so that the engine's recorder distinguishes layers. Kernels, autograd, gradient
+accumulators, the optimizer and the order of the steps are the same as in training. A layer is measured on one rank
+alone, and on all ranks that share it.
 """
 
 import time
@@ -34,7 +34,7 @@ from megapipe.training.loop.replica import Replica
 
 
 class RandomSamples:
-    """Samples of random tokens, any number of them; each depends only on its number."""
+    """An unlimited number of samples of random tokens. Each sample depends only on its number."""
 
     def __init__(self, sequence_length: int, vocabulary_size: int) -> None:
         self.sequence_length = sequence_length
@@ -90,7 +90,7 @@ Halves = Literal["whole", "apart"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of sizes to measure: ranks that share a layer, and samples of a micro-batch."""
+    """One combination of sizes to measure: tensor and context ranks that share a layer, samples of a micro-batch."""
 
     tensor: int
     context: int
@@ -104,9 +104,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Median seconds over steps. seconds: (kind of action, kind of layer) -> time of one action. update: time of the
-    optimizer update and gradient norm of a step, for `elements` parameters. action: the rest of a step, divided by the
-    number of compute actions."""
+    """Median seconds over steps. seconds: (kind of action, kind of layer) -> time of one action. update: time per step
+    of the optimizer update and the gradient norm, for `elements` parameters. action: remaining time of a step, divided
+    by the number of compute actions."""
 
     seconds: Mapping[tuple[Kind, str], float]
     update: float
@@ -159,7 +159,7 @@ def _logits(config: PretrainConfig, apart: bool) -> bool:
 class LayerRun:
     """A rank that trains a model of one cell, ready to be timed.
 
-    mesh: of the ranks that share the layers; by default a single rank, whose peers are absent (`silent_mesh`).
+    mesh: the ranks that share the layers; by default one rank whose peers are absent (`silent_mesh`).
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LayerRun:
         self._step = 0
 
     def step(self) -> float:
-        """Run a training step with learning rate 0, and return its seconds."""
+        """Run a training step with learning rate 0, and return its time in seconds."""
         wait_for(self.mesh.device)
         start = time.perf_counter()
         given = StepInput(self._step, self._batch.contexts, self._batch.token_counts, learning_rate=0.0)
@@ -189,7 +189,7 @@ class LayerRun:
         return time.perf_counter() - start
 
     def times(self, steps: int) -> StepTimes:
-        """Return the times of every kind of action, over that many steps."""
+        """Return the times of every kind of action, measured over `steps` steps."""
         for _ in range(WARM_UP):
             self.step()
         seconds: dict[tuple[Kind, str], list[float]] = defaultdict(list)
@@ -224,7 +224,7 @@ class LayerRun:
 def measure_cell(
     config: PretrainConfig, cell: Cell, device: torch.device, steps: int, mesh: Mesh | None = None
 ) -> tuple[list[MeasuredLayer], StepTimes]:
-    """Return a row per kind of layer of a cell, and all times of the run with whole backwards. mesh: see
+    """Return one row per kind of layer, and all times of the run whose backwards are not split. mesh: see
     `LayerRun`."""
     whole = LayerRun(config, cell, device, mesh=mesh).times(steps)
     apart = LayerRun(config, cell, device, "apart", mesh).times(steps)
@@ -257,7 +257,7 @@ def cells(tensor_sizes: Sequence[int], context_sizes: Sequence[int], micro_sizes
 
 
 def shared_cells(cells: Sequence[Cell], ranks: int) -> dict[int, list[Cell]]:
-    """Return the cells whose layers are shared, by number of ranks, as far as `ranks` ranks can run them."""
+    """Return the cells whose layers several ranks share, at most `ranks`, by their number of ranks."""
     found: dict[int, list[Cell]] = {}
     for cell in cells:
         if 1 < cell.ranks <= ranks:
@@ -269,8 +269,8 @@ def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], st
     """Return rows of layers that include the time for which ranks wait for each other: means over the ranks. A
     collective call.
 
-    Times of single collectives omit most of it: in a layer, ranks come early or late by turns, and all wait for the
-    last one. cells: each for the number of ranks of the mesh.
+    Times of single collectives do not include most of it: in a layer, a different rank is late each time, and all
+    others wait for it. cells: all need the number of ranks of the mesh.
     """
     found: list[MeasuredLayer] = []
     for cell in cells:
@@ -284,7 +284,7 @@ def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], fac
     """Return the additional time of each layer on several ranks, relative to the same work on one rank.
 
     factor: slowdown of work while this number of ranks is busy. Times are divided by it, because predictions multiply
-    by it.
+    times by it.
     """
     by_place = {_place(row): row for row in alone}
 

@@ -1,4 +1,4 @@
-"""The current machine as a hardware file: its devices, all of its ranks at once, and the links between them."""
+"""Measure this machine for a hardware file: its devices, all of its ranks at once, and the links between them."""
 
 import multiprocessing
 import os
@@ -51,11 +51,11 @@ from megapipe.training.device import copy_bandwidth, seconds_of, with_precision
 from megapipe.training.resilience.signals import STOPS
 
 PRODUCTS = ((64, 64, 64), (256, 256, 256), (256, 256, 1024), (1024, 256, 256), (1024, 256, 1024), (512, 512, 512))
-"""Rows, inner size and columns on a CPU; on a GPU, each is GPU_SCALE times as large."""
+"""Rows, inner size and columns of products on a CPU; on a GPU, all are multiplied by GPU_SCALE."""
 LARGE_PRODUCT = 1024
 GPU_SCALE = 8
 COPIED = 2**26
-"""Bytes of a copy that is timed, more than most caches hold."""
+"""Bytes of the timed copy, more than most caches can hold."""
 REPEATS = 9
 
 
@@ -67,7 +67,7 @@ def measured_products(precision: str, device: torch.device) -> list[Product]:
 
 
 def measured_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that a copy in the device's memory reads and writes, added."""
+    """Return the bytes per second of a copy in the device's memory, the sum of reads and writes."""
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return 2 * COPIED / _seconds(lambda: target.copy_(source), device)
@@ -93,7 +93,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 TIMEOUT = 600.0
-"""Seconds after which ranks that have not answered count as failed."""
+"""Seconds after which ranks without an answer count as failed."""
 
 
 def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -103,7 +103,7 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
     a program, call this under `if __name__ == "__main__"`, which multiprocessing's spawn requires.
 
     Raises:
-        CommunicationError: a rank raised, died or did not answer; the message holds its traceback.
+        CommunicationError: a rank raised, died or did not answer; the message contains its traceback.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megapipe-profile-") as folder:
@@ -129,8 +129,8 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
     """Block signals that end a program while processes are started or ended, so that every started process is recorded
-    and ended. A process that is started in the block never receives them: a terminal sends Ctrl-C to all processes,
-    and the one that started the ranks ends them."""
+    and ended. Processes that are started in the block never receive these signals: a terminal sends Ctrl-C to all
+    processes, and the process that started the ranks ends them."""
     resource_tracker.ensure_running()  # start() would do this, and then unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
@@ -196,7 +196,7 @@ def _join(rank: int, count: int, device_type: str, store: str) -> Mesh:
 
 
 STEPS = 5
-"""Number of timed steps of every run, of which the median counts."""
+"""Number of timed steps in every run. The result is their median."""
 Say = Callable[[str], None]
 
 
@@ -228,22 +228,22 @@ def profile(
 ) -> Hardware:
     """Measure this machine for the layers of a run, and write a hardware file.
 
-    Layers are measured on one rank by itself, for every combination of the sizes, and on all ranks that share them, as
-    far as there are so many; how much longer work takes, and what collectives take, with 2, 4, ... and with `ranks`
-    ranks at once. Starts its own processes, one thread each.
+    Layers are measured for every combination of the sizes: on one rank alone and, if `ranks` is large enough, on all
+    ranks that share them. The slowdown of work and the times of collectives are measured on 2, 4, ... and on `ranks`
+    ranks at once. This function starts its own processes, with one thread each.
 
     Args:
-        config: model, sequence length, precision, optimizer, recompute and kernels count; the layout does not. A
+        config: model, sequence length, precision, optimizer, recompute and kernels are used; the layout is not. A
             GPT is measured on random tokens, a BERT on its own data.
-        out: the file, replaced as a whole at the end.
-        ranks: devices of the machine: GPUs, or as many ranks as are to share its cores.
-        tensor_sizes, micro_sizes, context_sizes: ranks that share a layer, samples of a micro-batch, ranks that share
-            a sample.
-        steps: training steps that are timed in every run.
+        out: the file, which is replaced as a whole at the end.
+        ranks: number of devices of the machine: its GPUs, or the number of ranks that will share its cores.
+        tensor_sizes, micro_sizes, context_sizes: numbers of ranks that share a layer, of samples in a micro-batch, and
+            of ranks that share a sample.
+        steps: number of timed training steps in every run.
 
     Raises:
-        ConfigError: sizes that the model does not allow, more ranks than GPUs, a file that cannot be written, before
-            anything is measured. CommunicationError: a rank failed.
+        ConfigError: sizes that the model does not allow, more ranks than GPUs, or a file that cannot be written. It is
+            raised before anything is measured. CommunicationError: a rank failed.
     """
     device_type = _device_type(config)
     _check(config, out, device_type, ranks, tensor_sizes, micro_sizes, context_sizes, steps)
@@ -296,9 +296,9 @@ def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ra
 def assembled(
     alone: Alone, together: Sequence[Together], ranks: int, shared: Mapping[int, Sequence[MeasuredLayer]]
 ) -> Hardware:
-    """Return the machine as `ranks` devices of one node, each with its share of common resources.
+    """Return the machine as `ranks` devices of one node, each with its part of common resources.
 
-    shared: number of ranks -> layers that are shared by them, with the time for which they wait for each other.
+    shared: number of ranks -> layers that these ranks share, including the time for which they wait for each other.
     """
     contention = (Contention(1, 1.0), *(Contention(each.ranks, each.factor) for each in together))
     first = alone.steps[0]
@@ -326,8 +326,8 @@ def assembled(
 
 
 def _links(together: Sequence[Together], bandwidth: float) -> tuple[IntraNodeLink, Network]:
-    """Return the links in the machine, as measured between pairs of ranks; with a single rank, at the rate of its
-    memory."""
+    """Return the links of the machine, as measured between pairs of ranks; with a single rank, links at the rate of
+    its memory."""
     rows = tuple(row for each in together for row in each.collectives)
     if not rows:
         return IntraNodeLink(0.0, bandwidth, bandwidth), Network(0.0, bandwidth, 1)
@@ -347,7 +347,7 @@ def _counts(ranks: int) -> list[int]:
 def _remark(ranks: int) -> str:
     return (
         f"Measured on this machine, declared as {ranks} devices of one node. peak_flops, memory_bandwidth,\n"
-        "efficiency and host are a device's share while all of them are busy. No other machine was there: `outside`\n"
+        "efficiency and host are a device's share while all of them are busy. No other machine was used: `outside`\n"
         "is this host's own loopback."
     )
 

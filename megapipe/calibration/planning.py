@@ -34,10 +34,10 @@ def planned(
     Every rank plans by itself and gets the same result, which depends only on the configuration, the kind of machine
     and the number of ranks.
 
-    plan: `auto`, a preset or a hardware file. environment: of the process, in which torchrun sets the number of ranks
-    of a node.
+    plan: `auto`, a preset or a hardware file. environment: environment variables of the process; torchrun sets the
+    number of ranks per node in them.
 
-    Raises ConfigError if the machine is not known, or if no layout fits this number of ranks.
+    Raises ConfigError if the machine is unknown, or if no layout fits on this number of ranks.
     """
     config = given.config
     if config.training.precision == "auto":
@@ -49,7 +49,7 @@ def planned(
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
     pinned = given.fields
     if config.recompute.method == "auto":
-        config, hardware = limited(config, hardware)  # the budget already has a reserve
+        config, hardware = limited(config, hardware)  # the budget already includes a reserve
         pinned -= {"recompute.method"}
     else:
         hardware = hardware.with_share(1 - MEMORY_RESERVE)
@@ -71,7 +71,7 @@ def planned(
 
 
 def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware:
-    """Return the preset of the current devices, in nodes with the same number of devices as ranks run on this node.
+    """Return the preset of the devices of this host, with one device per node for each rank on this node.
 
     device: as in parallel.device. option: the option that accepts a hardware file instead, for messages. Raises
     ConfigError for a GPU without a preset.
@@ -152,7 +152,7 @@ def _chosen(config: PretrainConfig, mesh: Mesh, per_node: int, device_bytes: flo
 
 
 def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
-    """Return the hardware by whose times to choose. Raises ConfigError if it is not known, or has other devices."""
+    """Return the hardware whose times the choice uses. Raises ConfigError if it is unknown, or for other devices."""
     named = config.recompute.hardware
     if named is None:
         return _with_peak(this_machine(device, per_node, option="--recompute.hardware"), config.training.precision)
@@ -166,7 +166,7 @@ def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
 
 
 def _with_peak(hardware: Hardware, precision: str) -> Hardware:
-    """Add a missing number format to a preset, at its fastest rate: only ratios between choices matter."""
+    """Add a missing number format to a preset, with its fastest rate, because only ratios between choices matter."""
     group = hardware.groups[0]
     peaks = group.device.peak_flops
     if precision in peaks:

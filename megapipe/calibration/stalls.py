@@ -34,7 +34,7 @@ from megapipe.training.validation import validate
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second of each part, as if the two others took no time.
+    """Tokens per second of each part, as if the other two took no time.
 
     ingestion: the model, on a batch in memory. preparation: the loader, with all files in memory. fetch: the time that
     storage adds to the loader, as a rate; infinite if it adds nothing, None if storage could not be measured.
@@ -73,9 +73,9 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Step times of one run each. resident, cached, cold: training on one batch in memory, on files in memory, on
-    files on storage. loading_cached, loading_cold: only the loader. The cold ones are None if files could not be
-    removed from memory.
+    """Step times of separate runs. resident, cached, cold: training on one batch in memory, on files in memory, on
+    files on storage. loading_cached, loading_cold: only the loader, without training. The cold times are None if the
+    files could not be removed from memory.
     """
 
     resident: StepTime
@@ -85,7 +85,7 @@ class Measurement:
     loading_cold: StepTime | None
 
     def rates(self, tokens: int) -> Rates:
-        """Return the rates. tokens: of a step."""
+        """Return the rates of the parts. tokens: number of tokens of a step."""
         fetch = None
         if self.loading_cold is not None:
             fetching = self.loading_cold.whole - self.loading_cached.whole
@@ -107,7 +107,7 @@ class Measurement:
 
 
 class Stalls(NamedTuple):
-    """Shares of the time of a step, from 0 to 1: of a step from storage, or from memory if storage was not
+    """Shares of the time of a step, from 0 to 1. The step reads from storage, or from memory if storage was not
     measured."""
 
     preparation: float
@@ -142,7 +142,7 @@ def accelerator_headroom(rates: Rates, cached: float = 0.0) -> float:
 
 
 FAST = 1000.0
-"""Largest headroom that is printed exactly."""
+"""Maximum headroom that is printed exactly."""
 
 MUCH = 0.5
 """If a larger share of the shards is in memory after a run from storage, the later steps were not cold."""
@@ -152,11 +152,11 @@ MUCH = 0.5
 class StallReport:
     """A measurement, and the conditions under which it was made.
 
-    prefixes: shards. corpus_bytes: of all their files. memory_bytes: that can cache files, None if unknown. samples,
-    tokens: of a step of a replica. num_replicas: data-parallel. given_ingestion: tokens per second of one replica if
-    the model did not run. not_cold: why storage was not measured, else None. resident_share: share of the shards'
-    pages in memory after they were removed from the page cache. read_share: the same after a cold run. epochs: share
-    of the training split that the steps read.
+    prefixes: shards. corpus_bytes: size of all their files. memory_bytes: memory to cache files, None if unknown.
+    samples, tokens: numbers per step of a replica. num_replicas: data-parallel replicas. given_ingestion: tokens per
+    second of one replica, None if the model ran. not_cold: why storage was not measured, None if it was.
+    resident_share: share of the shards' pages in memory after they were removed from the page cache. read_share: the
+    same after a cold run. epochs: how many times the steps read the training split.
     """
 
     prefixes: tuple[str, ...]
@@ -182,7 +182,7 @@ class StallReport:
         return found if given is None else Rates(given, found.preparation, found.fetch)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures; null if there is none."""
+        """Return all figures as JSON data; a missing figure is null."""
         rates, stalls = self.rates, self.measurement.stalls()
         by_name = {"ingestion": rates.ingestion, "preparation": rates.preparation, "fetch": rates.fetch}
         headroom = {"memory": accelerator_headroom(rates, 1.0), "storage": accelerator_headroom(rates)}
@@ -220,7 +220,7 @@ class StallReport:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines that are printed."""
+        """Yield the lines of the printed report."""
         yield (
             f"{', '.join(self.prefixes)}: {_bytes(self.corpus_bytes)}; {self.samples} samples of "
             f"{self.tokens // self.samples} tokens a step, {self.num_steps} steps, {self.epochs:.3g} epochs, on "
@@ -311,7 +311,7 @@ class StallReport:
 
 
 def _finite(rate: float | None) -> float | None:
-    """Return the rate, or None if JSON has no such number."""
+    """Return the rate, or None if JSON cannot represent it."""
     return rate if rate is not None and math.isfinite(rate) else None
 
 
@@ -360,7 +360,7 @@ def measure(
         return run() if make_cold() else None
 
     loading_cold, training_cold = cold(loading), cold(training)
-    loading(READ_AHEAD)  # brings what the steps read into memory
+    loading(READ_AHEAD)  # reads the data of the steps into memory
     loading_cached, training_cached = loading(), training()
     batch = open_loader().load(0)
     resident = seconds_a_step(itertools.repeat(batch), train, num_steps, warm_up, clock)
@@ -393,7 +393,7 @@ COLD = 0.05
 
 @dataclass(frozen=True)
 class StandIn:
-    """A stand-in for a model that does not run here: it needs the data of the first and last stage, and waits."""
+    """A placeholder for a model that does not run here: it loads the data of the first and last stage, and waits."""
 
     family: ModelFamily
     seconds: float
@@ -421,8 +421,8 @@ class ModelHere:
 class ColdShards:
     """Removes shards from the page cache, and records whether that worked.
 
-    resident: share of the shards that remained in memory. read: share in memory before they were removed again, which
-    the cold run has read, or the kernel in advance. why_not: why the shards could not be removed.
+    resident: share of the shards that remained in memory. read: share in memory before the shards were removed again,
+    because a cold run or the kernel's read-ahead had read it. why_not: why the shards could not be removed.
     """
 
     def __init__(self, prefixes: tuple[str, ...]) -> None:

@@ -68,7 +68,7 @@ def test_a_slow_node_is_seen_in_what_it_sends() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "told"),
-    [((2,), "all ranks are on one node"), ((1, 2), "started with 1, 2 ranks; start as many on each")],
+    [((2,), "all ranks are on one node"), ((1, 2), "started with 1, 2 ranks; start the same number on each")],
 )
 def test_nodes_that_cannot_be_paired(sizes: tuple[int, ...], told: str) -> None:
     with pytest.raises(Exception, match=told):
