@@ -85,7 +85,7 @@ def stalls_parser() -> OneLineParser:
         type=natural,
         default=3,
         metavar="N",
-        help="steps before these, which are not measured (default 3)",
+        help="first steps of each run, which are not measured (default 3)",
     )
     parser.add_argument(
         "--ingestion-tokens-per-second",
@@ -98,7 +98,7 @@ def stalls_parser() -> OneLineParser:
 
 
 def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
-    """Return the configuration, of the given kind or of the kind that has its fields. Raises ConfigError."""
+    """Return the configuration, of the given kind or else of the kind that has its fields. Raises ConfigError."""
     from megapipe.config.load import KINDS, kind_of, parse_as
 
     return parse_as(kind_of(fields) if kind is None else KINDS[kind], fields)
@@ -124,8 +124,8 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Run a command line and return its exit status.
 
-    0, 1 where `verify` finds damage or nothing, 2 for a wrong command line or shards that cannot be used, 130 for
-    Ctrl-C. `stalls` parses its own options.
+    It is 0, 1 if `verify` finds a damaged or missing shard, 2 for a wrong command line or shards that cannot be used,
+    and 130 for Ctrl-C. `stalls` parses its own options.
     """
     if argv and argv[0] == "stalls":
         return stalls(argv[1:])
@@ -154,8 +154,8 @@ def build_parser() -> argparse.ArgumentParser:
     merge.add_argument(
         "--float-tokens",
         choices=["float32", "float64"],
-        help="token type of shards of dtype code 6 or 7, whose meaning differs between writers; the output has "
-        "integers",
+        help="token type of shards with dtype code 6 or 7, whose meaning differs between writers; the output has "
+        "integer tokens",
     )
 
     split = commands.add_parser("split", help="split one shard into several, between documents")

@@ -1,4 +1,4 @@
-"""`megapipe doctor`: what this installation and this host have, and what is wrong with them."""
+"""`megapipe doctor`: print what this installation and this host have, and what is wrong with them."""
 
 import importlib.metadata
 import importlib.util
@@ -24,17 +24,17 @@ example:
   megapipe doctor
 """
 DISK_BYTES = 1e9
-"""Least free space in the current folder; one checkpoint of a model of 100 million parameters has 1.2 GB."""
+"""Minimum free space in the current folder; one checkpoint of a model of 100 million parameters has 1.2 GB."""
 SHARED_BYTES = 256e6
-"""Least free space in /dev/shm with several GPUs, through which NCCL connects ranks without peer access. Docker gives
-a container 64 MB by default, and NCCL's guide advises 1 GB."""
+"""Minimum free space in /dev/shm with several GPUs. NCCL uses it to connect ranks without peer access. Docker gives a
+container 64 MB by default, and NCCL's guide advises 1 GB."""
 WIDTH = 1024
-"""Length of the last axis for which the kernels are chosen."""
+"""Size of the last dimension for which the kernels are chosen."""
 
 
 @dataclass
 class Diagnosis:
-    """Lines by topic, and what is wrong, each with a way to fix it."""
+    """Lines by topic, and problems, each with a way to fix it."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def missing_packages(findings: Diagnosis) -> None:
-    """Look for packages that megapipe needs and that are not installed."""
+    """Report packages that megapipe needs and that are not installed."""
     try:
         requirements = importlib.metadata.requires("megapipe") or []
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +71,7 @@ def missing_packages(findings: Diagnosis) -> None:
         return
     for requirement in requirements:
         name = re.match(r"[\w.-]+", requirement)
-        if name is None or ";" in requirement:  # of an extra
+        if name is None or ";" in requirement:  # the package belongs to an extra
             continue
         try:
             importlib.metadata.version(name[0])
@@ -121,7 +121,7 @@ def devices(findings: Diagnosis) -> None:
 def communication(findings: Diagnosis) -> None:
     """Add the backends of torch.distributed.
 
-    Report a host whose own name has no address, since its ranks cannot meet.
+    Report a host whose own name has no address, because its ranks cannot connect.
     """
     import torch
     import torch.distributed as dist
@@ -173,7 +173,7 @@ def compilers(findings: Diagnosis) -> None:
 
 
 def space(findings: Diagnosis) -> None:
-    """Add the free space on the disk and in shared memory. Report less than a checkpoint, or than NCCL, needs."""
+    """Add the free space on the disk and in shared memory. Report if it is too little for checkpoints or NCCL."""
     import torch
 
     from megapipe.config.command_line import bytes_text

@@ -31,7 +31,7 @@ VARIABLES = {
     "parallel.device": "CUDA_VISIBLE_DEVICES: the GPUs that auto and cuda may use",
     "tracking.wandb_project": "WANDB_MODE, WANDB_API_KEY, WANDB_BASE_URL: the account, and whether the run is online",
 }
-"""The environment variables that change what an option does. No variable sets a field of the configuration."""
+"""Environment variables that change the effect of an option. No variable sets a field of the configuration."""
 _LONGEST = 6
 """Maximum number of files, pages and other fields to name."""
 _TOPIC = 13
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
-    """Return the lines that explain an option of `megapipe train`, which may be given without its group.
+    """Return the lines that explain an option of `megapipe train`; the name may be given without its group.
 
-    Raises ConfigError if several groups have the option, or if there is none; then with the nearest option or command.
+    Raises ConfigError if several groups have the option, or if none has it. The message then suggests a similar name.
     """
     options = {kind: {each.dest: each for each in parser_of(kind)._actions} for kind in KINDS.values()}
     gpt, bert = (options[kind] for kind in KINDS.values())
@@ -98,7 +98,7 @@ def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
     if facts["pages"] and not (Path("docs").is_dir() and GUIDES.samefile("docs")):
         facts["pages"] += f" (in {GUIDES.parent})"
     width = shutil.get_terminal_size().columns
-    if name not in fields:  # texts of fields are sentences
+    if name not in fields:  # help texts of fields are already sentences
         about = about[:1].upper() + about[1:] + ("" if about.endswith((".", ")")) else ".")
     return [
         invocation(action),
@@ -110,7 +110,7 @@ def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
 
 
 def _name_of(word: str, options: dict[str, Action], commands: Iterable[str]) -> str:
-    """Return the option that a user names. Raises ConfigError, with the nearest option or command."""
+    """Return the option that a user names. Raises ConfigError, which suggests the nearest option or command."""
     name = word.lstrip("-").replace("-", "_")
     by_flag = [dest for dest, action in options.items() if word in action.option_strings]
     if by_flag or name in options:
@@ -156,7 +156,7 @@ def _pages(name: str) -> list[str]:
 
 
 def _related(name: str, action: Action, options: dict[str, Action], known: Sequence[str]) -> list[str]:
-    """Return fields that the text of a field mentions, fields whose texts mention it, and the rest of its group."""
+    """Return fields that a field's help mentions, fields whose help mentions it, and the rest of its group."""
     group = name.rpartition(".")[0]
     others = [each for each in known if each != name]
     named = [each for each in others if _mentions(action, each, group)]
@@ -166,14 +166,14 @@ def _related(name: str, action: Action, options: dict[str, Action], known: Seque
 
 
 def _mentions(action: Action, name: str, group: str) -> bool:
-    """Whether a text names a field, in full or, within its group, by the last part of its name."""
+    """Return whether a help text mentions a field, by its full name or, within its group, by the last part of it."""
     owner, _, last = name.rpartition(".")
     short = rf"|`{last}`|(?<![\w.]){last}(?!\w)" if "_" in last else rf"|`{last}`"
     return bool(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w){short if owner == group else ''}", action.help or ""))
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """Join the first few texts, and the number of the others. Lines do not break inside of a text."""
+    """Join the first few texts and the number of the others. Lines do not break within a text."""
     every = [text.replace(" ", "\u00a0") for text in texts]
     rest = f" and {len(every) - _LONGEST} more" if len(every) > _LONGEST else ""
     return ", ".join(every[:_LONGEST]) + rest

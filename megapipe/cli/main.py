@@ -1,4 +1,4 @@
-"""The table of subcommands, and the start of one."""
+"""The table of subcommands, and the functions that start one."""
 
 import gc
 import os
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def subcommand(name: str) -> Callable[[Sequence[str]], int]:
-    """Import the function of a subcommand."""
+    """Import and return the function of a subcommand."""
     module, _, function = SUBCOMMANDS[name][0].partition(":")
     with _importing():
         return cast(Callable[[Sequence[str]], int], getattr(import_module(module), function))
@@ -77,7 +77,7 @@ def _calibrate(name: str, request: "Request") -> int:
 
 
 def start() -> NoReturn:
-    """Run the command line of this process and exit: the console script."""
+    """Run the command line of this process and exit. The console script calls this function."""
     sys.argv[0] = "megapipe"
     try:
         try:
@@ -91,7 +91,7 @@ def start() -> NoReturn:
 
 
 def overview() -> str:
-    """Return the help without a subcommand, in lines that fit the terminal."""
+    """Return the help that is printed without a subcommand, in lines that fit the terminal."""
     width, margin = get_terminal_size().columns, max(map(len, SUBCOMMANDS)) + 4
     lines = ["usage: megapipe COMMAND ...", "", *wrap(ABOUT, width), ""]
     for name, (_, summary) in SUBCOMMANDS.items():
@@ -101,7 +101,7 @@ def overview() -> str:
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Imports a subcommand faster, and without the traceback of an import that Ctrl-C interrupts."""
+    """Make the import of a subcommand faster, and print no traceback if Ctrl-C interrupts it."""
     previous = signal.getsignal(signal.SIGINT)
     if previous is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -116,6 +116,6 @@ def _importing() -> Iterator[None]:
 
 
 def _interrupted(number: int, frame: object) -> None:
-    """Exit at once: an exception would end in the module that is being imported, which may catch it."""
+    """Exit at once: an exception would be raised in the module that is being imported, which may catch it."""
     os.write(2, b"interrupted\n")
     os._exit(128 + signal.SIGINT)

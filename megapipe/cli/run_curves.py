@@ -1,4 +1,4 @@
-"""Loss curves of several runs, overlaid: as text, as an SVG picture, as a PNG picture, and as an HTML page."""
+"""Draw the loss curves of several runs over each other: as text, SVG picture, PNG picture or HTML page."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ AXES: tuple[Axis, ...] = ("steps", "tokens", "time")
 _AXIS_LABELS = {"steps": "step", "tokens": "tokens", "time": "hours of training"}
 
 COLOURS = ("#1f6fb4", "#d9541e", "#3a8f3a", "#8a4fb0", "#b8860b", "#c2407e")
-"""Legible on white and on dark grey; the seventh run has the first colour again, dashed."""
+"""Colours that are legible on white and on dark grey. The seventh run has the first colour again, dashed."""
 
 MAX_POINTS = 1500
-"""Points of a curve in a picture."""
+"""Approximate maximum number of points of a curve in a picture."""
 
 _WIDTH, _HEIGHT = 860, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 20, 16, 46
@@ -28,7 +28,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 20, 16, 46
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of one run. x, loss: float64 [n] of the smoothed training loss. held_out_x, held_out: float64 [k]."""
+    """Losses of one run. x, loss: smoothed training, float64 [n]. held_out_x, held_out: validation, float64 [k]."""
 
     name: str
     x: np.ndarray
@@ -38,7 +38,7 @@ class Curve:
 
 
 def curve_of(run: Run, name: str, axis: Axis) -> Curve:
-    """Return the curve of the steps that led to a run's newest weights, over steps, tokens, or hours of training."""
+    """Return a run's loss over steps, tokens or hours of training, for the steps that led to its newest weights."""
     steps = np.array(sorted(run.steps), dtype=np.float64)
     if axis == "steps":
         places = steps
@@ -72,7 +72,7 @@ class AxisRanges:
 
     @classmethod
     def around(cls, curves: Sequence[Curve]) -> "AxisRanges | None":
-        """Return the box around all points, None if there are none."""
+        """Return the box around all points, or None if there are no points."""
         x = np.concatenate([each for curve in curves for each in (curve.x, curve.held_out_x)])
         y = np.concatenate([each for curve in curves for each in (curve.loss, curve.held_out)])
         if not len(y):
@@ -82,7 +82,7 @@ class AxisRanges:
 
 
 def _apart(low: float, high: float, margin: float) -> tuple[float, float]:
-    """Return a range with a margin, relative to it, or a wider range around numbers that are almost equal."""
+    """Return a range with a margin relative to its size, or a wider range if the numbers are almost equal."""
     size = max(abs(low), abs(high))
     if high - low > 1e-6 * size and size > 1e-100:
         return low - margin * (high - low), high + margin * (high - low)
@@ -100,7 +100,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def label(value: float) -> str:
-    """Return a short form of a number at an axis: 0.25, 1,500, 20k, 3M."""
+    """Return a short form of a number for an axis: 0.25, 1,500, 20k, 3M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.6g}{unit}"
@@ -108,7 +108,7 @@ def label(value: float) -> str:
 
 
 def text_plot(curves: Sequence[Curve], axis: Axis, width: int, height: int = 18) -> list[str]:
-    """Draw curves with a letter per run; `*` is where several runs are. width: of the lines, in characters."""
+    """Draw curves with one letter per run; `*` marks several runs. width: width of the lines, in characters."""
     box = AxisRanges.around(curves)
     if box is None:
         return ["no losses yet"]
@@ -139,7 +139,7 @@ def text_plot(curves: Sequence[Curve], axis: Axis, width: int, height: int = 18)
 
 
 def svg(curves: Sequence[Curve], axis: Axis, *, standalone: bool) -> str:
-    """Return the picture. standalone: a file of its own, with its colours; otherwise the page around it has them."""
+    """Return the picture. standalone: include the style sheet; otherwise the page that contains the picture has it."""
     box = AxisRanges.around(curves) or AxisRanges(0, 1, 0, 1)
     across, down = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     height = _HEIGHT + 20 * len(curves)
@@ -214,7 +214,7 @@ def html(title: str, curves: Sequence[Curve], axis: Axis, rows: Sequence[Sequenc
 
 def write_png(path: Path, curves: Sequence[Curve], axis: Axis) -> None:
     """Draw the picture to a PNG file. Raises OSError."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes half a second
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")

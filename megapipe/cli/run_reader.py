@@ -25,17 +25,17 @@ from megapipe.training.observe.metrics import (
 from megapipe.training.observe.records import RANKS, SAVE_WAIT, TIME_PARTS
 
 RATE_STEPS = 100
-"""Number of last steps over which rates and times are averaged, so that a slow first step does not count."""
+"""Number of last steps over which rates and times are averaged, so that slow first steps do not count."""
 
 SEARCH_DEPTH = 3
-"""Number of levels below a folder in which runs are searched for."""
+"""Number of folder levels that are searched for runs."""
 
 KILLED = "killed (no end was recorded)"
 
 
 class Step(NamedTuple):
-    """One step; fields that its line does not have are None. seconds: of the whole step; data_seconds: of them, the
-    wait for samples."""
+    """One step; fields that its line does not have are None. seconds: time of the whole step. data_seconds: part of it
+    in which the step waited for samples."""
 
     tokens: float | None
     seconds: float | None
@@ -62,7 +62,7 @@ class Run:
 
     config: configuration of the last start, with dotted names. steps: steps that led to the newest weights, by number.
     ranks: last event `ranks`. events: notable events, as (step, text). step_seconds, evaluation_seconds, save_seconds:
-    totals of all starts, with the steps that the run went back over. last_record: Unix time of the last change.
+    totals of all starts, including steps that were repeated. last_record: Unix time of the last change.
     """
 
     folder: Path
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How the last start ended."""
+        """Status of the last start."""
         return self.starts[-1].status if self.starts else "unknown"
 
     @property
@@ -145,7 +145,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path, depth: int = SEARCH_DEPTH) -> Iterator[Path]:
-    """Yield the run folders in `folder`, sorted by path, or `folder` itself. Raises OSError for `folder` alone."""
+    """Yield the run folders in `folder`, sorted by path, or `folder` itself. Raises OSError only for `folder`."""
     if is_run(folder):
         yield folder
         return
@@ -154,12 +154,12 @@ def find_runs(folder: Path, depth: int = SEARCH_DEPTH) -> Iterator[Path]:
     for name in inner if depth else ():
         try:
             yield from find_runs(folder / name, depth - 1)
-        except OSError:  # a folder of someone else, or one that was just removed
+        except OSError:  # a folder without read permission, or one that was just removed
             continue
 
 
 def read_run(folder: Path) -> Run:
-    """Return the content of a run folder. Raises nothing for any content."""
+    """Return the content of a run folder. No content raises an error."""
     run = Run(folder)
     recorded = _read_metrics(run)
     _merge_starts(run, recorded)
@@ -222,7 +222,7 @@ def _take_step(run: Run, record: Mapping[str, Any], start: RunStart | None) -> N
         run.step_seconds += seconds
     if start is not None:
         start.last_step = step
-        if seconds is not None and start.ended is not None:  # until the next event gives the time
+        if seconds is not None and start.ended is not None:  # estimate until the next event has a time
             start.ended += seconds
     if get("skipped") is True:
         run.num_skipped += 1
@@ -315,7 +315,7 @@ def _merge_starts(run: Run, recorded: dict[str, RunStart]) -> None:
 
 
 def _read_config(run: Run) -> None:
-    """Read config.yaml, which the metrics of a run that took no step lack."""
+    """Read config.yaml, because the metrics of a run without steps have no configuration."""
     path = run.folder / CONFIG
     try:
         value = decode_yaml(read_bytes(path, ValueError, MAX_YAML_CHARACTERS).decode("utf-8"))

@@ -36,10 +36,10 @@ examples:
   megapipe runs plot runs/mine runs/other --over tokens --html losses.html
 """
 NONE = "-"
-"""Cell of a table for a value that the folder does not have."""
+"""Table cell for a value that is missing in the folder."""
 
 MAX_EVENTS = 20
-"""Number of events that `show` prints; `--json` has all of them."""
+"""Maximum number of events that `show` prints; `--json` has all of them."""
 
 SHORT = (
     "model.num_layers",
@@ -235,7 +235,7 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Return short names: the folders' own names, or paths if two are equal."""
+    """Return the names of the folders, or their paths if two names are equal."""
     short = [run.folder.resolve().name for run in runs]
     return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
 
@@ -269,7 +269,7 @@ def _cells(run: Run) -> dict[str, str]:
 
 
 def _time_lines(run: Run) -> list[str]:
-    """Return the step-time breakdown, and what the rest of the run's time went into."""
+    """Return lines about the parts of a step, and how the rest of the run's time was spent."""
     recent = run.recent()
     rows = []
     if recent:
@@ -311,7 +311,7 @@ def _memory_lines(run: Run) -> list[str]:
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    """Return what `list --json` and `compare --json` print of a run."""
+    """Return the data of a run that `list --json` and `compare --json` print."""
     return {
         "run": str(run.folder),
         "status": run.status,
@@ -381,7 +381,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, with which a foreign file could change what a terminal shows."""
+    """Replace control characters, because a file from others could use them to change what a terminal shows."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 

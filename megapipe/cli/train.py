@@ -1,4 +1,4 @@
-"""`megapipe train`: which kind of model, where its ranks run, and a rank of it."""
+"""`megapipe train`: choose the kind of model, start the ranks, and run one rank."""
 
 import argparse
 import logging
@@ -39,11 +39,11 @@ if root not in sys.path:
 from megapipe.cli.main import start
 start()
 """
-"""The program of a rank. Started with -P, so that files in the current folder do not hide modules."""
+"""The program of a rank. It is started with -P, so that files in the current folder do not hide modules."""
 
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _SHUTDOWN_SECONDS = 3600
-"""After a signal, ranks have this long to save before the agent kills them; torch's default is 30 s."""
+"""Seconds that ranks have to save after a signal, before the agent kills them; torch's default is 30 s."""
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
@@ -52,8 +52,8 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 class Job:
     """Where the ranks of a run are started.
 
-    ranks: per node. nodes: in all. rendezvous: HOST:PORT of one of the nodes, None for a single node. restarts: how
-    often the ranks are restarted after a failure. name: the same on all nodes.
+    ranks: number of ranks per node. nodes: number of nodes. rendezvous: HOST:PORT of one of the nodes, None for a
+    single node. restarts: maximum number of restarts after failures. name: name of the job, the same on all nodes.
     """
 
     ranks: int
@@ -67,8 +67,8 @@ class Job:
         if self.rendezvous is None:
             if self.nodes > 1:
                 raise ConfigError(
-                    f"--nodes {self.nodes} needs --rendezvous HOST:PORT: a name of one of the nodes, and a free port "
-                    "of it, the same on all nodes"
+                    f"--nodes {self.nodes} needs --rendezvous HOST:PORT: the name of one of the nodes and a free port "
+                    "on it, the same on all nodes"
                 )
             return
         host, _, port = self.rendezvous.rpartition(":")
@@ -88,14 +88,14 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
 
     The ranks print their own errors, and the agent's messages are hidden.
 
-    The status is that of the first rank of this node that failed; 128 + N for a signal N to the rank or to this
+    Return the exit status of the first rank of this node that failed; 128 + N for a signal N to the rank or to this
     process.
     """
-    # torch reads this when it is imported. At its own level the agent prints the C++ stack of its last exchange if the
-    # node that serves the store ends first. Ranks do not inherit it.
+    # torch reads this when it is imported. At the default level, the agent prints the C++ stack of its last exchange
+    # if the node that serves the store ends first. Ranks do not inherit the level.
     level = os.environ.get(_CPP_LOG_LEVEL)
     os.environ[_CPP_LOG_LEVEL] = level or "ERROR"
-    # Importing torch takes seconds, which wrong input need not wait for.
+    # Imported here because it takes seconds, and errors in the input should be reported without this delay.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -139,8 +139,8 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
 def status_of(failures: "Mapping[int, ProcessFailure]") -> int:
     """Return the exit status of the first rank that failed, and print its reason if the rank could not.
 
-    A rank that only lost another one counts if no other rank failed: its time may be the earlier one, because the
-    agent notes the end of a killed rank when it sees it.
+    A rank that failed only because it lost another rank counts only if no other rank failed. Its time may be the
+    earliest, because the agent records the end of a killed rank late.
     """
     rank, failure = min(
         failures.items(), key=lambda each: (each[1].exitcode == ExitCode.PEER_LOST, each[1].timestamp, each[0])
@@ -156,7 +156,7 @@ def status_of(failures: "Mapping[int, ProcessFailure]") -> int:
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank that srun started, one task per rank, as torchrun would set them.
 
-    Empty outside of such a step, in a step of one task, or if a launcher has set RANK.
+    The result is empty outside of such a step, in a step of one task, or if a launcher has set RANK.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" in environment or tasks == 1:
@@ -173,7 +173,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_slurm_node(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the first node of a Slurm step, and a port that depends on the job only.
+    """Return the first node of a Slurm step, and a port that depends only on the job.
 
     The list is in Slurm's notation, such as `rack[2-3,7]-gpu` or `a1,b2`; the first node is rack2-gpu or a1.
     """
@@ -189,13 +189,13 @@ def _one_line(error: Exception) -> str:
 
 
 PLAN_HELP = (
-    "auto, a hardware file, or a preset: use the layout that is predicted to be the fastest of those that fit on "
-    "the ranks of this start; fields that are given do not change"
+    "auto, a hardware file, or a preset: use the fastest layout, by prediction, of those that fit on the ranks of "
+    "this start; fields that are given do not change"
 )
 
 
 def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
-    """Train as a command line configures, and return the exit status, one of `ExitCode`.
+    """Train with the configuration of a command line, and return the exit status, one of `ExitCode`.
 
     kind: type of the configuration.
     """
@@ -208,11 +208,11 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr)
             return ExitCode.WRONG_INPUT
-        parsed = error  # the other ranks wait for this one, and end with the same error
+        parsed = error  # raised after connecting, because the other ranks wait for this one
 
     end_with_launcher()
 
-    # Importing torch takes a second, which --help and a misspelt key need not wait for.
+    # Imported here because torch takes a second, and --help or a misspelt key should not wait for it.
     from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.observe.listeners import any_abandoned
     from megapipe.training.pretrain import pretrain
@@ -235,11 +235,11 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
                 print_line(plan_line)
         status = pretrain(config, environment, start, _with_recompute)
     except Exception as error:
-        failure = error  # kept, because its frames hold process groups
+        failure = error  # keep it, because its frames hold process groups
         status = status_of(error, start)
     after_training()
-    # Weights & Biases' exit handler would wait for the server for another minute or more. Process groups that are
-    # freed wait for operations with peers that may be gone, for as long as a collective may take.
+    # The exit handler of Weights & Biases would wait for the server for a minute or more. Freeing a process group
+    # would wait for operations with peers that may be gone, up to the timeout of a collective.
     lost = failure is not None and start is not None and status != ExitCode.WRONG_INPUT
     if any_abandoned() or lost:
         sys.stdout.flush()
@@ -249,7 +249,7 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
 
 
 def _with_recompute(config: PretrainConfig, mesh: "Mesh", say: Callable[[str], None]) -> PretrainConfig:
-    """Resolve recompute.method auto. Other runs load no planner."""
+    """Resolve recompute.method auto. Runs without it do not import the planner."""
     if config.recompute.method != "auto":
         return config
     from megapipe.calibration.planning import with_recompute
@@ -289,19 +289,19 @@ FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     ),
     (
         ("--nodes",),
-        {"type": positive, "metavar": "N", "help": "start the same command on N hosts, with --rendezvous"},
+        {"type": positive, "metavar": "N", "help": "number of hosts, for --rendezvous; start this command on each"},
     ),
     (
         ("--rendezvous",),
-        {"metavar": "HOST:PORT", "help": "one of the hosts and a free port of it, where all hosts meet"},
+        {"metavar": "HOST:PORT", "help": "one of the hosts and a free port on it, to which all hosts connect"},
     ),
     (
         ("--restarts",),
         {"type": natural, "metavar": "N", "help": "restart the ranks up to N times after a failure (default 0)"},
     ),
 )
-"""Flags in addition to those of a rank. Without -n, this process is one rank: the only one, or the one that variables
-of torchrun or Slurm name."""
+"""Flags in addition to the flags of a rank. Without -n, this process is one rank: the only one, or the one that is set
+by variables of torchrun or Slurm."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -329,7 +329,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _job(own: argparse.Namespace) -> Job:
-    """Return where the ranks are to be started. Raises ConfigError."""
+    """Return the job that the flags describe. Raises ConfigError."""
     if "RANK" in os.environ:
         raise ConfigError(
             f"-n, --nodes, --rendezvous and --restarts start ranks, but this process is rank {os.environ['RANK']} "
@@ -350,7 +350,7 @@ def _job(own: argparse.Namespace) -> Job:
 
 
 def parser_of(kind: type[PretrainConfig]) -> ArgumentParser:
-    """Return the parser of `megapipe train`, whose help has examples, and the flags that `main` takes out."""
+    """Return the parser of `megapipe train`, with examples and with the flags that `main` parses first."""
     parser = build_parser(f"Pretrain a {kind.kind.upper()}.", kind)
     parser.prog, parser.epilog = "megapipe train", EXAMPLES
     parser.usage = "%(prog)s [-n RANKS] --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"

@@ -23,7 +23,7 @@ Generate text with a trained GPT. Texts go to standard output, all other message
 The command runs as one process, or with torchrun on any number of pipeline and tensor ranks, no matter which layout
 trained the model:
   torchrun --nproc_per_node 4 -m megapipe generate --tensor 2 --checkpoint runs/gpt --prompt "..."
-A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts change no more than rounding.
+A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts only change rounding.
 It ends at an end-of-document token, after --max-new-tokens tokens, or at the model's last position. Keys and values
 are cached, so that a new token needs only its own forward pass.
 """
@@ -163,7 +163,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _print_texts(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
-    """Print prompts with their continuations; several of them with headings."""
+    """Print prompts with their continuations, with headings if there are several."""
     for text in texts:
         if len(texts) > 1:
             print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
@@ -238,7 +238,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data-prefix",
         metavar="PREFIX",
-        help="another shard, of the same tokenizer, without .bin or .idx; all its documents are used",
+        help="another shard with the same tokenizer, without .bin or .idx; all its documents are used",
     )
     parser.add_argument(
         "--split",
@@ -280,7 +280,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     split: SplitName = arguments.split or "validation"
     if arguments.data_prefix is not None:
         if arguments.split is not None:
-            raise ConfigError("--split is of the training data: leave it out, or leave --data-prefix out")
+            raise ConfigError("--split selects a split of the training data; leave it or --data-prefix out")
         config = _on_shard(config, arguments.data_prefix)
     samples = open_samples(config, split)
     config = _in_batches(config, samples, arguments.samples, arguments.batch_size or trained.batch.micro_size)
@@ -289,7 +289,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         replica = Replica(config, mesh)
         load_weights(checkpoint, replica.states(), mesh)
         record = Evaluator(config, mesh, replica, samples).run(run.step)
-        assert record is not None  # nothing stops it
+        assert record is not None  # no signal stops it here
         if mesh.rank != 0:
             return
         if arguments.json:
@@ -304,7 +304,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":
     """Return the configuration with all documents of another shard as its validation split.
 
-    Raises DataError for a shard of another tokenizer.
+    Raises DataError if the shard has another tokenizer.
     """
     from dataclasses import replace
 
@@ -318,9 +318,9 @@ def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":
 def _in_batches(
     config: "PretrainConfig", samples: "Samples", at_most: int | None, micro_size: int
 ) -> "PretrainConfig":
-    """Return the configuration for forward passes over the samples; up to one batch of them is left out at the end.
+    """Return the configuration for forward passes over the samples; an incomplete batch at the end is left out.
 
-    Raises ConfigError for fewer samples than pipeline ranks.
+    Raises ConfigError if there are fewer samples than pipeline ranks.
     """
     from dataclasses import replace
 
@@ -369,7 +369,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def _is_for_user(error: Exception) -> bool:
-    # Importing torch takes a second, which --help and a misspelt flag need not wait for.
+    # Imported here because torch takes a second, and --help or a misspelt flag should not wait for it.
     from megapipe.checkpoint.errors import CheckpointError
     from megapipe.inference.trained_model import PromptError
     from megapipe.parallel.groups import LaunchError

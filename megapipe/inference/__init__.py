@@ -1,1 +1,1 @@
-"""Text from trained models: prompts continued by a GPT, gaps filled by a BERT."""
+"""Generate text with trained models: a GPT continues prompts, and a BERT fills gaps."""

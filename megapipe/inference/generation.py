@@ -1,8 +1,8 @@
-"""Text from a trained model: prompts that a GPT continues, and gaps that a BERT fills.
+"""Generate text with a trained model: continue prompts with a GPT, and fill gaps with a BERT.
 
 Prompts pass through a GPT in chunks, then each pass adds one token to every text. Prompts are split into many
-micro-batches, so that pipeline ranks work at the same time. A pass of single tokens uses only as many micro-batches as
-have enough tokens each, because a smaller one costs as much time (measured: 8 texts on two ranks with a
+micro-batches, so that pipeline ranks work at the same time. A pass of single tokens uses fewer micro-batches, so that
+each has enough tokens, because a smaller micro-batch takes the same time (measured: 8 texts on two ranks with a
 10-million-parameter model take 10.8 ms per token as one micro-batch and 13.3 ms as two).
 """
 
@@ -27,7 +27,7 @@ class SamplingSettings:
     """How a token is chosen from its logits."""
 
     temperature: float = 1.0
-    """Divisor of the logits; 0 chooses the most likely token, of equal ones the lowest id."""
+    """Divisor of the logits; 0 chooses the most likely token, and the one with the lowest id among equals."""
     top_k: int | None = None
     """Only tokens at least as likely as the k-th most likely one can be chosen; None keeps all."""
     top_p: float = 1.0
@@ -54,7 +54,7 @@ def pick(logits: Tensor, settings: SamplingSettings, uniforms: Sequence[float]) 
     """Return the next token of each row, int64 [n], for logits [n, v] and one number in [0, 1) per row.
 
     It is the first token, by id, whose cumulative probability exceeds the row's number. Rounding in the logits changes
-    the choice only if the number is that close to a cumulative probability.
+    the choice only if the number is within that rounding of a cumulative probability.
     """
     if settings.temperature == 0.0:
         return logits.argmax(dim=-1)
@@ -74,7 +74,7 @@ def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
         return shares
     ranked, order = shares.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(dim=-1) - ranked
-    # The most likely token has nothing before it, so at least one stays.
+    # The most likely token has no token before it, so at least one token remains.
     kept = torch.zeros_like(ranked).scatter_(-1, order, ranked.masked_fill(before >= settings.top_p, 0.0))
     return kept / kept.sum(dim=-1, keepdim=True)
 
@@ -82,8 +82,8 @@ def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
 def uniform(seed: int, prompt: int, sample: int, position: int) -> float:
     """Return a number in [0, 1) for one token, which depends only on these four arguments.
 
-    prompt, sample: number of the prompt in the request, and of its sample. position: of the token in its text.
-    The top 53 bits of the first word of Philox 4x64 (Salmon et al. 2011) at counter (0, position, sample, prompt).
+    prompt, sample: index of the prompt in the request, and of the sample. position: index of the token in its text.
+    It is the top 53 bits of the first word of Philox 4x64 (Salmon et al. 2011), counter (0, position, sample, prompt).
     """
     counter = np.array([0, position, sample, prompt], dtype=np.uint64)
     word = int(np.random.Philox(key=np.array([seed, _DOMAIN], dtype=np.uint64), counter=counter).random_raw())
@@ -91,16 +91,16 @@ def uniform(seed: int, prompt: int, sample: int, position: int) -> float:
 
 
 _DOMAIN = int.from_bytes(hashlib.blake2b(b"generation", digest_size=8).digest(), "little")
-"""Separates these random numbers from every other use of the seed."""
+"""Key that separates these random numbers from every other use of the seed."""
 
 
 CHUNK = 256
-"""Prompt tokens per pass at most: it limits the activations, and is enough for efficient matrix products."""
+"""Maximum number of prompt tokens per pass. It limits the activations, and matrix products are still efficient."""
 
 
 @dataclass
 class Text:
-    """A prompt and its continuation so far. prompt, sample: its numbers in the request."""
+    """A prompt and its continuation so far. prompt, sample: their indices in the request."""
 
     prompt: int
     sample: int
@@ -116,10 +116,10 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Where texts end.
+    """Limits of generated texts.
 
-    max_new_tokens: per text, fewer if the model's positions run out. vocabulary_size: token ids from here on are never
-    chosen. end_of_document: token that ends a text. batch_size: number of texts that are generated together.
+    max_new_tokens: per text, fewer if the model's positions run out. vocabulary_size: token ids at or above it are
+    never chosen. end_of_document: token that ends a text. batch_size: number of texts that are generated together.
     """
 
     max_new_tokens: int
@@ -136,7 +136,7 @@ def generate(
     limits: Limits,
     report: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[Text]:
-    """Continue each prompt with `num_samples` texts, prompt by prompt; a collective call.
+    """Continue each prompt `num_samples` times, and return the texts, prompt by prompt. A collective call.
 
     The texts are the same on every rank. Layouts sum in different orders, so tokens whose logits differ only by
     rounding may be chosen differently. `report` is called after every pass with the number of new tokens.
@@ -164,7 +164,7 @@ def generate(
 
 
 class _Growth:
-    """Extends texts token by token, as many at once as one pass holds."""
+    """Extends texts token by token, in groups of the size of a pass."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Growth:
 
     def run(self, texts: Sequence[Text]) -> None:
         """Generate up to `num_texts` texts completely."""
-        # A pass has a fixed number of texts; the rows that fill it up are computed and discarded.
+        # A pass has a fixed number of texts; rows that only fill it are computed and discarded.
         rows = [*texts, *[texts[0]] * (self.num_texts - len(texts))]
         self._extend(texts, self._read(rows))
         while not all(text.finished for text in texts):
@@ -197,7 +197,8 @@ class _Growth:
             self._extend(texts, self._passes.run(tokens, positions, torch.zeros(len(rows), dtype=torch.int64)))
 
     def _read(self, rows: Sequence[Text]) -> Tensor | None:
-        """Run the prompts, and return the logits [n, v] after each last token; None without the last stage."""
+        """Run the prompts, and return the logits [n, v] after their last tokens; None if another rank has the last
+        stage."""
         ends = torch.tensor([len(text.tokens) - 1 for text in rows])
         ends_logits: Tensor | None = None
         for start in range(0, int(ends.max()) + 1, self._chunk):
@@ -233,7 +234,7 @@ class _Growth:
 
 
 MASK, BEGIN, END = "[MASK]", "[CLS]", "[SEP]"
-"""Special tokens of BERT vocabularies: for a gap, at the start of a sample, and at its end."""
+"""Special tokens of BERT vocabularies: for a gap, for the start of a sample, and for its end."""
 CONTINUATION = "##"
 
 
@@ -245,7 +246,7 @@ class Candidate(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """text: the given one with the most likely piece in each gap. gaps: the candidates of each gap, best first."""
+    """A filled text. text: with the most likely piece in each gap. gaps: the candidates of each gap, best first."""
 
     text: str
     gaps: list[list[Candidate]]
@@ -254,7 +255,7 @@ class Filled(NamedTuple):
 def encoded_gaps(text: str, tokenizer: Tokenizer, config: BertPretrainConfig) -> list[int]:
     """Return the token ids of one sample: [CLS], the text with its gaps, [SEP].
 
-    Raises DataError for a tokenizer without the three special tokens, and PromptError for a text that has no gap,
+    Raises DataError if the tokenizer lacks a special token, and PromptError for a text that has no gap,
     cannot be encoded, or is longer than the samples that the model was trained on.
     """
     special = tokenizer.special_tokens
@@ -290,7 +291,7 @@ def encoded_gaps(text: str, tokenizer: Tokenizer, config: BertPretrainConfig) ->
 def fill(model: LoadedModel, tokenizer: Tokenizer, text: str, tokens: Sequence[int], num_candidates: int) -> Filled:
     """Fill the gaps of one text independently of each other.
 
-    model: complete, on one rank. tokens: from `encoded_gaps`. num_candidates: per gap.
+    model: a whole BERT on one rank. tokens: result of `encoded_gaps`. num_candidates: number per gap.
     """
     row = torch.tensor([list(tokens)], device=model.mesh.device)
     context = BertContext(

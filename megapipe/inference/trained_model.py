@@ -1,4 +1,4 @@
-"""From a trained model's checkpoint and prompts to its forward passes over texts that grow."""
+"""Load a trained model and prompts, and run the model's forward passes over growing texts."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +42,8 @@ class PromptError(ValueError):
 
 
 def read_checkpoint(folder: str) -> tuple[Path, RunState]:
-    """Return a checkpoint and the state of the run that saved it: the folder itself, or the newest complete checkpoint
-    in it.
+    """Return a checkpoint and the state of the run that saved it. The checkpoint is the folder itself, or the newest
+    complete checkpoint in it.
 
     Raises CheckpointError if there is none.
     """
@@ -64,7 +64,7 @@ def read_checkpoint(folder: str) -> tuple[Path, RunState]:
 
 @contextmanager
 def connected(config: PretrainConfig) -> Iterator[Mesh]:
-    """Connect this rank with the others for the block."""
+    """Connect this rank with the other ranks for the duration of the block."""
     mesh = initialize(MeshShape.of(config.parallel).sizes, device=config.parallel.device)
     try:
         yield mesh
@@ -78,7 +78,7 @@ def any_trained_config(run: RunState) -> PretrainConfig:
 
 
 def trained_config(run: RunState) -> PretrainConfig:
-    """Return the same for a GPT checkpoint."""
+    """Return the configuration of a GPT run. See `any_trained_config`. Raises ConfigError for a BERT run."""
     if _is_bert(run):
         raise ConfigError(
             "the checkpoint is a BERT, which cannot continue text: use megapipe fill-mask, or name a GPT checkpoint"
@@ -87,7 +87,7 @@ def trained_config(run: RunState) -> PretrainConfig:
 
 
 def trained_bert_config(run: RunState) -> BertPretrainConfig:
-    """Return the same for a BERT checkpoint."""
+    """Return the configuration of a BERT run. See `any_trained_config`. Raises ConfigError for a GPT run."""
     if not _is_bert(run):
         raise ConfigError(
             "the checkpoint is a GPT, which cannot fill gaps: use megapipe generate, or name a BERT checkpoint"
@@ -110,7 +110,7 @@ def _config_as(kind: type[Config], run: RunState) -> Config:
 def on_layout(
     config: PretrainConfig, world_size: int, *, tensor: int, pipeline: int | None, device: DeviceChoice
 ) -> PretrainConfig:
-    """Return the same model on another layout. pipeline: None uses all processes that `tensor` leaves.
+    """Return the configuration with another layout. pipeline: None for the number of processes / `tensor`.
 
     Raises ConfigError for a layout that does not fit the model.
     """
@@ -160,7 +160,7 @@ def _shards_tokenizer(name: str) -> Tokenizer:
 
 
 def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
-    """Return the prompts of a command line, those in files last. Raises PromptError for none or an unreadable file."""
+    """Return the prompts of a command line, then those in files. Raises PromptError for none or an unreadable file."""
     prompts = [*texts, *(_content(Path(file)) for file in files)]
     if not prompts:
         raise PromptError("nothing to generate: give a prompt with --prompt or --prompt-file")
@@ -168,7 +168,7 @@ def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has no lone surrogates, which replace invalid UTF-8 bytes of a command line."""
+    """Return whether a text has no lone surrogates, which stand for invalid UTF-8 bytes of a command line."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -225,15 +225,15 @@ FULL_TOKENS = 256
 
 @dataclass(frozen=True)
 class Split:
-    """The texts of a pass in micro-batches: `num_microbatches` of `rows` texts each; the last one is padded."""
+    """The texts of a pass in `num_microbatches` micro-batches of `rows` texts each; the last one is padded."""
 
     num_microbatches: int
     rows: int
 
     @classmethod
     def of(cls, num_texts: int, width: int) -> "Split":
-        """Split texts with `width` new tokens each, independently of the layout, so that a pipeline computes the same
-        bits."""
+        """Split texts with `width` new tokens each. The split does not depend on the layout, so all layouts compute
+        the same bits."""
         num_microbatches = -(-num_texts // -(-FULL_TOKENS // width))
         return cls(num_microbatches, -(-num_texts // num_microbatches))
 
@@ -246,7 +246,7 @@ class Split:
 class LoadedModel:
     """This rank's stages of a trained model with weights only: gradients and optimizer state are freed.
 
-    config: of the training run, with the pipeline and tensor sizes of `mesh`.
+    config: configuration of the training run, with the pipeline and tensor sizes of `mesh`.
     """
 
     def __init__(self, config: PretrainConfig, mesh: Mesh, restore: Restore) -> None:
@@ -273,7 +273,7 @@ class LoadedModel:
         return self.mesh.shape.rank_of(place)
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return a schedule of forwards only. Stages have the same order in every such schedule."""
+        """Return a schedule with forwards only. All such schedules have the same order of stages."""
         return build(
             ScheduleConfig.name,
             self.config.parallel.pipeline,
@@ -325,7 +325,7 @@ class Passes:
         return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None
 
     def _engine(self, width: int) -> Engine:
-        """Return the engine for `width` new tokens of every text, which is connected at its first use."""
+        """Return the engine for `width` new tokens of every text. It is connected at its first use."""
         if width not in self._engines:
             split = self._splits[width]
             boundary = residual_stream(self._model.config, split.rows, width, requires_grad=False)

@@ -104,7 +104,7 @@ def test_wrong_input_is_one_line(run: tuple[Path, dict[str, Any]], capsys: pytes
     folder, _ = run
     for words, reason in (
         (["--data-prefix", "nowhere"], "nowhere"),
-        (["--data-prefix", "nowhere", "--split", "test"], "--split is of the training data"),
+        (["--data-prefix", "nowhere", "--split", "test"], "--split selects a split of the training data"),
         (["--tensor", "2"], "2 ranks, but 1 were started"),
     ):
         capsys.readouterr()
