@@ -68,15 +68,15 @@ def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
     """Return the times of messages between two ranks (half a round trip) by transport. A collective call of both."""
     pair = connected_mesh(MeshShape({"pipeline": 2}), mesh.device, LINK_TIMEOUT)
     edges = [Edge(0, 1, max(SIZES)), Edge(1, 0, max(SIZES))]
-    found: dict[str, Timings] = {}
+    timings: dict[str, Timings] = {}
     for kind in kinds:
         links = make_links(pair, edges, kind, LINK_TIMEOUT)
         there, back = links[edges[0]], links[edges[1]]
-        found[kind] = {
+        timings[kind] = {
             size: _halved(_timed(mesh, partial(_round_trip, pair, there, back, _buffer(pair, size)), _calls(size)))
             for size in SIZES
         }
-    return found
+    return timings
 
 
 def fitted(operation: Operation, ranks: int, over: Transport, timings: Timings) -> MeasuredCollective:
@@ -106,13 +106,13 @@ def _timed(mesh: Mesh, call: Callable[[], None], calls: int, work: Callable[[], 
     """Return medians over several loops of calls. work: runs before every call; its own time is subtracted."""
     loops = [call] if work is None else [_both(work, call), work]
     rounds = [[_once(mesh, loop, calls) for loop in loops] for _ in range(REPEATS + 1)]  # the first one warms up
-    middle = [
+    medians = [
         Call(median(each[at].seconds for each in rounds[1:]), median(each[at].processor for each in rounds[1:]))
         for at in range(len(loops))
     ]
-    own = tuple(max(value - sum(rest), LEAST) for value, *rest in zip(*middle, strict=True))
-    every = mesh.world.all_gather_object(own)
-    return Call(max(each for each, _ in every), sum(each for _, each in every) / len(every))
+    call_time = tuple(max(value - sum(rest), LEAST) for value, *rest in zip(*medians, strict=True))
+    call_times = mesh.world.all_gather_object(call_time)
+    return Call(max(each for each, _ in call_times), sum(each for _, each in call_times) / len(call_times))
 
 
 def _once(mesh: Mesh, loop: Callable[[], None], calls: int) -> Call:
@@ -227,9 +227,9 @@ def _factor(mesh: Mesh, run: LayerRun, steps: int) -> float:
         run.step()
         run.step()  # two steps, because ranks do not start and end at exactly the same time
         together.append((time.perf_counter() - begin) / 2)
-    found = mesh.world.all_gather_object((median(alone) if alone else None, median(together)))
-    by_itself = next(each for each, _ in found if each is not None)
-    return max(1.0, sum(beside for _, beside in found) / len(found) / by_itself)
+    times = mesh.world.all_gather_object((median(alone) if alone else None, median(together)))
+    by_itself = next(each for each, _ in times if each is not None)
+    return max(1.0, sum(seconds for _, seconds in times) / len(times) / by_itself)
 
 
 def _link_kinds(config: PretrainConfig) -> tuple[LinkKind, ...]:
@@ -279,13 +279,13 @@ class Place:
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
     """Return every pair of nodes once, in rounds in which each node has at most one partner (circle method)."""
     seats = [*range(nodes), *([None] if nodes % 2 else [])]
-    found = []
+    all_rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(one, two) for one, two in pairs if one is not None and two is not None])
+        all_rounds.append([(one, two) for one, two in pairs if one is not None and two is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return all_rounds
 
 
 def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
@@ -359,18 +359,18 @@ def _told(counts: Sequence[int]) -> str:
 
 def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:
     """Return the ranks and places of every node, sorted by the index of the rank within the node."""
-    found: dict[int, list[tuple[int, Place]]] = {}
+    nodes: dict[int, list[tuple[int, Place]]] = {}
     for rank, place in enumerate(places):
-        found.setdefault(place.node, []).append((rank, place))
-    sizes = [len(members) for members in found.values()]
-    if len(found) < 2:
+        nodes.setdefault(place.node, []).append((rank, place))
+    sizes = [len(members) for members in nodes.values()]
+    if len(nodes) < 2:
         raise ConfigError("all ranks are on one node; start two or more nodes to measure the links between them")
     if len(set(sizes)) > 1:
         raise ConfigError(
             f"nodes were started with {_told(sizes)} ranks; start the same number on each, so that every rank has a "
             "partner"
         )
-    return [sorted(found[node], key=lambda each: each[1].local) for node in sorted(found)]
+    return [sorted(nodes[node], key=lambda each: each[1].local) for node in sorted(nodes)]
 
 
 def _exchanged(mesh: Mesh, buffer: Tensor, peer: int, *, sends: bool, messages: int) -> float:

@@ -32,8 +32,8 @@ from megapipe.training.validation import validate
 
 def run_dry_run(request: Request) -> int:
     """Check a configuration of any number of ranks; status 2 if a rank does not fit the devices of --hardware."""
-    own = request.for_file(request.flags["file"])
-    config, devices = own.config, own.devices()
+    file_request = request.for_file(request.flags["file"])
+    config, devices = file_request.config, file_request.devices()
     check_folders(request.flags["write_layout"])
     hardware = request.hardware() if request.flags["hardware"] is not None else None
     limit = None if hardware is None else _limit(hardware, devices)
@@ -44,17 +44,17 @@ def run_dry_run(request: Request) -> int:
     config = _without_auto(config, hardware, devices, say)
     try:
         with progress_bar("checking pipeline coordinates") as report:
-            found = dry_run(config, devices, device=_device(own, hardware), say=say, report=report)
+            result = dry_run(config, devices, device=_device(file_request, hardware), say=say, report=report)
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error
     if quiet:
-        fits = limit is None or all(each.peak_bytes <= limit for each in found.coordinates)
-        print(json.dumps(found.as_json() | {"memory_limit_bytes": limit, "fits": fits if limit else None}, indent=2))
+        fits = limit is None or all(each.peak_bytes <= limit for each in result.coordinates)
+        print(json.dumps(result.as_json() | {"memory_limit_bytes": limit, "fits": fits if limit else None}, indent=2))
     else:
-        _print(found)
+        _print(result)
     if request.flags["write_layout"] is not None:
-        write_text(request.flags["write_layout"], LayoutTable.of(found.config).as_yaml())
-    _check_memory(found, limit)
+        write_text(request.flags["write_layout"], LayoutTable.of(result.config).as_yaml())
+    _check_memory(result, limit)
     return 0
 
 
@@ -112,8 +112,8 @@ def run_links(request: Request) -> int:
                 "--nproc_per_node DEVICES -m megapipe plan links, as for a training run"
             )
         mesh = initialize({"data": world_size}, request.config.parallel.device)
-        found = measure_node_links(mesh, Place.of_this_process(), num_bytes)
-        hardware = with_node_links(hardware, found)
+        links = measure_node_links(mesh, Place.of_this_process(), num_bytes)
+        hardware = with_node_links(hardware, links)
     except LaunchError as error:
         raise ConfigError(str(error)) from error
     except ConfigError:
@@ -121,24 +121,24 @@ def run_links(request: Request) -> int:
             raise
         return 2  # rank 0 prints the error
     if first:
-        hosts = ", ".join(f"{number} {host}" for number, host in enumerate(found.hosts))
+        hosts = ", ".join(f"{number} {host}" for number, host in enumerate(links.hosts))
         write_whole(flags["output"], written(hardware, f"Links measured between nodes: {hosts}").encode())
         if flags["json"]:
-            print(json.dumps(vars(found)))
+            print(json.dumps(vars(links)))
         else:
-            _print_links(found)
+            _print_links(links)
             print(f"\nwrote {flags['output']}; use it with --hardware {flags['output']}")
     shutdown()
     return 0
 
 
-def _print_links(found: NodeLinks) -> None:
+def _print_links(links: NodeLinks) -> None:
     rows = [
         [f"{number} {host}", *("" if i == number else f"{rate / 1e9:.3g}" for i, rate in enumerate(row))]
-        for number, (host, row) in enumerate(zip(found.hosts, found.bandwidth, strict=True))
+        for number, (host, row) in enumerate(zip(links.hosts, links.bandwidth, strict=True))
     ]
-    columns = ["from, to", *map(str, range(len(found.hosts)))]
-    print_table(columns, rows, f"GB/s between nodes, latency {found.latency * 1e6:.3g} us")
+    columns = ["from, to", *map(str, range(len(links.hosts)))]
+    print_table(columns, rows, f"GB/s between nodes, latency {links.latency * 1e6:.3g} us")
 
 
 def _without_auto(
@@ -146,7 +146,7 @@ def _without_auto(
 ) -> PretrainConfig:
     """Return the configuration with training.precision auto and recompute.method auto replaced. Raises ConfigError if
     one of them is set but no machine is given."""
-    asked = [
+    automatic = [
         name
         for name, value in (
             ("training.precision", config.training.precision),
@@ -155,19 +155,19 @@ def _without_auto(
         if value == "auto"
     ]
     if hardware is None:
-        if asked:
+        if automatic:
             raise ConfigError(
-                [f"{name} auto depends on the machine; give --hardware, or set a value" for name in asked]
+                [f"{name} auto depends on the machine; give --hardware, or set a value" for name in automatic]
             )
         return config
-    if asked:
+    if automatic:
         validate(config, devices)
     config, precision = with_named_precision(config, (node.device for node in hardware.nodes(devices)))
-    found = resolved(config, hardware, devices)
-    for remark in (precision, found.remark):
+    choice = resolved(config, hardware, devices)
+    for remark in (precision, choice.remark):
         if remark is not None:
             say(remark)
-    return found.config
+    return choice.config
 
 
 class _Stopped(BaseException):
@@ -204,22 +204,22 @@ def _limit(hardware: Hardware, devices: int) -> float:
     return min(node.device.memory_bytes for node in hardware.nodes(devices))
 
 
-def _check_memory(found: DryRun, limit: float | None) -> None:
+def _check_memory(result: DryRun, limit: float | None) -> None:
     """Raise ConfigError if a rank needs more memory than its device has."""
     if limit is None:
         return
-    full = [each for each in found.coordinates if each.peak_bytes > limit]
+    full = [each for each in result.coordinates if each.peak_bytes > limit]
     if full:
         most = max(full, key=lambda each: each.peak_bytes)
         raise ConfigError(
-            f"{len(full)} of {len(found.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
+            f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
             f"device; coordinate {most.pipeline} holds {bytes_text(most.peak_bytes)}, "
             f"{bytes_text(most.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
         )
 
 
-def _print(found: DryRun) -> None:
-    print(f"layout: {layout_text(found.config)}\n")
+def _print(result: DryRun) -> None:
+    print(f"layout: {layout_text(result.config)}\n")
     rows = [
         [
             str(each.pipeline),
@@ -231,7 +231,7 @@ def _print(found: DryRun) -> None:
             bytes_text(each.message_bytes),
             bytes_text(each.peak_bytes),
         ]
-        for each in found.coordinates
+        for each in result.coordinates
     ]
     columns = [
         "coordinate",
@@ -243,8 +243,8 @@ def _print(found: DryRun) -> None:
         "messages",
         "most in a step",
     ]
-    print_table(columns, rows, f"memory of a rank by pipeline coordinate, on {found.device}")
-    print(f"\n{found.world_size:,} ranks checked in one process")
+    print_table(columns, rows, f"memory of a rank by pipeline coordinate, on {result.device}")
+    print(f"\n{result.world_size:,} ranks checked in one process")
 
 
 def _say(line: str) -> None:

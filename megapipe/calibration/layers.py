@@ -258,11 +258,11 @@ def cells(tensor_sizes: Sequence[int], context_sizes: Sequence[int], micro_sizes
 
 def shared_cells(cells: Sequence[Cell], ranks: int) -> dict[int, list[Cell]]:
     """Return the cells whose layers several ranks share, at most `ranks`, by their number of ranks."""
-    found: dict[int, list[Cell]] = {}
+    by_ranks: dict[int, list[Cell]] = {}
     for cell in cells:
         if 1 < cell.ranks <= ranks:
-            found.setdefault(cell.ranks, []).append(cell)
-    return found
+            by_ranks.setdefault(cell.ranks, []).append(cell)
+    return by_ranks
 
 
 def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], steps: int) -> list[MeasuredLayer]:
@@ -272,12 +272,12 @@ def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], st
     Times of single collectives do not include most of it: in a layer, a different rank is late each time, and all
     others wait for it. cells: all need the number of ranks of the mesh.
     """
-    found: list[MeasuredLayer] = []
+    means: list[MeasuredLayer] = []
     for cell in cells:
         shared = connected_mesh(MeshShape({"tensor": cell.tensor, "context": cell.context}), mesh.device)
-        own, _ = measure_cell(config, cell, mesh.device, steps, shared)
-        found += [_mean(rows) for rows in zip(*mesh.world.all_gather_object(own), strict=True)]
-    return found
+        layers, _ = measure_cell(config, cell, mesh.device, steps, shared)
+        means += [_mean(rows) for rows in zip(*mesh.world.all_gather_object(layers), strict=True)]
+    return means
 
 
 def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], factor: float) -> list[MeasuredWait]:

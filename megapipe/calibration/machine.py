@@ -140,7 +140,7 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _answers(pipes: list[connection.Connection]) -> list[Any]:
-    deadline, found = time.monotonic() + TIMEOUT, {}
+    deadline, answers = time.monotonic() + TIMEOUT, {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -157,8 +157,8 @@ def _answers(pipes: list[connection.Connection]) -> list[Any]:
                 succeeded, answer = False, "its process died"
             if not succeeded:
                 raise CommunicationError(f"rank {rank} of {len(pipes)} that measure failed: {answer}")
-            found[rank] = answer
-    return [found[rank] for rank in range(len(pipes))]
+            answers[rank] = answer
+    return [answers[rank] for rank in range(len(pipes))]
 
 
 def _work(
@@ -247,9 +247,9 @@ def profile(
     """
     device_type = _device_type(config)
     _check(config, out, device_type, ranks, tensor_sizes, micro_sizes, context_sizes, steps)
-    wanted = cells(tensor_sizes, context_sizes, micro_sizes)
-    say(f"layers and products on one {device_type} rank: {len(wanted)} combinations of sizes, {steps} steps each")
-    (alone,) = on_ranks(1, device_type, measure_alone, config, wanted, ranks, steps)
+    all_cells = cells(tensor_sizes, context_sizes, micro_sizes)
+    say(f"layers and products on one {device_type} rank: {len(all_cells)} combinations of sizes, {steps} steps each")
+    (alone,) = on_ranks(1, device_type, measure_alone, config, all_cells, ranks, steps)
     for line in alone.lines:
         say(line)
     together = []
@@ -258,7 +258,7 @@ def profile(
         together.append(on_ranks(count, device_type, measure_together, alone.config, max(micro_sizes), steps)[0])
         say(f"the same work takes {together[-1].factor:.2f} times as long as alone")
     shared: dict[int, list[MeasuredLayer]] = {}
-    for count, cells_of in shared_cells(wanted, ranks).items():
+    for count, cells_of in shared_cells(all_cells, ranks).items():
         say(f"{count} ranks that share layers: {len(cells_of)} combinations of sizes")
         shared[count] = on_ranks(count, device_type, measure_shared, alone.config, cells_of, steps)[0]
     text = written(assembled(alone, together, ranks, shared), _remark(ranks))
@@ -270,11 +270,11 @@ def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ra
     """Return the measurements of one rank alone."""
     lines: list[str] = []
     config = with_precision(config, mesh, None, lines.append)
-    rows, found = [], []
+    rows, step_times = [], []
     for cell in wanted:
         layers, whole = measure_cell(config, cell, mesh.device, steps)
         rows += layers
-        found.append(whole)
+        step_times.append(whole)
         block = next(row for row in layers if row.kind == "block")
         lines.append(
             f"tensor {cell.tensor}, context {cell.context}, micro_size {cell.micro_size}: a block takes "
@@ -283,7 +283,7 @@ def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ra
     return Alone(
         config,
         rows,
-        found,
+        step_times,
         measured_products(config.training.precision, mesh.device),
         measured_bandwidth(mesh.device),
         copy_bandwidth(mesh.device),
@@ -311,8 +311,10 @@ def assembled(
         layers=tuple(alone.layers),
         contention=contention,
     )
-    beside = [row for count, rows in shared.items() for row in waits(alone.layers, rows, measured.slowdown(count))]
-    measured = replace(measured, waits=tuple(beside))
+    layer_waits = [
+        row for count, rows in shared.items() for row in waits(alone.layers, rows, measured.slowdown(count))
+    ]
+    measured = replace(measured, waits=tuple(layer_waits))
     factor = contention[-1].factor
     products = [each._replace(seconds=each.seconds * factor) for each in alone.products]
     peak = max(2.0 * each.batch * each.rows * each.inner * each.columns / each.seconds for each in products)
@@ -404,13 +406,13 @@ def check_output(out: Path) -> None:
 
 def output_problems(out: Path) -> list[str]:
     """Return a message for each reason why no hardware file can be written there."""
-    found = []
+    problems = []
     if out.is_dir() or out.suffix not in (".yaml", ".yml"):
-        found.append(f"{out} is not a name for a hardware file; give one that ends in .yaml, such as machine.yaml")
+        problems.append(f"{out} is not a name for a hardware file; give one that ends in .yaml, such as machine.yaml")
     folder = next(each for each in out.resolve().parents if each.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        found.append(f"{out} cannot be written: {folder} is not a folder that you can write to; name another file")
-    return found
+        problems.append(f"{out} cannot be written: {folder} is not a folder that you can write to; name another file")
+    return problems
 
 
 def _of_context(config: PretrainConfig, size: int) -> PretrainConfig:

@@ -79,8 +79,8 @@ def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware
     set_driver_variables(cast(DeviceChoice, device))
     if device == "cpu" or not torch.cuda.is_available():
         return _in_nodes(load_hardware("cpu"), per_node)
-    found = torch.cuda.get_device_properties(0)
-    return _in_nodes(load_hardware(preset_of(found.name, found.total_memory, option)), per_node)
+    gpu = torch.cuda.get_device_properties(0)
+    return _in_nodes(load_hardware(preset_of(gpu.name, gpu.total_memory, option)), per_node)
 
 
 def preset_of(name: str, memory_bytes: float, option: str = "--plan") -> str:
@@ -132,10 +132,10 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
     first = mesh.world.all_gather_object(outcome)[0]
     if isinstance(first, ConfigError):
         raise first
-    found = cast(Resolved, first)
-    if found.remark is not None:
-        say(found.remark)
-    return replace(config, recompute=found.config.recompute)
+    choice = cast(Resolved, first)
+    if choice.remark is not None:
+        say(choice.remark)
+    return replace(config, recompute=choice.config.recompute)
 
 
 def memory_bytes(device: torch.device, ranks: int) -> int:

@@ -177,9 +177,9 @@ class StallReport:
     @property
     def rates(self) -> Rates:
         """Rates of one replica."""
-        found = self.measurement.rates(self.tokens)
+        measured = self.measurement.rates(self.tokens)
         given = self.given_ingestion
-        return found if given is None else Rates(given, found.preparation, found.fetch)
+        return measured if given is None else Rates(given, measured.preparation, measured.fetch)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON data; a missing figure is null."""
@@ -262,12 +262,12 @@ class StallReport:
             yield f"storage was not measured: {self.not_cold}"
 
     def _stall_lines(self) -> Iterator[str]:
-        found, stalls = self.measurement, self.measurement.stalls()
+        measurement, stalls = self.measurement, self.measurement.stalls()
         yield f"{'a step, in ms':<34}{'whole':>18}{'waited':>14}"
         for name, step in (
-            ("on a batch at hand", found.resident),
-            ("files in memory", found.cached),
-            ("files on storage", found.cold),
+            ("on a batch at hand", measurement.resident),
+            ("files in memory", measurement.cached),
+            ("files on storage", measurement.cold),
         ):
             shown = "not measured" if step is None else f"{1e3 * step.whole:.2f}"
             yield f"{name:<34}{shown:>18}" + ("" if step is None else f"{1e3 * step.waited:>14.2f}")
@@ -498,7 +498,7 @@ def measure_stalls(
         pause = StandIn(family_of(config), tokens / given)
         consumer, train = pause, pause.train
     shards = ColdShards(config.data.prefixes)
-    found = measure(
+    measurement = measure(
         lambda: open_loader(config, mesh, consumer, open_samples(config, "train")),
         train,
         shards.make,
@@ -519,7 +519,7 @@ def measure_stalls(
         resident_share=shards.resident,
         read_share=shards.read,
         epochs=(num_steps + warm_up) * samples / num_samples,
-        measurement=found,
+        measurement=measurement,
     )
 
 

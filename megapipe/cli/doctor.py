@@ -101,9 +101,9 @@ def devices(findings: Diagnosis) -> None:
     findings.add("devices", f"{len(os.sched_getaffinity(0))} CPU cores{memory}")
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(number)
-            words = f"GPU {number}: {found.name}, {bytes_text(found.total_memory)}"
-            findings.add("devices", f"{words}, compute capability {found.major}.{found.minor}")
+            gpu = torch.cuda.get_device_properties(number)
+            words = f"GPU {number}: {gpu.name}, {bytes_text(gpu.total_memory)}"
+            findings.add("devices", f"{words}, compute capability {gpu.major}.{gpu.minor}")
         return
     if not Path("/proc/driver/nvidia/version").exists():
         findings.add("devices", "no NVIDIA GPU")

@@ -295,17 +295,19 @@ def _merge_starts(run: Run, recorded: dict[str, RunStart]) -> None:
         run.problems.append(f"{error}; the starts were taken from {METRICS}")
     listed = []
     for entry in entries:
-        own = recorded.pop(entry["id"], RunStart(entry["id"]))
+        start = recorded.pop(entry["id"], RunStart(entry["id"]))
         if isinstance(entry.get("status"), str) and entry["status"] != RUNNING:
-            own.status = entry["status"]
-        own.started = _written_time(entry.get("start")) or own.started
-        own.ended = _written_time(entry.get("end")) or own.ended
-        own.first_step = own.first_step if own.first_step is not None else _step({"step": entry.get("first_step")})
-        own.last_step = own.last_step if own.last_step is not None else _step({"step": entry.get("last_step")})
-        own.command = entry["command"] if isinstance(entry.get("command"), str) else ""
+            start.status = entry["status"]
+        start.started = _written_time(entry.get("start")) or start.started
+        start.ended = _written_time(entry.get("end")) or start.ended
+        start.first_step = (
+            start.first_step if start.first_step is not None else _step({"step": entry.get("first_step")})
+        )
+        start.last_step = start.last_step if start.last_step is not None else _step({"step": entry.get("last_step")})
+        start.command = entry["command"] if isinstance(entry.get("command"), str) else ""
         if not run.layout and isinstance(entry.get("layout"), dict):
             run.layout = {name: size for name, size in entry["layout"].items() if type(size) is int}
-        listed.append(own)
+        listed.append(start)
     run.starts = sorted([*listed, *recorded.values()], key=lambda each: each.started or 0.0)
     for each in run.starts[:-1]:
         if each.status == RUNNING:

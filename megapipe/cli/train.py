@@ -309,35 +309,35 @@ def main(arguments: Sequence[str]) -> int:
     parser = OneLineParser(prog="megapipe train", add_help=False)
     for names, options in FLAGS:
         parser.add_argument(*names, **options)
-    own, rest = parser.parse_known_args(arguments)
+    flags, rest = parser.parse_known_args(arguments)
     if not rest:
         if os.environ.get("RANK", "0") == "0":
             print(HINT, file=sys.stderr)
         return ExitCode.WRONG_INPUT
-    kind = kind_of(rest) if own.kind is None else KINDS[own.kind]
-    if own.ranks is None and own.nodes is None and own.rendezvous is None and own.restarts is None:
+    kind = kind_of(rest) if flags.kind is None else KINDS[flags.kind]
+    if flags.ranks is None and flags.nodes is None and flags.rendezvous is None and flags.restarts is None:
         os.environ.update(slurm_variables(os.environ))
         return run_program(kind, rest)
     try:
-        job = _job(own)
+        job = _job(flags)
         parse_given(parser_of(kind), kind, rest)  # wrong input ends here, before any rank starts
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return ExitCode.WRONG_INPUT
-    return launch(job, ["train", *(["--kind", own.kind] if own.kind else []), *rest])
+    return launch(job, ["train", *(["--kind", flags.kind] if flags.kind else []), *rest])
 
 
-def _job(own: argparse.Namespace) -> Job:
+def _job(flags: argparse.Namespace) -> Job:
     """Return the job that the flags describe. Raises ConfigError."""
     if "RANK" in os.environ:
         raise ConfigError(
             f"-n, --nodes, --rendezvous and --restarts start ranks, but this process is rank {os.environ['RANK']} "
             "already, as RANK says: leave them out under torchrun, or unset RANK"
         )
-    job = Job(own.ranks or 1, own.nodes or 1, own.rendezvous, own.restarts or 0)
+    job = Job(flags.ranks or 1, flags.nodes or 1, flags.rendezvous, flags.restarts or 0)
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks > 1 and own.nodes is None and own.rendezvous is None:
+    if tasks > 1 and flags.nodes is None and flags.rendezvous is None:
         if os.environ.get("SLURM_STEP_NUM_NODES") != str(tasks):
             raise ConfigError(
                 f"-n {job.ranks} starts the ranks of a node, but srun started {tasks} tasks on "

@@ -38,16 +38,18 @@ class SamplingSettings:
 
     def problems(self) -> list[str]:
         """Return a message for each setting that is out of range."""
-        found = []
+        problems = []
         if not 0.0 <= self.temperature < float("inf"):
-            found.append(f"temperature is {self.temperature}; it must be at least 0 (0: always the most likely token)")
+            problems.append(
+                f"temperature is {self.temperature}; it must be at least 0 (0: always the most likely token)"
+            )
         if self.top_k is not None and self.top_k < 1:
-            found.append(f"top-k is {self.top_k}; it must be at least 1, or left out to keep every token")
+            problems.append(f"top-k is {self.top_k}; it must be at least 1, or left out to keep every token")
         if not 0.0 < self.top_p <= 1.0:
-            found.append(f"top-p is {self.top_p}; it must be above 0 and at most 1 (1 keeps every token)")
+            problems.append(f"top-p is {self.top_p}; it must be above 0 and at most 1 (1 keeps every token)")
         if not 0 <= self.seed < 1 << 64:
-            found.append(f"seed is {self.seed}; it must be at least 0 and below 2^64")
-        return found
+            problems.append(f"seed is {self.seed}; it must be at least 0 and below 2^64")
+        return problems
 
 
 def pick(logits: Tensor, settings: SamplingSettings, uniforms: Sequence[float]) -> Tensor:

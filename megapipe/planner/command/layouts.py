@@ -64,13 +64,13 @@ def run_explain(request: Request) -> int:
     stages = explain_stages(answer.config, hardware)
     closed = estimate(answer.config, hardware)
     if request.flags["json"]:
-        told = answer.as_json() | {
+        figures = answer.as_json() | {
             "closed_form": closed.as_json(),
             "stages": [vars(each) for each in stages],
             "memory": [vars(each) for each in answer.memory],
             "remarks": remarks,
         }
-        print(json.dumps(told, indent=2))
+        print(json.dumps(figures, indent=2))
         return 0
     _print_head(answer, hardware, remarks)
     print(f"\nsimulated step: {seconds_text(answer.step_seconds)}")
@@ -159,9 +159,9 @@ def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str
     hardware.nodes(devices)  # raises ConfigError if the machine has fewer devices
     config, remarks = planned_config(request, hardware)
     check_run(config, devices)
-    found = resolved(config, hardware, devices)
-    remarks += [] if found.remark is None else [found.remark]
-    return predict(found.config, hardware, world_size=devices), remarks
+    choice = resolved(config, hardware, devices)
+    remarks += [] if choice.remark is None else [choice.remark]
+    return predict(choice.config, hardware, world_size=devices), remarks
 
 
 def _layers(names: Sequence[str]) -> str:

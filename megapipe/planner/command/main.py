@@ -347,8 +347,8 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
 
 def _handler(name: str) -> Handler:
     module, function = HANDLERS[name]
-    found: Handler = getattr(import_module(f"megapipe.planner.command.{module}"), function)
-    return found
+    handler: Handler = getattr(import_module(f"megapipe.planner.command.{module}"), function)
+    return handler
 
 
 def overview() -> str:

@@ -62,30 +62,30 @@ def recompute_text(recompute: RecomputeConfig) -> str:
 
 def layout_text(config: PretrainConfig) -> str:
     """Return a layout in one line, without features that are off."""
-    parallel, found = config.parallel, []
+    parallel, parts = config.parallel, []
     for name in ("data", "pipeline", "context", "tensor"):
         size = getattr(parallel, name)
         if size is not None and size > 1:
-            found.append(f"{name} {size}")
-    found = found or ["one rank"]
+            parts.append(f"{name} {size}")
+    parts = parts or ["one rank"]
     if parallel.pipeline > 1:
-        found.append(schedule_text(config))
+        parts.append(schedule_text(config))
     if parallel.sequence:
-        found.append(sequence_text(config))
+        parts.append(sequence_text(config))
     if config.zero.stage:
-        found.append(f"ZeRO {config.zero.stage}")
+        parts.append(f"ZeRO {config.zero.stage}")
     if config.recompute.method != "none":
-        found.append(f"recompute {recompute_text(config.recompute)}")
-    return ", ".join([*found, f"micro-batch {config.batch.micro_size}"])
+        parts.append(f"recompute {recompute_text(config.recompute)}")
+    return ", ".join([*parts, f"micro-batch {config.batch.micro_size}"])
 
 
 def figures_cells(estimate: Estimate) -> dict[str, str]:
     """Return the table cells of an estimate, by column."""
-    found = estimate.as_json()
+    figures = estimate.as_json()
     return {
         "step": seconds_text(estimate.step_seconds),
-        "tokens/s/device": f"{found['tokens_per_s_per_device']:,.0f}",
-        "TFLOP/s/device": f"{found['model_tflops_per_device']:.1f}",
+        "tokens/s/device": f"{figures['tokens_per_s_per_device']:,.0f}",
+        "TFLOP/s/device": f"{figures['model_tflops_per_device']:.1f}",
         "memory": bytes_text(estimate.peak_bytes),
         "fits": "yes" if estimate.fits else f"no, by {bytes_text(estimate.missing_bytes)}",
     }
@@ -274,25 +274,25 @@ def training_facts(request: Request, answer: Estimate, hardware: Hardware) -> tu
     Raises ConfigError if only one of the flags about failures is given.
     """
     tokens, config = request.flags["tokens"], answer.config
-    found: dict[str, Any] = {"checkpoint": _checkpoint(request, answer.step_seconds), "training": None}
+    facts: dict[str, Any] = {"checkpoint": _checkpoint(request, answer.step_seconds), "training": None}
     lines = []
     if tokens is not None:
         steps = math.ceil(tokens / (config.batch.global_size * config.data.sequence_length))
         seconds = steps * answer.step_seconds
         price = hardware.price_per_hour(answer.world_size)
         cost = None if price is None else seconds / HOUR * price
-        found["training"] = {"tokens": tokens, "steps": steps, "days": seconds / DAY, "cost": cost}
+        facts["training"] = {"tokens": tokens, "steps": steps, "days": seconds / DAY, "cost": cost}
         lines.append(
             f"{count_text(tokens)} tokens: {steps:,} steps (--training.steps {steps}), {duration_text(seconds)}"
             f"{'' if cost is None else f', price {cost:,.0f}'}; evaluation, saves and restarts not counted"
         )
-    facts = found["checkpoint"]
-    if facts is not None:
+    saves = facts["checkpoint"]
+    if saves is not None:
         lines.append(
-            f"save every {duration_text(facts['interval_s'])} (--checkpoint.every {facts['interval_steps']:.0f}): "
-            f"saves and repeated work take {facts['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
+            f"save every {duration_text(saves['interval_s'])} (--checkpoint.every {saves['interval_steps']:.0f}): "
+            f"saves and repeated work take {saves['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
         )
-    return found, lines
+    return facts, lines
 
 
 def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | None:
@@ -330,9 +330,7 @@ def save_interval(save_seconds: float, seconds_between_failures: float) -> float
 
 def lost_share(interval_seconds: float, save_seconds: float, seconds_between_failures: float) -> float:
     """Return the share of the training time for saves and repeated work, half an interval per failure, to first order.
-
-    interval_seconds: time between saves. See `save_interval` for the other arguments.
-    """
+    interval_seconds: time between saves. See `save_interval` for the other arguments."""
     return save_seconds / interval_seconds + interval_seconds / (2 * seconds_between_failures)
 
 
@@ -347,18 +345,20 @@ def config_yaml(config: PretrainConfig) -> str:
         "training": ("precision",),
         "data": ("sequence_length",),
     }
-    plain = type(config)()
-    found: dict[str, object] = {}
+    default_config = type(config)()
+    groups: dict[str, object] = {}
     for group in fields(config):
         if group.name == "init_from":
             continue
-        mine, theirs = asdict(getattr(config, group.name)), asdict(getattr(plain, group.name))
+        values, defaults = asdict(getattr(config, group.name)), asdict(getattr(default_config, group.name))
         kept = {
-            name: value for name, value in mine.items() if value != theirs[name] or name in always.get(group.name, ())
+            name: value
+            for name, value in values.items()
+            if value != defaults[name] or name in always.get(group.name, ())
         }
         if kept:
-            found[group.name] = kept
-    return str(yaml.safe_dump(found | ({"init_from": config.init_from} if config.init_from else {}), sort_keys=False))
+            groups[group.name] = kept
+    return str(yaml.safe_dump(groups | ({"init_from": config.init_from} if config.init_from else {}), sort_keys=False))
 
 
 def write_config(path: Path, config: PretrainConfig, remarks: list[str]) -> None:

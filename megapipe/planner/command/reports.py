@@ -129,11 +129,11 @@ def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by term"
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.get_yticklabels()[0].set_fontweight("bold")
     for place, (_, each) in enumerate(rows):
-        told = seconds_text(each.step_seconds)
+        step_text = seconds_text(each.step_seconds)
         if each.fits:
-            _after(axes, place, told, INK, 12)
+            _after(axes, place, step_text, INK, 12)
         else:
-            _after(axes, place - 0.2, told, SOFT, 10)
+            _after(axes, place - 0.2, step_text, SOFT, 10)
             _after(axes, place + 0.25, f"too large by {bytes_text(each.missing_bytes)}", LIMIT, 9)
     _legend(axes)
     return axes.figure  # type: ignore[return-value]
@@ -237,12 +237,12 @@ def _legend(axes: "Axes") -> None:
 def _covered(axes: "Axes", points: Sequence[tuple[float, float]]) -> list[bool]:
     """Return for each point whether its disc would cover the disc of an earlier point that is not covered itself."""
     drawn: list[Any] = []
-    found = []
+    covered = []
     for x, y in axes.transData.transform(points):
-        found.append(any(abs(x - left) < 18 and abs(y - top) < 18 for left, top in drawn))
-        if not found[-1]:
+        covered.append(any(abs(x - left) < 18 and abs(y - top) < 18 for left, top in drawn))
+        if not covered[-1]:
             drawn.append((x, y))
-    return found
+    return covered
 
 
 def as_svg(figure: "Figure") -> str:
@@ -379,8 +379,8 @@ def write_search(
 
     The pictures compare layouts by their estimates, as a search does.
     """
-    found = findings.best
-    best = estimate(found.config, hardware, node_order=found.node_order)
+    chosen = findings.best
+    best = estimate(chosen.config, hardware, node_order=chosen.node_order)
     others = [
         Row(each.name, each.estimate)
         for each in findings.alternatives
@@ -452,7 +452,7 @@ def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
 
 
 def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) -> list[PageSection]:
-    found = [
+    sections = [
         PageSection(
             "Memory",
             pictures["memory"],
@@ -462,7 +462,7 @@ def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) ->
         PageSection("Time", pictures["breakdown"], run_told(answer.config, hardware, answer.world_size)),
     ]
     if "pareto" in pictures:
-        found.append(
+        sections.append(
             PageSection(
                 "Speed against memory",
                 pictures["pareto"],
@@ -470,5 +470,5 @@ def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) ->
                 "search compares them; the figures at the top are those of the simulated schedule.",
             )
         )
-    found.append(PageSection("Terms of a step", table_html(terms_cells(answer))))
-    return found
+    sections.append(PageSection("Terms of a step", table_html(terms_cells(answer))))
+    return sections

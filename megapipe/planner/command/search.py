@@ -86,14 +86,14 @@ def run_search(request: Request) -> int:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
     advice = advised(request, best.config, hardware, devices)
     if flags["json"]:
-        found = {
+        additions = {
             "advice": advice,
             "launch": command,
             **facts,
             "remarks": remarks,
             "search": findings.as_json(),
         }
-        print(json.dumps(best.as_json() | found, indent=2))
+        print(json.dumps(best.as_json() | additions, indent=2))
         return 0
     print(run_told(best.config, hardware, best.estimate.world_size))
     for remark in remarks:
@@ -164,12 +164,12 @@ _COMPARED = {
 }
 
 
-def _figures(found: Found) -> dict[str, str]:
-    cells = figures_cells(found.estimate)
-    if found.simulated:
+def _figures(layout: Found) -> dict[str, str]:
+    cells = figures_cells(layout.estimate)
+    if layout.simulated:
         cells["step"] += " *"
     del cells["fits"]
-    return cells | ({} if found.price is None else {"price/M tokens": f"{found.price:.4g}"})
+    return cells | ({} if layout.price is None else {"price/M tokens": f"{layout.price:.4g}"})
 
 
 def _devices(request: Request) -> int:
@@ -228,16 +228,16 @@ def _print_start(request: Request, hardware: Hardware, best: Found, command: str
 
 def advised(request: Request, config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
     """Return the plans of published planners that flags request, by name. Raises ConfigError if one finds none."""
-    found = {}
+    plans = {}
     if request.flags["per_layer"]:
         from megapipe.planner.papers.galvatron import per_layer
 
-        found["per_layer"] = per_layer(config, hardware, devices)
+        plans["per_layer"] = per_layer(config, hardware, devices)
     if request.flags["two_buffered"]:
         from megapipe.planner.papers.two_buffered import two_buffered_plan
 
-        found["two_buffered"] = two_buffered_plan(config, hardware, devices)
-    return found
+        plans["two_buffered"] = two_buffered_plan(config, hardware, devices)
+    return plans
 
 
 def print_advice(advice: Mapping[str, Any]) -> None:
@@ -266,8 +266,8 @@ def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _strategy_text(layer: Mapping[str, Any]) -> str:
     degrees = (("data", "data"), ("sharded data", "sharded_data"), ("tensor", "tensor"))
-    told = [f"{words} {layer[name]}" for words, name in degrees if layer[name] > 1]
-    return ", ".join([*(told or ["one rank"]), *(["recompute"] if layer["recompute"] else [])])
+    parts = [f"{words} {layer[name]}" for words, name in degrees if layer[name] > 1]
+    return ", ".join([*(parts or ["one rank"]), *(["recompute"] if layer["recompute"] else [])])
 
 
 def _flag(value: Any) -> str:

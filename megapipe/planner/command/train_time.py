@@ -221,13 +221,13 @@ def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
     in_flight = layout.microbatches
     if layout.accumulated == 1:
         in_flight = min(layout.pipeline, in_flight)
-    own = model.parameters / (layout.pipeline * layout.tensor)
+    parameters = model.parameters / (layout.pipeline * layout.tensor)
     if layout.partitioned:
         buffered = min(BUFFERED_LAYERS, model.num_layers // layout.pipeline)
         working = buffered * WORKING_BYTES * model.parameters / model.num_layers / layout.tensor
-        state = STATE_BYTES * own / layout.data + working
+        state = STATE_BYTES * parameters / layout.data + working
     else:
-        state = (STATE_BYTES + WORKING_BYTES) * own
+        state = (STATE_BYTES + WORKING_BYTES) * parameters
     sequences = layout.micro_size * in_flight
     length = model.sequence_length
     checkpoints = model.checkpoint_bytes * sequences / (layout.pipeline * layout.tensor)
@@ -329,7 +329,7 @@ def run_train_time(request: Request) -> int:
     _check_dense(request)
     parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
     seconds, assumptions = _answer(request, parameters, tokens)
-    found = {
+    answer = {
         "parameters": parameters,
         "tokens": tokens,
         "critical_batch_tokens": critical_batch_tokens(parameters),
@@ -340,15 +340,15 @@ def run_train_time(request: Request) -> int:
         "bounds": [],
     }
     if flags["bounds"]:
-        found |= _bounds(request, request.hardware())
+        answer |= _bounds(request, request.hardware())
     if flags["json"]:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(answer, indent=2))
         return 0
     print(f"{count_text(parameters)} parameters on {count_text(tokens)} tokens: {seconds / DAY:.1f} days")
     for line in assumptions:
         print(f"  {line}")
     if flags["bounds"]:
-        _print_bounds(request, found)
+        _print_bounds(request, answer)
     return 0
 
 
@@ -408,16 +408,16 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
     Bandwidths count both directions, as in the paper. Raises ConfigError if the group has too few devices.
     """
     group, most = hardware.groups[0], request.flags["devices"]
-    there = None if group.num_nodes is None else group.num_nodes * group.devices_per_node
-    if most is not None and there is not None and most > there:
+    num_devices = None if group.num_nodes is None else group.num_nodes * group.devices_per_node
+    if most is not None and num_devices is not None and most > num_devices:
         raise ConfigError(
             f"--devices is {most:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has "
-            f"{there:,}; lower --devices, or raise num_nodes of the group"
+            f"{num_devices:,}; lower --devices, or raise num_nodes of the group"
         )
     known = [name for name in PREFERRED if name in group.device.peak_flops]
-    asked = request.config.training.precision
+    precision = request.config.training.precision
     cluster = Cluster(
-        peak_flops=group.device.peak(asked if "training.precision" in request.given or not known else known[0]),
+        peak_flops=group.device.peak(precision if "training.precision" in request.given or not known else known[0]),
         memory_bytes=group.device.memory_bytes,
         tensor_link=2 * group.inside.bandwidth,
         link=2 * group.outside.of_device(group.devices_per_node),
@@ -428,7 +428,7 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
             "inside": link_threshold(cluster.peak_flops, cluster.tensor_link),
             "outside": link_threshold(cluster.peak_flops, cluster.link),
         },
-        "bounds": [_shortest(request, cluster, method, there if most is None else most) for method in METHODS],
+        "bounds": [_shortest(request, cluster, method, num_devices if most is None else most) for method in METHODS],
     }
 
 
@@ -476,11 +476,11 @@ def _shortest(request: Request, cluster: Cluster, method: str, most: int | None)
     }
 
 
-def _print_bounds(request: Request, found: dict[str, Any]) -> None:
-    limits = found["thresholds"]
+def _print_bounds(request: Request, answer: dict[str, Any]) -> None:
+    limits = answer["thresholds"]
     print(
         f"\nlower bounds from a paper's analysis with nominal peaks, not predictions\nbatches of at most "
-        f"{found['batch']:,} sequences of {request.config.data.sequence_length:,} tokens, efficiency at least "
+        f"{answer['batch']:,} sequences of {request.config.data.sequence_length:,} tokens, efficiency at least "
         f"{request.flags['least_efficiency']:.0%} of the peak (Lamy-Poirier 2021)"
     )
     print(
@@ -488,7 +488,7 @@ def _print_bounds(request: Request, found: dict[str, Any]) -> None:
         f"tensor traffic is never hidden and adds {limits['inside']:,.0f} / intensity to the time\n"
     )
     rows = []
-    for each in found["bounds"]:
+    for each in answer["bounds"]:
         if "problem" in each:
             print(f"{each['method']}: {each['problem']}")
             continue

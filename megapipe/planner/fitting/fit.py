@@ -64,12 +64,12 @@ class Optimum(NamedTuple):
 
         It is infinite for parameters that no error depends on. All are infinite if the slopes are linearly dependent.
         """
-        found = np.full(len(self.point), np.inf)
+        deviations = np.full(len(self.point), np.inf)
         used = self.slopes.any(axis=0)
         slopes = self.slopes[:, used]
         if used.any() and np.linalg.matrix_rank(slopes, tol=DEPENDENT * np.linalg.norm(slopes, 2)) == used.sum():
-            found[used] = error * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
-        return tuple(map(float, found))
+            deviations[used] = error * np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
+        return tuple(map(float, deviations))
 
 
 def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Parameter]) -> Optimum:
@@ -80,10 +80,10 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
     from scipy.optimize import least_squares  # the import takes a quarter of a second
 
     low, high, start, step = (np.array([each[place] for each in parameters]) for place in range(1, 5))
-    found = least_squares(
+    solution = least_squares(
         errors, start, bounds=(low, high), x_scale=step, method="dogbox", diff_step=step / start, ftol=1e-6
     )
-    return Optimum(found.x, found.jac)
+    return Optimum(solution.x, solution.jac)
 
 
 FittingRow = Union["PublishedRun", "MeasuredRow"]
@@ -243,8 +243,8 @@ def _errors_of(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | No
     def errors(point: Floats) -> Floats:
         machine = _machine(hardware, point)
         speeds = (row.speeds(row.predict(machine)) for row in rows)
-        found = np.array([np.log(predicted / measured) for predicted, measured in speeds])
-        return found if prior is None else np.concatenate([found, prior.errors(point)])
+        log_errors = np.array([np.log(predicted / measured) for predicted, measured in speeds])
+        return log_errors if prior is None else np.concatenate([log_errors, prior.errors(point)])
 
     return errors
 
@@ -335,11 +335,11 @@ class PublishedRun:
 
     def predict(self, hardware: Hardware) -> Estimate:
         """Return the fastest of the candidates that fit in memory. Raises ConfigError if none fits."""
-        found = [estimate(each, hardware, assumptions=self.conditions.assumptions) for each in self.candidates()]
-        fitting = [each for each in found if each.fits]
+        estimates = [estimate(each, hardware, assumptions=self.conditions.assumptions) for each in self.candidates()]
+        fitting = [each for each in estimates if each.fits]
         if not fitting:
             raise ConfigError(
-                f"row {self.name}: none of {len(found)} layouts fits the memory of {hardware.name!r}; use devices "
+                f"row {self.name}: none of {len(estimates)} layouts fits the memory of {hardware.name!r}; use devices "
                 "with more memory"
             )
         return min(fitting, key=lambda each: each.step_seconds)
@@ -554,15 +554,15 @@ def read_rows(path: str) -> tuple[MeasuredRow, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rows file {path!r} cannot be read: {error}; choose a readable YAML file") from None
     problems: list[str] = []
-    found = []
+    rows = []
     for index, row in enumerate(read_dataclass(RowsFile, text, path, LARGEST_FILE).rows):
         overrides = [f"--{name}={value}" for name, value in row.overrides.items()]
         arguments = ["--config", str(Path(path).parent / row.config), *overrides]
         try:
             config = parse_as(BertPretrainConfig if row.model == "bert" else PretrainConfig, arguments)
-            found.append(MeasuredRow(row.name, config, row.devices, row.step_seconds, f"measured, {path}"))
+            rows.append(MeasuredRow(row.name, config, row.devices, row.step_seconds, f"measured, {path}"))
         except ConfigError as error:
             problems += [f"{path}: rows[{index}] {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return tuple(found)
+    return tuple(rows)

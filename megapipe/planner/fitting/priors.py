@@ -163,14 +163,14 @@ def law_of(device: Device, dtype: str, rates: Mapping[int, float]) -> Efficiency
 
 def half_size_of(rates: Mapping[int, float], launch: float) -> float:
     """Fit half_size to products of about three sizes. rates: TFLOP/s by size. launch: known seconds of a launch."""
-    slope, endless = _third_roots(rates, launch)
-    return slope / endless
+    slope, intercept = _third_roots(rates, launch)
+    return slope / intercept
 
 
 def ceiling_of(device: Device, dtype: str, rates: Mapping[int, float], launch: float) -> float:
     """Return the share of the peak that an infinitely large product would reach. See `half_size_of` for arguments."""
-    _, endless = _third_roots(rates, launch)
-    return endless**-3 / device.peak(dtype)
+    _, intercept = _third_roots(rates, launch)
+    return intercept**-3 / device.peak(dtype)
 
 
 def _third_roots(rates: Mapping[int, float], launch: float) -> tuple[float, float]:
@@ -181,8 +181,8 @@ def _third_roots(rates: Mapping[int, float], launch: float) -> tuple[float, floa
     """
     sizes = np.array(list(rates), dtype=np.float64)
     seconds = np.array([_seconds(size, rate) for size, rate in rates.items()]) - launch
-    slope, start = np.polyfit(1.0 / sizes, (seconds / (2.0 * sizes**3)) ** (1.0 / 3.0), 1)
-    return float(slope), float(start)
+    slope, intercept = np.polyfit(1.0 / sizes, (seconds / (2.0 * sizes**3)) ** (1.0 / 3.0), 1)
+    return float(slope), float(intercept)
 
 
 def _seconds(size: int, rate: float) -> float:
