@@ -31,7 +31,7 @@ from megapipe.training.validation import validate
 
 
 def run_dry_run(request: Request) -> int:
-    """Check a configuration of any number of ranks; status 2 if a rank does not fit the devices of --hardware."""
+    """Check a configuration for any number of ranks; exit status 2 if a rank needs more memory than --hardware has."""
     file_request = request.for_file(request.flags["file"])
     config, devices = file_request.config, file_request.devices()
     check_folders(request.flags["write_layout"])
@@ -145,7 +145,7 @@ def _without_auto(
     config: PretrainConfig, hardware: Hardware | None, devices: int, say: Callable[[str], None]
 ) -> PretrainConfig:
     """Return the configuration with training.precision auto and recompute.method auto replaced. Raises ConfigError if
-    one of them is set but no machine is given."""
+    one of them is auto but no machine is given."""
     automatic = [
         name
         for name, value in (
@@ -194,7 +194,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:
-    """Return the device type of --hardware, else that of parallel.device, in which auto means GPUs."""
+    """Return the device type of --hardware, or else that of parallel.device, where auto means GPUs."""
     if hardware is not None:
         return hardware_device_type(hardware)
     return "cpu" if request.config.parallel.device == "cpu" else "cuda"

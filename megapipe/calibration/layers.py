@@ -82,7 +82,7 @@ BLOCKS = 4
 caches."""
 MICROBATCHES = 2
 WARM_UP = 1
-"""Number of first steps that are not measured, because they allocate memory."""
+"""Number of initial steps that are not measured, because they allocate memory."""
 NANOSECOND = 1e-9
 
 Halves = Literal["whole", "apart"]
@@ -115,7 +115,7 @@ class StepTimes:
 
 
 def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> PretrainConfig:
-    """Return the configuration of the measured run: one rank, a stage per layer, few blocks and micro-batches."""
+    """Return the configuration of the measured run: one pipeline rank, one layer per stage, few blocks."""
     blocks = min(config.model.num_layers, BLOCKS)
     apart = halves == "apart"
     # The halves of a backward take the same time with recomputation, so both are measured in one run.

@@ -1,4 +1,4 @@
-"""Choices of the planner at the start of a run: the layout of --plan, and recompute.method auto."""
+"""Let the planner choose at the start of a run: the layout for --plan, and the method for recompute.method auto."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -31,8 +31,8 @@ def planned(
 ) -> tuple[PretrainConfig, str]:
     """Return the configuration with the best layout filled in, and a line about it.
 
-    Every rank plans by itself and gets the same result, which depends only on the configuration, the kind of machine
-    and the number of ranks.
+    Every rank plans independently and gets the same result, which depends only on the configuration, the kind of
+    machine and the number of ranks.
 
     plan: `auto`, a preset or a hardware file. environment: environment variables of the process; torchrun sets the
     number of ranks per node in them.
@@ -58,7 +58,7 @@ def planned(
     best = findings.best
     chosen = best.config
     if given.config.recompute.method == "auto":
-        # The search only tries methods for all blocks. In the chosen layout, a choice by budget is at least as fast.
+        # The search only tries one method for all blocks. In the chosen layout, auto is at least as fast.
         auto = given.config.recompute
         named = auto.hardware if plan == AUTO or auto.hardware is not None else plan
         chosen = replace(chosen, recompute=replace(auto, hardware=named))
@@ -71,7 +71,7 @@ def planned(
 
 
 def this_machine(device: str, per_node: int, option: str = "--plan") -> Hardware:
-    """Return the preset of the devices of this host, with one device per node for each rank on this node.
+    """Return the preset of the devices of this host, in nodes with one device for each rank on this node.
 
     device: as in parallel.device. option: the option that accepts a hardware file instead, for messages. Raises
     ConfigError for a GPU without a preset.

@@ -54,7 +54,7 @@ class Rates:
         return math.nan if math.isnan(loading) else min(self.ingestion, loading)
 
     def _fetching(self, cached: float) -> float:
-        """Return the seconds of storage per token."""
+        """Return the seconds per token that storage adds."""
         if not 0 <= cached <= 1:
             raise ValueError(f"cached is {cached}; it is a share, from 0 to 1")
         if cached == 1:
@@ -346,7 +346,7 @@ def measure(
 
     The differences are stalls. Each run opens its files again, because mapped files cannot be removed from memory.
     train: trains on a batch and returns at its end. make_cold: removes the files from memory, and returns False if
-    that failed. warm_up: first steps of each run, which are not measured.
+    that failed. warm_up: number of first steps of each run that are not measured.
     """
 
     def training() -> StepTime:
@@ -413,7 +413,7 @@ class ModelHere:
         self._step = 0
 
     def train(self, batch: StepBatch) -> None:
-        """Run one optimizer step with learning rate 0 to its end."""
+        """Run one optimizer step with learning rate 0, and wait for its end."""
         self.replica.engine.run(StepInput(self._step, batch.contexts, batch.token_counts, learning_rate=0.0))
         self._step += 1
 
@@ -467,7 +467,7 @@ def measure_stalls(
 ) -> StallReport:
     """Measure the first steps of a run, as one of its data-parallel replicas runs them.
 
-    ingestion: tokens per second of all replicas, if the model must not run here. choose_recompute: as in `pretrain`.
+    ingestion: tokens per second of all replicas, None to run the model here. choose_recompute: see `pretrain`.
 
     Raises ConfigError, DataError or LaunchError before the measurement starts.
     """

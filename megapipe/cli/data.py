@@ -1,4 +1,4 @@
-"""`megapipe data`: commands on shards, and `stalls`, which trains to measure waits for data."""
+"""`megapipe data`: commands for shards, and `stalls`, which trains to measure waits for data."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def _is_for_user(error: Exception) -> bool:
 
 
 def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
-    # Importing torch takes a second, which --help need not wait for.
+    # Imported here because torch takes a second, and --help should not wait for it.
     from megapipe.calibration.planning import with_recompute
     from megapipe.calibration.stalls import measure_stalls
     from megapipe.planner.command.planning import check_folders
@@ -68,7 +68,7 @@ def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
 
 
 def stalls_parser() -> OneLineParser:
-    """Return the parser of `megapipe data stalls`; the options of a run are parsed apart from its own."""
+    """Return the parser of `megapipe data stalls`; options of the training run are parsed separately."""
     parser = tool_parser("megapipe data stalls", STALLS_DESCRIPTION, STALLS_EXAMPLES)
     parser.usage = "megapipe data stalls --config FILE [options] [--group.field VALUE ...]"
     parser.add_argument("--config", metavar="FILE", help="YAML file, as for megapipe train")
@@ -141,8 +141,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="show counts, document lengths and decoded samples")
     inspect.add_argument("prefix", help="path of the shard without .bin or .idx")
-    inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to decode (3)")
-    inspect.add_argument("--tokenizer", metavar="NAME", help="tokenizer of the samples (the manifest's)")
+    inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to decode (default 3)")
+    inspect.add_argument("--tokenizer", metavar="NAME", help="tokenizer of the samples (default: from the manifest)")
     inspect.add_argument("--histogram", metavar="FILE", help="draw the lengths of documents: .png, .svg or .pdf")
 
     verify = commands.add_parser("verify", help="read every byte and check it against header, index and manifest")

@@ -137,7 +137,7 @@ def communication(findings: Diagnosis) -> None:
         socket.getaddrinfo(host, None)
     except OSError as error:
         findings.problems.append(
-            f"the name of this host, {host}, has no address ({error.strerror}), so ranks cannot meet: add it to "
+            f"the name of this host, {host}, has no address ({error.strerror}), so ranks cannot connect: add it to "
             "/etc/hosts"
         )
 

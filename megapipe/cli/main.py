@@ -70,7 +70,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _calibrate(name: str, request: "Request") -> int:
-    # Importing torch takes a second, which the planner's own commands need not wait for.
+    # Imported here because torch takes a second, and the planner's own commands should not wait for it.
     from megapipe.calibration.commands import HANDLERS
 
     return HANDLERS[name](request)

@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, summary in (
         ("list", _list, "print a table of runs"),
         ("show", _show, "print one run: configuration, starts, step time, events, memory"),
-        ("compare", _compare, "print figures and differing configuration of runs side by side"),
-        ("plot", _plot, "draw loss curves of runs over each other"),
+        ("compare", _compare, "print the figures and the configuration differences of runs side by side"),
+        ("plot", _plot, "draw the loss curves of several runs in one picture"),
     ):
         command = commands.add_parser(name, help=summary, description=summary, parents=[formatted])
         command.set_defaults(run=run)
@@ -289,7 +289,7 @@ def _time_lines(run: Run) -> list[str]:
                 f"{seconds_text(max(values)):>9}"
             )
     else:
-        rows.append("no parts of a step were measured (every reliability.stragglers_every steps)")
+        rows.append("the parts of a step were not measured (reliability.stragglers_every sets how often)")
     rest = run.seconds - run.step_seconds - run.evaluation_seconds - run.save_seconds
     saves = duration_text(run.save_seconds) if run.save_seconds or not run.num_saves else NONE
     rows.append(
@@ -302,7 +302,7 @@ def _time_lines(run: Run) -> list[str]:
 def _memory_lines(run: Run) -> list[str]:
     peaks = run.ranks.get("peak_bytes")
     if not peaks:
-        return ["no memory was measured (every reliability.stragglers_every steps)"]
+        return ["memory was not measured (reliability.stragglers_every sets how often)"]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     return [
         f"peak per rank: {bytes_text(min(peaks))} to {bytes_text(peaks[rank])} (rank {rank}), up to step "

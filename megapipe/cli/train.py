@@ -333,7 +333,7 @@ def _job(flags: argparse.Namespace) -> Job:
     if "RANK" in os.environ:
         raise ConfigError(
             f"-n, --nodes, --rendezvous and --restarts start ranks, but this process is rank {os.environ['RANK']} "
-            "already, as RANK says: leave them out under torchrun, or unset RANK"
+            "already (RANK is set): leave them out under torchrun, or unset RANK"
         )
     job = Job(flags.ranks or 1, flags.nodes or 1, flags.rendezvous, flags.restarts or 0)
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))

@@ -46,9 +46,9 @@ examples:
 EVALUATE_DESCRIPTION = """\
 Print the loss, the perplexity and, for a BERT, the accuracies of a trained model on a data shard.
 
-By default the shard is the one that the model was trained on, and its validation split is used, as evaluations during
-training do. The numbers do not depend on the layout that trained the model, nor on the one that evaluates it. Weights
-and gradients are in memory.
+By default the shard is the one that the model was trained on, and its validation split is used, as in evaluations
+during training. The numbers do not depend on the layout that trained the model, nor on the layout of the evaluation.
+Memory holds both weights and gradients.
 """
 EVALUATE_EXAMPLES = """\
 examples:
@@ -332,7 +332,7 @@ def _in_batches(
     pipeline = config.parallel.pipeline
     micro_size = min(micro_size, count // pipeline)
     if micro_size == 0:
-        raise ConfigError(f"{count} samples are too few for {pipeline} pipeline ranks; use at most {count}")
+        raise ConfigError(f"{count} samples are too few for {pipeline} pipeline ranks; use at most {count} ranks")
     size = micro_size * pipeline
     return replace(
         config,

@@ -251,7 +251,7 @@ def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
 
 
 def priced(hardware: Hardware, price: float | None) -> Hardware:
-    """Return the machine with the price of --price_per_hour, if given, for each node; use 0 if you own the machine.
+    """Return the machine with the price of --price_per_hour, if given, for each node; use 0 for your own machine.
 
     Raises ConfigError for a machine with nodes of several kinds.
     """

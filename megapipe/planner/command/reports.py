@@ -76,7 +76,7 @@ NOTE: Final = "note: "
 
 
 class Row(NamedTuple):
-    """A name of a layout and its estimate."""
+    """The name and the estimate of a layout."""
 
     name: str
     estimate: Estimate
@@ -375,9 +375,9 @@ def write_search(
     command: str,
     notes: Sequence[str],
 ) -> None:
-    """Write the report of a search. prediction: the best layout. command: starts it. notes: see `write_prediction`.
+    """Write the report of a search. The pictures compare layouts by their estimates, as a search does.
 
-    The pictures compare layouts by their estimates, as a search does.
+    prediction: of the best layout. command: command that starts it. notes: see `write_prediction`.
     """
     chosen = findings.best
     best = estimate(chosen.config, hardware, node_order=chosen.node_order)

@@ -114,8 +114,8 @@ def run_search(request: Request) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector: objects of a search live until its end, and scanning them takes a tenth of
-    its time."""
+    """Disable the cyclic garbage collector: objects of a search live until its end, and scanning them would take a
+    tenth of its time."""
     collecting = gc.isenabled()
     gc.disable()
     try:

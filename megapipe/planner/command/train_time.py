@@ -252,7 +252,7 @@ def shortest(
     max_devices: int | None = None,
     least_efficiency: float = 0.0,
 ) -> tuple[MethodLayout, float]:
-    """Return the layout that trains fastest within memory, and its seconds.
+    """Return the layout that fits in memory and trains fastest, and its training time in seconds.
 
     The search is exact over tensor sizes that are powers of 2 within a node and divide the heads, stages that divide
     the layers, micro-batches of up to `max_micro_size` sequences, and any number of replicas and micro-batches with at
@@ -296,7 +296,7 @@ def shortest(
 
 
 def _most_that_fit(model: Transformer, cluster: Cluster, layout: MethodLayout) -> int:
-    """Return the largest number of micro-batches, up to the layout's own, that fits in memory; 0 for none."""
+    """Return the largest number of micro-batches, up to that of the layout, that fits in memory; 0 for none."""
     if memory_bytes(model, layout) <= cluster.memory_bytes:
         return layout.microbatches
     return bisect_right(
@@ -449,7 +449,7 @@ def _batch(request: Request) -> int:
 def _shortest(request: Request, cluster: Cluster, method: str, most: int | None) -> dict[str, Any]:
     """Return the figures of the fastest layout of a method on at most `most` devices, or the reason why there is none.
 
-    The intensity of traffic that a layout does not have is null.
+    Intensities of traffic that the layout does not have are None.
     """
     model, flags = _transformer(request), request.flags
     limits = {"max_devices": most, "least_efficiency": flags["least_efficiency"]}

@@ -269,7 +269,7 @@ def report_lines(result: FitResult, unit: str) -> Iterator[str]:
 
 def parameter_lines(result: FitResult) -> Iterator[str]:
     """Yield a line for each parameter before and after the fit, with its standard deviation in percent."""
-    yield f"{'share':<10}{'before':>16}{'fitted':>17}  +-: one standard deviation, a row's being {ROW_ERROR:.0%}"
+    yield f"{'share':<10}{'before':>16}{'fitted':>17}  +-: one standard deviation, if that of a row is {ROW_ERROR:.0%}"
     for each, spread in zip(PARAMETERS, result.spreads, strict=True):
         share = getattr(result.efficiency, each.name)
         after = f"{share:.3f} +-{spread / share:4.0%}" if isfinite(spread) else f"{share:.3f}, not determined"
@@ -533,7 +533,7 @@ class MeasuredRow:
     source: str
 
     def predict(self, hardware: Hardware) -> Estimate:
-        """Return the estimate on a machine, even if the run seems not to fit: it was measured, so it fits."""
+        """Return the estimate on a machine, even if the run does not fit in memory by prediction, because it ran."""
         return estimate(self.config, hardware, world_size=self.devices)
 
     def speeds(self, estimate: Estimate) -> tuple[float, float]:

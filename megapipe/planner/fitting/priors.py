@@ -32,7 +32,7 @@ ROW_ERROR = 0.03
 
 @dataclass(frozen=True)
 class Rate:
-    """A published rate. reached, nominal: in the same unit, such as bytes per second. source: of `reached`."""
+    """A published rate. reached, nominal: in the same unit, such as bytes/s. source: where `reached` was published."""
 
     what: str
     reached: float
