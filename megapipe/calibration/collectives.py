@@ -300,31 +300,31 @@ def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
     """
     nodes = _nodes(mesh.world.all_gather_object(own))
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device)
-    mine = own.node
+    own_node = own.node
     latencies: list[float] = []
     rates: dict[tuple[int, int], float] = {}
     for pairs in rounds(len(nodes)):
-        for one, two in (each for pair in pairs for each in (pair, pair[::-1]) if mine in pair):
-            peer = nodes[two if mine == one else one][own.local][0]
+        for one, two in (each for pair in pairs for each in (pair, pair[::-1]) if own_node in pair):
+            peer = nodes[two if own_node == one else one][own.local][0]
             mesh.world.barrier()
-            latency = _exchanged(mesh, buffer[:1], peer, sends=mine == one, messages=1) / 2
+            latency = _exchanged(mesh, buffer[:1], peer, sends=own_node == one, messages=1) / 2
             mesh.world.barrier()
-            seconds = _exchanged(mesh, buffer, peer, sends=mine == one, messages=MESSAGES)
-            if mine == one:
+            seconds = _exchanged(mesh, buffer, peer, sends=own_node == one, messages=MESSAGES)
+            if own_node == one:
                 latencies.append(latency)
                 rates[one, two] = MESSAGES * num_bytes / max(seconds - latency, 1e-9)
-        if not any(mine in pair for pair in pairs):
+        if not any(own_node in pair for pair in pairs):
             for _ in range(4):  # for the two measurements in both directions of the other nodes
                 mesh.world.barrier()
-    every = mesh.world.all_gather_object((latencies, rates))
+    results = mesh.world.all_gather_object((latencies, rates))
     matrix = [[0.0] * len(nodes) for _ in nodes]
-    for _, found in every:
-        for (one, two), rate in found.items():
+    for _, rates_of_rank in results:
+        for (one, two), rate in rates_of_rank.items():
             matrix[one][two] += rate
     return NodeLinks(
         hosts=tuple(members[0][1].host for members in nodes),
         devices=tuple(len(members) for members in nodes),
-        latency=median(each for found, _ in every for each in found),
+        latency=median(latency for latencies_of_rank, _ in results for latency in latencies_of_rank),
         bandwidth=tuple(map(tuple, matrix)),
     )
 

@@ -189,8 +189,8 @@ def _stopped_by_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _device(request: Request, hardware: Hardware | None) -> str:
@@ -210,11 +210,11 @@ def _check_memory(result: DryRun, limit: float | None) -> None:
         return
     full = [each for each in result.coordinates if each.peak_bytes > limit]
     if full:
-        most = max(full, key=lambda each: each.peak_bytes)
+        fullest = max(full, key=lambda each: each.peak_bytes)
         raise ConfigError(
             f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
-            f"device; coordinate {most.pipeline} holds {bytes_text(most.peak_bytes)}, "
-            f"{bytes_text(most.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
+            f"device; coordinate {fullest.pipeline} holds {bytes_text(fullest.peak_bytes)}, "
+            f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
         )
 
 

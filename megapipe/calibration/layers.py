@@ -119,7 +119,7 @@ def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> Pretr
     blocks = min(config.model.num_layers, BLOCKS)
     apart = halves == "apart"
     # The halves of a backward take the same time with recomputation, so both are measured in one run.
-    again = "full" if apart and config.recompute.method != "selective" else config.recompute.method
+    method = "full" if apart and config.recompute.method != "selective" else config.recompute.method
     return replace(
         config,
         model=replace(config.model, num_layers=blocks),
@@ -148,7 +148,7 @@ def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> Pretr
         ),
         zero=type(config.zero)(),
         offload=type(config.offload)(),
-        recompute=replace(config.recompute, method=again, every=1, num_blocks=None, logits=_logits(config, apart)),
+        recompute=replace(config.recompute, method=method, every=1, num_blocks=None, logits=_logits(config, apart)),
     )  # fmt: skip
 
 
@@ -182,8 +182,8 @@ class LayerRun:
         """Run a training step with learning rate 0, and return its time in seconds."""
         wait_for(self.mesh.device)
         start = time.perf_counter()
-        given = StepInput(self._step, self._batch.contexts, self._batch.token_counts, learning_rate=0.0)
-        self.replica.engine.run(given)
+        step_input = StepInput(self._step, self._batch.contexts, self._batch.token_counts, learning_rate=0.0)
+        self.replica.engine.run(step_input)
         wait_for(self.mesh.device)
         self._step += 1
         return time.perf_counter() - start
@@ -230,7 +230,7 @@ def measure_cell(
     apart = LayerRun(config, cell, device, "apart", mesh).times(steps)
 
     def row(kind: str) -> MeasuredLayer:
-        again = apart.seconds.get((Kind.RECOMPUTE, kind), 0.0)
+        recompute = apart.seconds.get((Kind.RECOMPUTE, kind), 0.0)
         return MeasuredLayer(
             kind=kind,  # type: ignore[arg-type]
             tensor=cell.tensor,
@@ -240,7 +240,7 @@ def measure_cell(
             backward=whole.seconds[Kind.BACKWARD, kind],
             backward_input=apart.seconds[Kind.BACKWARD_INPUT, kind],
             backward_weight=apart.seconds[Kind.BACKWARD_WEIGHT, kind],
-            recompute=again,
+            recompute=recompute,
         )
 
     return [row(kind) for kind in LAYER_KINDS], whole

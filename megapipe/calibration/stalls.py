@@ -487,15 +487,15 @@ def measure_stalls(
     mesh = initialize({}, device=config.parallel.device)
     samples = config.batch.global_size
     tokens = samples * config.data.sequence_length
-    given = None if ingestion is None else ingestion / num_replicas
+    replica_ingestion = None if ingestion is None else ingestion / num_replicas
     num_samples = len(open_samples(config, "train"))
     consumer: Consumer
-    if given is None:
+    if replica_ingestion is None:
         config = choose_recompute(with_precision(config, mesh, None, say), mesh, say)
         model = ModelHere(config, mesh)
         consumer, train = model.replica, model.train
     else:
-        pause = StandIn(family_of(config), tokens / given)
+        pause = StandIn(family_of(config), tokens / replica_ingestion)
         consumer, train = pause, pause.train
     shards = ColdShards(config.data.prefixes)
     measurement = measure(
@@ -514,7 +514,7 @@ def measure_stalls(
         num_steps=num_steps,
         num_replicas=num_replicas,
         device=str(mesh.device),
-        given_ingestion=given,
+        given_ingestion=replica_ingestion,
         not_cold=shards.why_not,
         resident_share=shards.resident,
         read_share=shards.read,

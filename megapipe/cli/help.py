@@ -174,9 +174,9 @@ def _mentions(action: Action, name: str, group: str) -> bool:
 
 def _listed(texts: Iterable[str]) -> str:
     """Join the first few texts and the number of the others. Lines do not break within a text."""
-    every = [text.replace(" ", "\u00a0") for text in texts]
-    rest = f" and {len(every) - _LONGEST} more" if len(every) > _LONGEST else ""
-    return ", ".join(every[:_LONGEST]) + rest
+    unbroken = [text.replace(" ", "\u00a0") for text in texts]
+    rest = f" and {len(unbroken) - _LONGEST} more" if len(unbroken) > _LONGEST else ""
+    return ", ".join(unbroken[:_LONGEST]) + rest
 
 
 def _row(topic: str, text: str, width: int) -> list[str]:

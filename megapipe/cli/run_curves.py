@@ -50,8 +50,8 @@ def curve_of(run: Run, name: str, axis: Axis) -> Curve:
     held_out = sorted(run.history.evaluation)
     losses = smoothed(np.array([run.history.training[step] for step in training], dtype=np.float64))
     x = np.interp(training, steps, places) if len(steps) else np.zeros(0)
-    every = max(1, math.ceil(len(x) / MAX_POINTS))
-    chosen = np.unique(np.append(np.arange(0, len(x), every), len(x) - 1)) if len(x) else np.zeros(0, dtype=int)
+    stride = max(1, math.ceil(len(x) / MAX_POINTS))
+    chosen = np.unique(np.append(np.arange(0, len(x), stride), len(x) - 1)) if len(x) else np.zeros(0, dtype=int)
     return Curve(
         name,
         x[chosen],

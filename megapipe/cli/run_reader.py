@@ -309,9 +309,9 @@ def _merge_starts(run: Run, recorded: dict[str, RunStart]) -> None:
             run.layout = {name: size for name, size in entry["layout"].items() if type(size) is int}
         listed.append(start)
     run.starts = sorted([*listed, *recorded.values()], key=lambda each: each.started or 0.0)
-    for each in run.starts[:-1]:
-        if each.status == RUNNING:
-            each.status = KILLED
+    for earlier in run.starts[:-1]:
+        if earlier.status == RUNNING:
+            earlier.status = KILLED
     if run.starts and run.starts[-1].status == RUNNING and run.last_record is not None:
         run.starts[-1].ended = max(run.last_record, run.starts[-1].started or 0.0)
 

@@ -69,8 +69,8 @@ def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """Return the probabilities of tokens, float64 [n, v], after temperature (above 0), then top-k, then top-p."""
     scores = logits.double() / settings.temperature
     if settings.top_k is not None and settings.top_k < scores.shape[-1]:
-        least = scores.topk(settings.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
+        threshold = scores.topk(settings.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < threshold, -torch.inf)
     shares = torch.softmax(scores, dim=-1)
     if settings.top_p == 1.0:
         return shares
@@ -221,8 +221,8 @@ class _Growth:
         chosen = torch.zeros(len(texts), dtype=torch.int64, device=mesh.device)
         if logits is not None:
             numbers = [uniform(self._settings.seed, text.prompt, text.sample, len(text.tokens)) for text in texts]
-            known = logits[: len(texts), : self._limits.vocabulary_size]
-            chosen = pick(known, self._settings, numbers)
+            valid_logits = logits[: len(texts), : self._limits.vocabulary_size]
+            chosen = pick(valid_logits, self._settings, numbers)
         mesh.world.broadcast(chosen, self._model.last_rank)
         for text, token in zip(texts, chosen.tolist(), strict=True):
             if text.finished:

@@ -37,11 +37,11 @@ def run_predict(request: Request) -> int:
     check_folders(request.flags["html"])
     hardware, prediction, remarks = _prediction(request)
     answer = prediction.estimate
-    facts, said = training_facts(request, answer, hardware)
+    facts, training_lines = training_facts(request, answer, hardware)
     if request.flags["html"] is not None or request.flags["pictures"] is not None:
         from megapipe.planner.command.reports import write_prediction  # imported only if something is drawn
 
-        write_prediction(request, hardware, prediction, [*remarks, *said])
+        write_prediction(request, hardware, prediction, [*remarks, *training_lines])
     if request.flags["json"]:
         print(json.dumps(answer.as_json() | facts | {"remarks": remarks}, indent=2))
         return 0
@@ -52,7 +52,7 @@ def run_predict(request: Request) -> int:
     print_terms(answer)
     print()
     print_memory(answer)
-    for line in said:
+    for line in training_lines:
         print(f"\n{line}")
     return 0
 
@@ -128,13 +128,13 @@ def print_terms(answer: Estimate) -> None:
 def print_memory(answer: Estimate) -> None:
     """Print the memory of a rank at each pipeline coordinate."""
     names = ("weights", "master", "gradients", "moments", "activations", "buffers", "messages", "temporaries", "total")
-    alike = len(set(answer.memory_limits)) == 1
+    same_limits = len(set(answer.memory_limits)) == 1
     rows = [
         {"coordinate": str(place)} | {name: bytes_text(getattr(memory, name)) for name in names}
         for place, memory in enumerate(answer.memory)
     ]
     limit = f"a device has {bytes_text(answer.memory_limit)}"
-    if not alike:
+    if not same_limits:
         limit = "device: memory of the smallest device at the coordinate"
         rows = [row | {"device": bytes_text(each)} for row, each in zip(rows, answer.memory_limits, strict=True)]
     print_cells(rows, f"memory of a rank by pipeline coordinate; {limit}")

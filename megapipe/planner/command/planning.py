@@ -189,8 +189,8 @@ def planned_config(
     Raises ConfigError with every rule that single fields break; data.prefix may be missing.
     """
     config, remarks = request.config, []
-    written = request.flags.get("config") or any(path.partition(".")[0] == "model" for path in request.given)
-    if not written:
+    model_given = request.flags.get("config") or any(path.partition(".")[0] == "model" for path in request.given)
+    if not model_given:
         model = config.model
         remarks.append(
             f"no model was given, so this is the default one with {model.num_layers} layers of hidden size "

@@ -128,13 +128,13 @@ def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by term"
     _rows(axes, len(rows), max(row.estimate.step_seconds for row in rows), "{x:g} s")
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.get_yticklabels()[0].set_fontweight("bold")
-    for place, (_, each) in enumerate(rows):
-        step_text = seconds_text(each.step_seconds)
-        if each.fits:
+    for place, (_, prediction) in enumerate(rows):
+        step_text = seconds_text(prediction.step_seconds)
+        if prediction.fits:
             _after(axes, place, step_text, INK, 12)
         else:
             _after(axes, place - 0.2, step_text, SOFT, 10)
-            _after(axes, place + 0.25, f"too large by {bytes_text(each.missing_bytes)}", LIMIT, 9)
+            _after(axes, place + 0.25, f"too large by {bytes_text(prediction.missing_bytes)}", LIMIT, 9)
     _legend(axes)
     return axes.figure  # type: ignore[return-value]
 
@@ -164,11 +164,11 @@ def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
         if not covered:
             number = {"ha": "center", "va": "center", "weight": "bold", "fontsize": 11}
             axes.text(x[index], y[index], str(index + 1), number, color=PAPER, zorder=4)
-    for index, each in enumerate(front[:MOST_ROWS]):
-        cells = (str(index + 1), f"{each.tokens_per_second:,.0f}", bytes_text(each.peak_bytes))
+    for index, layout in enumerate(front[:MOST_ROWS]):
+        cells = (str(index + 1), f"{layout.tokens_per_second:,.0f}", bytes_text(layout.peak_bytes))
         for place, cell in zip((84, 176, 250), cells, strict=True):
             _below(axes, place, index, cell, "right", INK if index == 0 else SOFT)
-        _below(axes, 268, index, layout_text(each.config), "left", INK if index == 0 else SOFT)
+        _below(axes, 268, index, layout_text(layout.config), "left", INK if index == 0 else SOFT)
     if len(front) > MOST_ROWS:
         _below(axes, 268, MOST_ROWS, f"and {len(front) - MOST_ROWS} slower ones", "left", SOFT)
     return axes.figure  # type: ignore[return-value]

@@ -72,7 +72,7 @@ def run_search(request: Request) -> int:
             report=report,
         )
     best = findings.best
-    facts, said = training_facts(request, best.estimate, hardware)
+    facts, training_lines = training_facts(request, best.estimate, hardware)
     file = OUTPUT_NAME if flags["write_config"] is None else str(flags["write_config"])
     command = launch_command(best.config, hardware, best.estimate.world_size, file)
     if flags["html"] is not None or flags["pictures"] is not None:
@@ -81,7 +81,7 @@ def run_search(request: Request) -> int:
         prediction = replace(prediction, estimate=best.estimate)  # the page prints the same figures as the table
         from megapipe.planner.command.reports import write_search  # imported only if something is drawn
 
-        write_search(request, hardware, prediction, findings, command, [*remarks, *said])
+        write_search(request, hardware, prediction, findings, command, [*remarks, *training_lines])
     if flags["write_config"] is not None:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
     advice = advised(request, best.config, hardware, devices)
@@ -106,7 +106,7 @@ def run_search(request: Request) -> int:
     if best.node_order is not None:
         print(f"\norder of the nodes, chosen by measured links: {' '.join(map(str, best.node_order))}")
     print_advice(advice)
-    for line in said:
+    for line in training_lines:
         print(f"\n{line}")
     _print_start(request, hardware, best, command)
     return 0
@@ -152,8 +152,8 @@ def print_findings(findings: Findings, top: int) -> None:
         print(f"hint: {hint}")
     if findings.alternatives:
         print("\ninstead:")
-        for each in findings.alternatives:
-            print(f"  {each.name}: {each.reason}")
+        for alternative in findings.alternatives:
+            print(f"  {alternative.name}: {alternative.reason}")
 
 
 _COMPARED = {

@@ -275,8 +275,8 @@ def shortest(
         cap = batch_size if max_devices is None else max_devices // (pipeline * tensor)
         for data in {min(cap, count) for count in replicas[micro_size]} - {0}:
             # More micro-batches never reduce efficiency, they only take memory: the largest number that fits is best.
-            most = batch_size // (micro_size * data)
-            layout = MethodLayout(method, data, pipeline, tensor, micro_size, most)
+            max_microbatches = batch_size // (micro_size * data)
+            layout = MethodLayout(method, data, pipeline, tensor, micro_size, max_microbatches)
             count = _most_that_fit(model, cluster, layout)
             layout = replace(layout, microbatches=max(1, count))
             least = min(least, memory_bytes(model, layout))
@@ -488,19 +488,19 @@ def _print_bounds(request: Request, answer: dict[str, Any]) -> None:
         f"tensor traffic is never hidden and adds {limits['inside']:,.0f} / intensity to the time\n"
     )
     rows = []
-    for each in answer["bounds"]:
-        if "problem" in each:
-            print(f"{each['method']}: {each['problem']}")
+    for bound in answer["bounds"]:
+        if "problem" in bound:
+            print(f"{bound['method']}: {bound['problem']}")
             continue
-        sizes = [each["layout"][name] for name in ("data", "pipeline", "tensor", "micro_size", "microbatches")]
-        intensities = each["intensities"].values()
+        sizes = [bound["layout"][name] for name in ("data", "pipeline", "tensor", "micro_size", "microbatches")]
+        intensities = bound["intensities"].values()
         rows.append(
             [
-                each["method"],
-                f"{each['days']:,.1f}",
-                *(f"{size:,}" for size in (each["devices"], *sizes)),
-                f"{each['efficiency']:.0%}",
-                bytes_text(each["memory_bytes"]),
+                bound["method"],
+                f"{bound['days']:,.1f}",
+                *(f"{size:,}" for size in (bound["devices"], *sizes)),
+                f"{bound['efficiency']:.0%}",
+                bytes_text(bound["memory_bytes"]),
                 *("none" if value is None else f"{value:,.0f}" for value in intensities),
             ]
         )

@@ -270,14 +270,14 @@ def report_lines(result: FitResult, unit: str) -> Iterator[str]:
 def parameter_lines(result: FitResult) -> Iterator[str]:
     """Yield a line for each parameter before and after the fit, with its standard deviation in percent."""
     yield f"{'share':<10}{'before':>16}{'fitted':>17}  +-: one standard deviation, if that of a row is {ROW_ERROR:.0%}"
-    for each, spread in zip(PARAMETERS, result.spreads, strict=True):
-        share = getattr(result.efficiency, each.name)
+    for parameter, spread in zip(PARAMETERS, result.spreads, strict=True):
+        share = getattr(result.efficiency, parameter.name)
         after = f"{share:.3f} +-{spread / share:4.0%}" if isfinite(spread) else f"{share:.3f}, not determined"
         before, origin = "unknown", ""
         if result.prior is not None:
-            belief = result.prior.beliefs[each.name]
+            belief = result.prior.beliefs[parameter.name]
             before, origin = f"{belief.mean:.3f} +-{result.prior.width:4.0%}", f"  before: {belief.origin}"
-        yield f"{each.name:<10}{before:>16}{after:>17}{origin}"
+        yield f"{parameter.name:<10}{before:>16}{after:>17}{origin}"
 
 
 def _row_line(row: RowResult) -> str:
