@@ -1,6 +1,6 @@
 """Terms of an estimated step. A walk through the schedule's order gives the time of its micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, TypeVar
@@ -50,23 +50,23 @@ def waiting_of(
     """
     if costs.latency.shape[-1] == 1:
         return Waiting(0.0, 0.0, float(after[0]))
-    links = np.array([0.0, 1.0, 1.0])[:, None, None]
-    cases = costs.repeated(3)
+    links = np.array([0.0, 1.0])[:, None, None]
+    cases = costs.repeated(2)
     cases = cases._replace(latency=cases.latency * links, transfer=cases.transfer * links)
-    ends = step_seconds(name, options, cases, num_microbatches, np.array([0.0, 0.0, 1.0])[:, None] * after)
-    alone, whole, later = (float(end) for end in ends)
+    (alone, whole), (_, later) = step_seconds(name, options, cases, num_microbatches, (0.0, after)).tolist()
     bubble = max(0.0, alone - num_microbatches * work)
     return Waiting(bubble, max(0.0, whole - num_microbatches * work - bubble), later - whole)
 
 
 def step_seconds(
-    name: str, options: Options, costs: OrderCosts, num_microbatches: int, after: Floats | None = None
+    name: str, options: Options, costs: OrderCosts, num_microbatches: int, afters: Sequence[Floats | float] = (0.0,)
 ) -> Floats:
-    """Return the seconds of a step up to its last backward, for each layout; without a flush, of a later step.
+    """Return the seconds of a step up to the end of each of `afters`, shape [afters, layouts]; without a flush, of a
+    later step.
 
     A long step is not walked in full if a shorter one shows that all ranks' times repeat (`OrderGraph.slope`): the
-    time that the remaining micro-batches add is then exact. See `OrderGraph.finish` for `after`, and `waiting_of` for
-    the other arguments.
+    time that the remaining micro-batches add is then exact. afters: seconds of work after each rank's last action, see
+    `OrderGraph.finish`. See `waiting_of` for the other arguments.
     """
     ranks = costs.latency.shape[-1]
     generator = find_generator(name)
@@ -82,10 +82,10 @@ def step_seconds(
         ends = graph.ends(costs)
         slope = graph.slope(ends, period)
         if slope is not None:
-            finish = graph.finish(ends, costs.after_backward, after)
+            finish = graph.finish(ends, costs.after_backward, afters)
             return finish + (num_microbatches - shown) // period * slope
     graphs = _graphs(*key, num_microbatches)
-    finishes = [graph.finish(graph.ends(costs), costs.after_backward, after) for graph in graphs]
+    finishes = [graph.finish(graph.ends(costs), costs.after_backward, afters) for graph in graphs]
     return finishes[0] if len(finishes) == 1 else (finishes[1] - finishes[0]) / (STEPS - STEPS // 2)
 
 

@@ -191,10 +191,11 @@ def iteration_seconds(
 
     forward, backward: seconds of a micro-batch by stage. reduction: seconds after the last backward of each stage.
     """
-    first, second, after = (np.array([each], dtype=np.float64) for each in (forward, backward, reduction))
+    first, second = (np.array([each], dtype=np.float64) for each in (forward, backward))
     none, links = np.zeros_like(first), np.zeros((1, first.size, first.size))
     costs = OrderCosts(none, first, none, second, none, none, links, links)
-    return float(step_seconds(ScheduleConfig.name, {}, costs, microbatches, after)[0])
+    after = np.asarray(reduction, dtype=np.float64)
+    return float(step_seconds(ScheduleConfig.name, {}, costs, microbatches, [after])[0, 0])
 
 
 def _fastest(costs: "OpCosts", batch_size: int, recompute: bool, units: int) -> Plan | None:

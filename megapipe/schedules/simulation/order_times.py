@@ -6,6 +6,7 @@ level starts after the end of at most two others. Results are those of `simulate
 and copies to host memory.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -151,17 +152,18 @@ class OrderGraph:
             np.add(found, duration[part], out=end[part])
         return end
 
-    def finish(self, ends: Floats, after_backward: Floats | None = None, after: Floats | None = None) -> Floats:
-        """Return the end of the last rank, shape [layouts].
+    def finish(
+        self, ends: Floats, after_backward: Floats | None = None, afters: Sequence[Floats | float] = (0.0,)
+    ) -> Floats:
+        """Return the end of the last rank for each of `afters`, shape [afters, layouts].
 
-        ends: by `ends`. after_backward: of the costs. after: seconds of work that follows each rank's last action,
-        shape [layouts, ranks].
+        ends: by `ends`. after_backward: of the costs. afters: seconds of work that follows each rank's last action,
+        shape [ranks], or one number for all ranks.
         """
         last = np.maximum.reduceat(ends[self._number[: len(self._taken)]], self._starts)
         if after_backward is not None:
             last = last + np.where(self._last_backward >= 0, after_backward[:, self._last_backward], 0.0).T
-        found: Floats = (last if after is None else last + after.T).max(axis=0)
-        return found
+        return np.stack([(last.T + after).max(axis=1) for after in afters])
 
     def slope(self, ends: Floats, period: int) -> Floats | None:
         """Return the seconds by which a longer step of the same order takes longer for `period` micro-batches more.

@@ -58,7 +58,7 @@ def test_the_walk_of_an_order_is_the_simulation_of_its_schedule(name: str, data:
     stages = ranks * chunks
     costs = random_costs(seed, ranks, stages, layouts=2)._replace(after_backward=None)
     schedule = build(name, ranks, count, recompute=((range(1),),) * stages, **options)
-    found = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
+    (found,) = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
     for layout in range(2):
         exact = simulated(schedule, costs, layout, 1 if schedule.flushes else 4)
         if not schedule.flushes:
@@ -87,7 +87,7 @@ def test_work_after_a_backward_delays_the_next_backward_of_its_rank(name: str, d
     ranks, chunks, count, options = data.draw(orders(name, 12))
     schedule, costs = order(name, ranks, count, **options), random_costs(seed, ranks, ranks * chunks)
     graph = OrderGraph(schedule, 1 if schedule.flushes else 3)
-    (found,) = graph.finish(graph.ends(costs), costs.after_backward)
+    ((found,),) = graph.finish(graph.ends(costs), costs.after_backward)
     assert found == pytest.approx(played(Table.unroll(schedule, 1 if schedule.flushes else 3), costs), rel=1e-12)
 
 
@@ -153,7 +153,7 @@ def test_the_walk_takes_a_group_of_rows_as_one_action(name: str, data: st.DataOb
         assume(False)
     costs, graph = random_costs(seed, ranks, ranks * chunks, layouts=2), OrderGraph(schedule, steps)
     costs = costs._replace(after_backward=None)
-    found = graph.finish(graph.ends(costs))
+    (found,) = graph.finish(graph.ends(costs))
     assert found == pytest.approx([simulated(lowered, costs, layout, steps) for layout in range(2)], rel=1e-12)
 
 
@@ -201,7 +201,7 @@ def test_a_million_micro_batches_are_not_walked_one_by_one(name: str) -> None:
     ones = np.ones((1, stages))
     links = np.zeros((2, 1, ranks, ranks))
     costs = OrderCosts(0 * ones, ones, 0 * ones, 2 * ones, ones, ones, *links)
-    few, many = (float(step_seconds(name, {}, costs, count)[0]) for count in (400, 1_000_000 // stages))
+    few, many = (float(step_seconds(name, {}, costs, count)[0, 0]) for count in (400, 1_000_000 // stages))
     assert many - few == pytest.approx((1_000_000 // stages - 400) * 3 * stages / ranks, rel=1e-9)
 
 

@@ -113,6 +113,6 @@ def test_seconds_of_a_straight_pipeline_are_those_of_a_walk_of_the_schedule(seed
     times = np.array([[sum(layer.seconds for layer in layers[each.first : each.last]) for each in found.stages]])
     none, links = np.zeros_like(times), np.zeros((1, times.size, times.size))
     costs = OrderCosts(none, times / 3, none, times * 2 / 3, none, none, links, links)
-    (walked,) = step_seconds("pipedream", {}, costs, 64)
+    ((walked,),) = step_seconds("pipedream", {}, costs, 64)
     assert [each.workers for each in found.stages] == [1] * 5
     assert walked / 64 == pytest.approx(found.seconds, rel=1e-9)

@@ -167,7 +167,7 @@ def test_throughput_is_that_of_a_walk_of_the_schedule(depth: int, microbatches: 
     stage = 3.0 * 8 / depth
     none, forward, links = np.zeros((1, depth)), np.full((1, depth), stage / 3), np.zeros((1, depth, depth))
     costs = OrderCosts(none, forward, none, 2 * forward, none, none, links, links)
-    (walked,) = step_seconds("2bw", {}, costs, microbatches)
+    ((walked,),) = step_seconds("2bw", {}, costs, microbatches)
     rate = sequences_per_second(model, machine, microbatches, 1, depth, 1, "pipelined")
     assert microbatches / walked == pytest.approx(rate, rel=1e-12)
 
