@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_contestant_gives_back_what_it_saved(tmp_path: Path) -> None:
     written = tmp_path / "table.md"
     command = [sys.executable, "benchmarks/checkpoint.py", "--gigabytes", "0.1", "--rounds", "1", "--steps", "20"]

@@ -27,7 +27,9 @@ def save_on(disk: DeadlyDisk) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kills", "seed", "asynchronous"), [(30, 0, False), (10, 2, True)])
+@pytest.mark.parametrize(
+    ("kills", "seed", "asynchronous"), [pytest.param(30, 0, False, marks=pytest.mark.exhaustive), (10, 2, True)]
+)
 def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int, asynchronous: bool) -> None:
     survives(tmp_path, kills, seed, asynchronous, save_on)
 

@@ -16,7 +16,10 @@ from tests.kernels.emulated import SOURCES
 
 needs_nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="nvcc is not installed")
 
-BUILDS = list(product(SOURCES, (80, 90, 100)))
+BUILDS = [
+    pytest.param(*each, marks=() if each[1] == 90 else pytest.mark.exhaustive)
+    for each in product(SOURCES, (80, 90, 100))
+]
 
 
 def compiled(source: Path, architecture: int, folder: Path) -> tuple[Path, str]:

@@ -154,7 +154,9 @@ def test_pipedream_never_idles_after_its_warm_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(64, 512, 4), (512, 2048, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks"), [(64, 512, 4), pytest.param(512, 2048, 2, marks=pytest.mark.exhaustive)]
+)
 def test_largest_schedules_build_and_validate(ranks, microbatches, chunks):
     schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks)
     assert validate(schedule).canonical_order

@@ -337,7 +337,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Return once the save in progress is durable.
 
-        Raises CheckpointError when it failed or was given up; older checkpoints are untouched, and `save` may try this
+        Raises CheckpointError when it failed or was abandoned; older checkpoints are untouched, and `save` may try this
         step again.
         """
         try:
