@@ -119,7 +119,8 @@ def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> Pretr
     blocks = min(config.model.num_layers, BLOCKS)
     apart = halves == "apart"
     # The halves of a backward take the same time with recomputation, so both are measured in one run.
-    method = "full" if apart and config.recompute.method != "selective" else config.recompute.method
+    method = config.recompute.method
+    method = "full" if apart and method != "selective" else method
     return replace(
         config,
         model=replace(config.model, num_layers=blocks),
@@ -276,7 +277,8 @@ def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], st
     for cell in cells:
         shared = connected_mesh(MeshShape({"tensor": cell.tensor, "context": cell.context}), mesh.device)
         layers, _ = measure_cell(config, cell, mesh.device, steps, shared)
-        means += [_mean(rows) for rows in zip(*mesh.world.all_gather_object(layers), strict=True)]
+        of_ranks = mesh.world.all_gather_object(layers)
+        means += [_mean(rows) for rows in zip(*of_ranks, strict=True)]
     return means
 
 

@@ -179,7 +179,9 @@ class StallReport:
         """Rates of one replica."""
         measured = self.measurement.rates(self.tokens)
         given = self.given_ingestion
-        return measured if given is None else Rates(given, measured.preparation, measured.fetch)
+        if given is None:
+            return measured
+        return Rates(given, measured.preparation, measured.fetch)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON data; a missing figure is null."""

@@ -261,7 +261,9 @@ def _start_timeout(parsed: Given[PretrainConfig] | ConfigError) -> float:
     """Return the seconds to wait for other ranks: the default if the configuration, which is not checked yet, has no
     usable number."""
     default = ParallelConfig().timeout_seconds
-    timeout = default if isinstance(parsed, ConfigError) else parsed.config.parallel.timeout_seconds
+    timeout = default
+    if not isinstance(parsed, ConfigError):
+        timeout = parsed.config.parallel.timeout_seconds
     return timeout if 0 < timeout < threading.TIMEOUT_MAX else default
 
 

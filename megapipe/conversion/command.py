@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     inspect = commands.add_parser(
-        "inspect", help="show the model, step, tensors, types and sizes without reading a tensor"
+        "inspect", help="show model, step, tensors, types and sizes without reading a tensor"
     )
     inspect.add_argument("source", metavar="PATH")
     _add_reading(inspect)

@@ -338,7 +338,8 @@ def _run_of(document: Mapping[str, Any], path: Path) -> tuple[RunState | None, d
         return None, {}
     try:
         run = RunState.from_dict(document["run"], config=dict(document["run"]["config"]))
-        return run, {str(name): int(count) for name, count in document["applied_updates"].items()}
+        updates = document["applied_updates"].items()
+        return run, {str(name): int(count) for name, count in updates}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has an unreadable training position in `run`: {error!r}; remove `run`"

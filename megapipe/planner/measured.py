@@ -145,7 +145,8 @@ class MeasuredTimes:
         like = self._like(config, layer)
         if like is None:
             ease = now / self.measured.contention[-1].factor
-            forward, backward_input, backward_weight, again = (ease * each for each in roofline[:4])
+            eased = (ease * each for each in roofline[:4])
+            forward, backward_input, backward_weight, again = eased
             return LayerSeconds(forward, backward_input, backward_weight, again, f"{roofline.source}; {why}")
         measured = replace(self, contended=False).of(like, layer)
         expected = RooflineTimes(self.hardware.groups[0].device).of(like, layer)

@@ -162,7 +162,8 @@ def least_recomputation(
     plain, *_ = candidates = list(_candidates(config))
     times, source = _step_seconds(candidates, hardware, devices)
     # On a tie, the candidate that recomputes least wins: candidates are in that order, and sorting is stable.
-    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda pair: pair[0]):
+    timed = zip(times, candidates, strict=True)
+    for seconds, candidate in sorted(timed, key=lambda pair: pair[0]):
         peak = peak_bytes(candidate, device, amx, budget)
         if peak <= budget:
             nothing = peak if candidate is plain else peak_bytes(plain, device, amx)

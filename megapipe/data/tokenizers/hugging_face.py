@@ -136,7 +136,7 @@ def open_bert_vocabulary(path: Path, spec: str, lowercase: bool | None, end: str
     try:
         vocabulary = tokenizers.models.WordPiece.read_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{path} is not a vocabulary with one token per line: {error}") from error
+        raise DataError(f"{path} is not a vocabulary of one token per line: {error}") from error
     if missing := [name for name in BERT_SPECIAL_TOKENS if name not in vocabulary]:
         raise DataError(f"{path} has no token {missing[0]}; a BERT vocabulary has {', '.join(BERT_SPECIAL_TOKENS)}")
     tokenizer = word_piece(vocabulary, BERT_SPECIAL_TOKENS, lowercase)

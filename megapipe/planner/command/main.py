@@ -120,7 +120,7 @@ _TRAINING = (
     ),
     _flag(
         "--price_per_hour",
-        "price of one node per hour, in any currency (default: the price in the hardware file)",
+        "price of one node per hour, in any currency (default: from the hardware file)",
         NaturalFloat,
     ),
 )
@@ -198,7 +198,7 @@ _LINKS = (
 )
 _FIT = (
     _flag("--published", "name of a table of published rows"),
-    _flag("--rows", "YAML file with your own measured runs (docs/cost_model.md)", metavar="FILE"),
+    _flag("--rows", "YAML file of your own measured runs (docs/cost_model.md)", metavar="FILE"),
     _flag("--hardware", "with --rows: file or preset of the machine on which the runs were measured"),
     _flag("--output", "hardware file to write, including the fitted efficiency", Path),
 )

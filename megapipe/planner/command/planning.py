@@ -281,7 +281,8 @@ def training_facts(request: Request, answer: Estimate, hardware: Hardware) -> tu
         seconds = steps * answer.step_seconds
         price = hardware.price_per_hour(answer.world_size)
         cost = None if price is None else seconds / HOUR * price
-        facts["training"] = {"tokens": tokens, "steps": steps, "days": seconds / DAY, "cost": cost}
+        days = seconds / DAY
+        facts["training"] = {"tokens": tokens, "steps": steps, "days": days, "cost": cost}
         lines.append(
             f"{count_text(tokens)} tokens: {steps:,} steps (--training.steps {steps}), {duration_text(seconds)}"
             f"{'' if cost is None else f', price {cost:,.0f}'}; evaluation, saves and restarts not counted"

@@ -168,7 +168,8 @@ def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
         cells = (str(index + 1), f"{layout.tokens_per_second:,.0f}", bytes_text(layout.peak_bytes))
         for place, cell in zip((84, 176, 250), cells, strict=True):
             _below(axes, place, index, cell, "right", INK if index == 0 else SOFT)
-        _below(axes, 268, index, layout_text(layout.config), "left", INK if index == 0 else SOFT)
+        color = INK if index == 0 else SOFT
+        _below(axes, 268, index, layout_text(layout.config), "left", color)
     if len(front) > MOST_ROWS:
         _below(axes, 268, MOST_ROWS, f"and {len(front) - MOST_ROWS} slower ones", "left", SOFT)
     return axes.figure  # type: ignore[return-value]

@@ -81,7 +81,8 @@ def run_search(request: Request) -> int:
         prediction = replace(prediction, estimate=best.estimate)  # the page prints the same figures as the table
         from megapipe.planner.command.reports import write_search  # imported only if something is drawn
 
-        write_search(request, hardware, prediction, findings, command, [*remarks, *training_lines])
+        lines = [*remarks, *training_lines]
+        write_search(request, hardware, prediction, findings, command, lines)
     if flags["write_config"] is not None:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
     advice = advised(request, best.config, hardware, devices)
@@ -267,7 +268,8 @@ def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _strategy_text(layer: Mapping[str, Any]) -> str:
     degrees = (("data", "data"), ("sharded data", "sharded_data"), ("tensor", "tensor"))
     parts = [f"{words} {layer[name]}" for words, name in degrees if layer[name] > 1]
-    return ", ".join([*(parts or ["one rank"]), *(["recompute"] if layer["recompute"] else [])])
+    recompute = ["recompute"] if layer["recompute"] else []
+    return ", ".join([*(parts or ["one rank"]), *recompute])
 
 
 def _flag(value: Any) -> str:

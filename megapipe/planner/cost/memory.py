@@ -148,7 +148,8 @@ class StateSizes:
         of_units, gloo = run.costs.of_units, hardware_device_type(run.hardware) == "cpu"
         layers = tuple(run.stages.layers[index] for index in run.kinds)
         units = tuple(layer_units(layer, run.tied, run.config.zero) for layer in layers)
-        sharded = [[unit for unit in members if of_units.shards_of(unit) > 1] for members in units]
+        shards = of_units.shards_of
+        sharded = [[unit for unit in members if shards(unit) > 1] for members in units]
         elements = tuple(sum(map(of_units.elements, members)) for members in sharded)
         summands = tuple(sum(of_units.summand_bytes(unit, gloo) for unit in members) for members in sharded)
         return cls(of_units, layers, run.tied, units, elements, summands)
@@ -281,11 +282,13 @@ def rank_memories(
     short = full.short()[0]
     by_layer = any(run.recomputed) or (zero.stage >= 2 and states.of_units.shards > 1)
     # The message slots of a schedule without a flush depend on the total number of micro-batches.
-    activations, temporaries, messages = layers.held(short if full.flushes else full, cut, by_layer)
+    walked = short if full.flushes else full
+    activations, temporaries, messages = layers.held(walked, cut, by_layer)
     buffers = [0] * run.pipeline
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
-    policy = find_generator(full.name).policy_of(run.pipeline, run.num_microbatches, full.given)
+    generator = find_generator(full.name)
+    policy = generator.policy_of(run.pipeline, run.num_microbatches, full.given)
     memories = []
     for rank, present in enumerate(cut.present):
         state = states.of_rank(present, policy.versions_by_rank[rank], policy.gradient_buffers)

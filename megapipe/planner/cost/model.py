@@ -122,7 +122,8 @@ def _a_microbatch(run: RunLayout, schedule: Schedule, kind: Kind, seconds: Mappi
     """Return for each stage the seconds that a kind of copy takes per micro-batch. seconds: time to copy each unit."""
     rows = np.concatenate(schedule.sections.body)
     chosen = rows[(rows[:, KIND] == kind) & ((kind != Kind.OFFLOAD) | (rows[:, VERSION] < 0))]
-    weights = [seconds.get((stage, unit), 0.0) for stage, unit in chosen[:, [STAGE, UNIT]].tolist()]
+    places = chosen[:, [STAGE, UNIT]].tolist()
+    weights = [seconds.get((stage, unit), 0.0) for stage, unit in places]
     totals: Floats = np.bincount(chosen[:, STAGE], weights, minlength=len(run.stages.ranges)) / run.num_microbatches
     return totals
 
@@ -268,7 +269,7 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
     waiting = seconds - sum(part.seconds for part in parts)
     yield Term(
         "waiting",
-        waiting if abs(waiting) > 1e-9 * seconds else 0.0,  # smaller values are rounding errors
+        waiting if abs(waiting) > 1e-9 * seconds else 0.0,  # the rest is rounding
         "simulation of the schedule: bubble, messages, gradient reduction over replicas",
     )
 

@@ -85,7 +85,8 @@ def step_seconds(
             finish = graph.finish(ends, costs.after_backward, afters)
             return finish + (num_microbatches - shown) // period * slope
     graphs = _graphs(*key, num_microbatches)
-    finishes = [graph.finish(graph.ends(costs), costs.after_backward, afters) for graph in graphs]
+    after = costs.after_backward
+    finishes = [graph.finish(graph.ends(costs), after, afters) for graph in graphs]
     return finishes[0] if len(finishes) == 1 else (finishes[1] - finishes[0]) / (STEPS - STEPS // 2)
 
 
@@ -120,7 +121,7 @@ def traffic_counts(run: RunLayout) -> TrafficCounts:
     cut = cut_of(run)
     full, (of_weights, of_gradients) = Order.of(run.config, count), sharding_of(run, cut)
     sums = _counted(full, of_gradients, "sums")
-    gathers = np.zeros_like(sums) if of_weights is None else _counted(full, of_weights, "gathers")
+    gathers = 0 * sums if of_weights is None else _counted(full, of_weights, "gathers")
     gathers, sums = (each[cut.like_few_stages] / units / count for each in (gathers, sums))
     once = 1.0 / count * (1 + 1e-9)
     steady = np.where((sums > once) | ((count == 1) & (units > zero.gradient_buffers)), sums, 0.0)
@@ -135,7 +136,8 @@ def _counted(full: Order, sharding: ShardedRanks, part: Literal["gathers", "sums
     left = full.num_microbatches - short.num_microbatches
     if left:
         fewer = short._replace(num_microbatches=short.num_microbatches - period)
-        counts = counts + (counts - getattr(few_ranks(fewer, sharding), part)) * (left // period)
+        before = getattr(few_ranks(fewer, sharding), part)
+        counts = counts + (counts - before) * (left // period)
     return counts
 
 
@@ -298,8 +300,10 @@ class _Step:
         backward = costs.whole_again + costs.input_half + costs.weight_half(apart=self.run.splits)
         gathers = costs.sharded_gather * self.traffic.gathers / 2
         before = np.maximum(0.0, backward * costs.first_backward - gathers / costs.layers)
-        stages = zip(backward, gathers + costs.reduction, before, costs.last_reduction, strict=True)
-        return np.array([Beside(*values).exposed(self.assumptions.slow_down) for values in stages])
+        traffic, last = gathers + costs.reduction, costs.last_reduction
+        stages = zip(backward, traffic, before, last, strict=True)
+        slow = self.assumptions.slow_down
+        return np.array([Beside(*values).exposed(slow) for values in stages])
 
     def _between_backwards(self) -> Floats:
         """Return for each stage the fraction of recomputation that runs between the backwards of a micro-batch. The
@@ -421,7 +425,8 @@ class _Step:
             return 0.0
         if not self.assumptions.gathers_beside_forward:
             return float(totals.max())
-        ranks = zip(self.costs.by_rank(self.costs.whole_forward), totals, self.units, strict=True)
+        forwards = self.costs.by_rank(self.costs.whole_forward)
+        ranks = zip(forwards, totals, self.units, strict=True)
         return max(
             Beside(float(forward), float(total), float(forward / units), float(total / units)).exposed(
                 self.assumptions.slow_down

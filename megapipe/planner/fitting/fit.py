@@ -244,7 +244,9 @@ def _errors_of(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | No
         machine = _machine(hardware, point)
         speeds = (row.speeds(row.predict(machine)) for row in rows)
         log_errors = np.array([np.log(predicted / measured) for predicted, measured in speeds])
-        return log_errors if prior is None else np.concatenate([log_errors, prior.errors(point)])
+        if prior is None:
+            return log_errors
+        return np.concatenate([log_errors, prior.errors(point)])
 
     return errors
 

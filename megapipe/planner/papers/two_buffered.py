@@ -178,6 +178,7 @@ def two_buffered_plan(
         chosen = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
     except ValueError as error:
         raise ConfigError(f"2bw plan: {error}") from error
+    by_cost_model = estimate(_configured(config, chosen), hardware, times=times)
     return {
         "source": f"PipeDream-2BW's planner, {PAPER}, algorithm 1",
         "width": chosen.width,
@@ -190,7 +191,7 @@ def two_buffered_plan(
         "tokens_per_s": chosen.sequences_per_second * config.data.sequence_length,
         "step_time_s": chosen.batch_size / chosen.sequences_per_second,
         "settings": _settings(chosen),
-        "by_cost_model": estimate(_configured(config, chosen), hardware, times=times).as_json(),
+        "by_cost_model": by_cost_model.as_json(),
     }
 
 

@@ -171,7 +171,8 @@ class LayerFigures:
         again = seconds.recompute if whole and config.recompute.num_blocks is None else 0.0
         if not whole:
             backward += seconds.recompute
-        products = PhaseSeconds(seconds.forward, seconds.backward_input, seconds.backward_weight)
+        halves = seconds.backward_input, seconds.backward_weight
+        products = PhaseSeconds(seconds.forward, *halves)
         waiting = PhaseSeconds()
         parallel, kind = config.parallel, (layer.kind, layer.index)
         key = parallel.tensor, parallel.context, config.batch.micro_size
@@ -247,7 +248,7 @@ class LayerFigures:
         units, gather, reduction = self._units(tensor, zero, replicas), 0.0, 0.0
         for unit in layer_units(self._blocks[0], self._tied, units.config.zero):
             shards = units.shards_of(unit)
-            if zero > 0 and shards == 1:  # experts that are not sharded are reduced once per step
+            if zero > 0 and shards == 1:  # whole experts are reduced once per step
                 continue
             group, _ = shard_groups(slowest, replicas if shards == 1 else shards)
             gather += group_seconds([each for calls in units.gather(unit).values() for each in calls], group)
@@ -486,7 +487,8 @@ class LayoutBounds:
         whole, forward = table.work[:, 1], table.work[:, 4]
         block = side_by_side(forward, gathers, slow) + side_by_side(whole - forward, gathers + sums, slow)
         seconds = np.where(zeros >= 2, np.maximum(compute, count * most * block), compute)
-        return np.asarray((seconds + most * gather * self._gathers_after(zeros)) * (1.0 - ROUNDING))
+        gathers = most * gather * self._gathers_after(zeros)
+        return np.asarray((seconds + gathers) * (1.0 - ROUNDING))
 
     def _num_bytes(self, shape: Shape, table: "_Table") -> Floats:
         """Return a lower bound of the bytes of the fullest rank.

@@ -181,7 +181,8 @@ def alternatives(
 ) -> tuple[Alternative, ...]:
     """Compare every kind of layout with the best layout. best: an estimate, because the others are estimates too."""
     judged = [_judged(explorer, kind, base, devices, best) for kind in _kinds(devices)]
-    return (*judged[:5], _rule_of_megatron(explorer, base, hardware, devices, best), *judged[5:])
+    rule = _rule_of_megatron(explorer, base, hardware, devices, best)
+    return (*judged[:5], rule, *judged[5:])
 
 
 def _kinds(devices: int) -> Iterator[LayoutKind]:

@@ -337,8 +337,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Return once the save in progress is durable.
 
-        Raises CheckpointError when it failed or was abandoned; older checkpoints are untouched, and `save` may try this
-        step again.
+        Raises CheckpointError when it failed or was abandoned; older checkpoints are untouched, and `save` may try
+        this step again.
         """
         try:
             self.saves.finish()
