@@ -6,7 +6,7 @@
 # Layout, written by python -m tests.docs.figures:
 # The layout is the answer of megapipe plan search --model llama3_8b --data.sequence_length 8192 --devices 8
 # --batch.global_size 128 --hardware a100-80 --training.precision bf16:
-# data 8, ZeRO 3, micro-batch 1. Predicted: 37.0 s a step and 69.7 GB on the fullest GPU; predicted times, not
+# data 8, ZeRO 3, micro-batch 1. Predicted: 37.0 s a step and 68.4 GB on the fullest GPU; predicted times, not
 # measured with megapipe; A100-SXM4-80GB is fitted to Megatron-LM's published runs on a100-80.
 set -euo pipefail
 
