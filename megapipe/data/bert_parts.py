@@ -166,8 +166,7 @@ class Masking:
         fractions = draws.fractions(len(positions))
         if self.alike:
             fractions = _first_of_each_run(fractions, positions, runs)
-        fractions = draws.fractions(len(positions))
-        random_tokens = (fractions * self.vocabulary.size).astype(np.int64)
+        random_tokens = (draws.fractions(len(positions)) * self.vocabulary.size).astype(np.int64)
         inputs = tokens.copy()
         inputs[positions] = np.where(
             fractions < MASKED, self.vocabulary.mask, np.where(fractions < MASKED + RANDOM, random_tokens, labels)
