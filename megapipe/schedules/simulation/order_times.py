@@ -107,8 +107,15 @@ class OrderGraph:
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
         first, second = number[first[order]], number[second[order]]
-        parts = [slice(*each) for each in pairwise(accumulate(map(len, levels), initial=1))]
-        self._levels = [(part, first[part], second[part]) for part in parts]
+        # Each level has an edge to every `first`, then to every `second` of its nodes.
+        bounds = list(pairwise(accumulate(map(len, levels), initial=1)))
+        ranges = [np.arange(*each) for each in bounds]
+        self._edge = np.concatenate([np.append(each, len(order) + each) for each in [np.arange(1), *ranges]])
+        self._predecessor = np.append(first, second)[self._edge]
+        self._levels = [
+            (slice(start, stop), slice(2 * start, 2 * stop), self._predecessor[2 * start : 2 * stop], stop - start)
+            for start, stop in bounds
+        ]
         self._number = number[1:]
         # Places in the tables of `ends`, where row 0 is 0.
         places, none = len(Kind) * len(header.stages), np.zeros(len(message), dtype=np.int64)
@@ -142,15 +149,15 @@ class OrderGraph:
             delays = np.concatenate([zero, costs.after_backward.T]).take(self._delayed_at, 0)
             duration += np.where(self._delays_action[:, None], delays, 0.0)
             early += np.where(self._delays_action[:, None], 0.0, delays)
-        end: Floats = np.zeros_like(duration)
-        for part, first, second in self._levels:
-            found = end.take(first, 0)
-            found += early[part]
-            other = end.take(second, 0)
-            other += late[part]
-            np.maximum(found, other, out=found)
-            np.add(found, duration[part], out=end[part])
-        return end
+        waits = np.append(early, late, 0).take(self._edge, 0)
+        waits += duration.take(self._predecessor, 0)
+        start = np.zeros_like(duration)
+        for nodes, edges, predecessors, size in self._levels:
+            ready = start.take(predecessors, 0)
+            ready += waits[edges]
+            np.maximum(ready[:size], ready[size:], out=start[nodes])
+        ends: Floats = start + duration
+        return ends
 
     def finish(
         self, ends: Floats, after_backward: Floats | None = None, afters: Sequence[Floats | float] = (0.0,)
