@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 Entry = TypeVar("Entry", np.float64, np.bool_)
 STEPS = 4
 """Optimizer steps to walk or simulate for a schedule without a flush; the first half fills the pipeline."""
-WALKED_PERIODS = (9, 36)
+WALKED_PERIODS = (12, 36)
 """Numbers of periods of an order to try first: if all ranks' times repeat, the remaining periods repeat them too."""
 
 

@@ -8,7 +8,7 @@ and copies to host memory.
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -108,14 +108,12 @@ class OrderGraph:
         number[order] = np.arange(len(order))
         first, second = number[first[order]], number[second[order]]
         # Each level has an edge to every `first`, then to every `second` of its nodes.
-        bounds = list(pairwise(accumulate(map(len, levels), initial=1)))
-        ranges = [np.arange(*each) for each in bounds]
-        self._edge = np.concatenate([np.append(each, len(order) + each) for each in [np.arange(1), *ranges]])
+        sizes = np.array([1, *map(len, levels)])
+        stops = np.cumsum(sizes)
+        edge = np.arange(len(order)) + np.repeat(stops - sizes, sizes)
+        self._edge = np.argsort(np.append(edge, edge + np.repeat(sizes, sizes)))
         self._predecessor = np.append(first, second)[self._edge]
-        self._levels = [
-            (slice(start, stop), slice(2 * start, 2 * stop), self._predecessor[2 * start : 2 * stop], stop - start)
-            for start, stop in bounds
-        ]
+        self._levels = list(pairwise(stops.tolist()))
         self._number = number[1:]
         # Places in the tables of `ends`, where row 0 is 0.
         places, none = len(Kind) * len(header.stages), np.zeros(len(message), dtype=np.int64)
@@ -152,10 +150,11 @@ class OrderGraph:
         waits = np.append(early, late, 0).take(self._edge, 0)
         waits += duration.take(self._predecessor, 0)
         start = np.zeros_like(duration)
-        for nodes, edges, predecessors, size in self._levels:
-            ready = start.take(predecessors, 0)
+        for first, stop in self._levels:
+            edges, size = slice(2 * first, 2 * stop), stop - first
+            ready = start.take(self._predecessor[edges], 0)
             ready += waits[edges]
-            np.maximum(ready[:size], ready[size:], out=start[nodes])
+            np.maximum(ready[:size], ready[size:], out=start[first:stop])
         ends: Floats = start + duration
         return ends
 
