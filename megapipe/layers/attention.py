@@ -29,7 +29,7 @@ from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shap
 from megapipe.layers.norms import Norm
 from megapipe.layers.split import Remade, SplitTape, run_again
 from megapipe.parallel.groups import Group
-from megapipe.spec.attention_path import faster_path
+from megapipe.spec.attention import faster_path
 from megapipe.spec.token_order import Share, TokenOrder
 
 
@@ -194,7 +194,7 @@ AttentionPath = Literal["sdpa", "unfused"]
 
 
 def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPath:
-    """The faster path, forward and backward, on this device type; `spec.attention_path` has the rule."""
+    """The faster path, forward and backward, on this device type; `spec.attention` has the rule."""
     half = dtype in (torch.bfloat16, torch.float16)
     return faster_path(device, half, num_tokens, amx=half and device == "cpu" and has_amx())
 

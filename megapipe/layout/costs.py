@@ -1,9 +1,11 @@
 """Sizes and traffic of a layer on one rank of a layout: sums over its ops for the shape that a configuration gives.
+Also the exchanges outside of layers: between stages, and once per step.
 
 Tensor, sequence and context parallelism, recomputation, isolated documents and the precision change what a layer keeps
 of a micro-batch; ZeRO and the optimizer change what is kept of its parameters.
 """
 
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -13,7 +15,7 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.units import UnitCosts
-from megapipe.spec.attention_path import why_a_mask
+from megapipe.spec.attention import why_a_mask
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.layers import layer_ops
 from megapipe.spec.linear import OUTPUT_GRADIENT
@@ -23,6 +25,7 @@ from megapipe.spec.ops import (
     Exchange,
     MicrobatchShape,
     Op,
+    Operation,
     exchanges,
     partial_weights,
     saved_bytes,
@@ -202,3 +205,36 @@ class LayoutCosts:
         weights = partial_weights(self.ops(layer)) if self.config.parallel.sequence else []
         elements = sum(spec.num_elements for spec in weights)
         return {"tensor": [Exchange("all_reduce", elements, FULL_BYTES)]} if elements else {}
+
+
+DOUBLE_BYTES = 8
+"""Bytes of a float64: counts, norms and losses of a step."""
+MESSAGES_IN_FLIGHT = 4
+"""Messages of one stage boundary and direction that a rank may have sent before a receive has ended: over NCCL their
+tensors are kept until then."""
+
+
+def scalar_exchanges(num_parameters: int, loss_terms: int = 1, updates: int = 1) -> list[Exchange]:
+    """Return the exchanges of all ranks in one step that are not of tensors: numbers in float64.
+
+    First a count of tokens for each term of the loss and update, with flags for stop, save and a failed save; then
+    every parameter's squared norm (0 where it is not the rank's) and the terms of the loss.
+    """
+    return [
+        Exchange("all_reduce", loss_terms * updates + 3, DOUBLE_BYTES),
+        Exchange("all_reduce", num_parameters + loss_terms, DOUBLE_BYTES),
+    ]
+
+
+def merged(exchanges: Iterable[Exchange]) -> dict[Operation, tuple[int, int, int]]:
+    """Return by operation the calls, elements and bytes of all exchanges."""
+    found: dict[Operation, tuple[int, int, int]] = {}
+    for each in exchanges:
+        calls, elements, total = found.get(each.operation, (0, 0, 0))
+        found[each.operation] = (calls + each.calls, elements + each.calls * each.elements, total + each.bytes)
+    return found
+
+
+def repeated(exchanges: Sequence[Exchange], times: int) -> list[Exchange]:
+    """Return each exchange with `times` as many calls."""
+    return [each._replace(calls=each.calls * times) for each in exchanges]

@@ -14,15 +14,14 @@ import numpy as np
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.costs import LayoutCosts, merged, repeated, scalar_exchanges
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, layers_of
 from megapipe.layout.table import LayoutTable
-from megapipe.layout.traffic import merged, repeated, scalar_exchanges
 from megapipe.layout.units import StateBytes, Unit, UnitCosts, layer_units
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Held, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Schedule
 from megapipe.schedules.schedule import Header
-from megapipe.spec.attention_path import attention_path
+from megapipe.spec.attention import attention_path
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.ops import BackwardPhase, Exchange
 from megapipe.spec.parameters import LayerSpec

@@ -15,7 +15,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
+from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.schedules.actions import (
     COMPUTE_STREAM,
     KIND,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megapipe.layout.traffic import MESSAGES_IN_FLIGHT
+from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.parallel.groups import CommunicationError, Group
 
 

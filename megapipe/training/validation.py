@@ -20,7 +20,7 @@ from megapipe.layout.prediction import layout_costs
 from megapipe.layout.validation import run_problems
 from megapipe.models.families import DTYPES
 from megapipe.optim.scaling import learning_rate_problems
-from megapipe.spec.attention_path import why_a_mask
+from megapipe.spec.attention import why_a_mask
 from megapipe.spec.ops import registry_uses
 from megapipe.training.loop.loader import runs_ring
 

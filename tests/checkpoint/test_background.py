@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from megapipe.checkpoint import CheckpointError, background, newest_valid
-from megapipe.checkpoint.background import BackgroundSaver
+from megapipe.checkpoint.background import BackgroundSaver, Snapshot
 from megapipe.checkpoint.directory import keep_last, set_aside
 from megapipe.checkpoint.save_and_load import Content
 from megapipe.checkpoint.shards import Extent
-from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.checkpoint.tensor_file import FileTensor
 from megapipe.parallel.mesh import Mesh

@@ -18,7 +18,7 @@ from megapipe.layers.attention import block_lists, document_blocks, visible_with
 from megapipe.layers.compiled import CompiledForward
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
-from megapipe.spec.attention_path import why_a_mask
+from megapipe.spec.attention import why_a_mask
 from tests.layers.bound import GPT2, LLAMA, QWEN3, all_gradients, bind_model, make_context, run, small_model
 
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.layout.traffic import merged, repeated, scalar_exchanges
+from megapipe.layout.costs import merged, repeated, scalar_exchanges
 from megapipe.spec.dtypes import ELEMENT_BYTES, Precision
 from megapipe.spec.layers import layer_ops
 from megapipe.spec.ops import Exchange, MicrobatchShape, exchanges

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.background import Snapshot
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.save_and_load import Content, save
-from megapipe.checkpoint.snapshot import Snapshot
 from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import CheckpointConfig, PretrainConfig, SpikesConfig
 from megapipe.engine.step import StepResult

@@ -3,8 +3,11 @@
 Williams, Waterman and Patterson 2009 (doi 10.1145/1498765.1498785). How a matrix product's rate falls with its sizes
 is `Efficiency`'s law in each dimension, as if each were longer by `half_size`; the three parameters of a device come
 from its own measured products (`fit_efficiency`).
+
+`peak_flops` has the peak arithmetic rates of known GPUs: the denominator of MFU.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,6 +16,7 @@ import numpy as np
 
 from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Device, Efficiency
+from megapipe.spec.dtypes import Precision
 
 DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of an element in memory."""
@@ -122,3 +126,52 @@ def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> E
         errors, bounds, vectorized=True, updating="deferred", polish=False, popsize=20, maxiter=400, tol=1e-8, rng=0
     ).x
     return replace(device.efficiency, **dict(zip(("ceiling", "half_size", "launch"), map(float, best), strict=True)))
+
+
+class Peak(NamedTuple):
+    """TFLOP/s of dense matrix products, no sparsity."""
+
+    bf16: float
+    """bf16 or fp16 inputs, fp32 accumulation, on tensor cores."""
+    fp32: float
+    """fp32 throughout, without TF32."""
+
+
+PEAKS = {
+    "GB300": Peak(2500.0, 80.0),
+    "GB200": Peak(2500.0, 80.0),
+    "B300": Peak(2250.0, 75.0),
+    "B200": Peak(2250.0, 75.0),
+    "GH200": Peak(989.4, 66.9),
+    "H200 NVL": Peak(835.5, 60.0),
+    "H200": Peak(989.4, 66.9),
+    "H100 NVL": Peak(835.5, 60.0),
+    "H100 PCIe": Peak(756.0, 51.2),
+    "H100": Peak(989.4, 66.9),
+    "H800": Peak(989.4, 66.9),
+    "H20": Peak(148.0, 44.0),
+    "A100": Peak(312.0, 19.5),
+    "A800": Peak(312.0, 19.5),
+    "A40": Peak(149.7, 37.4),
+    "A30": Peak(165.0, 10.3),
+    "A10": Peak(125.0, 31.2),
+    "L40S": Peak(362.0, 91.6),
+    "L40": Peak(181.0, 90.5),
+    "L4": Peak(121.0, 30.3),
+    "RTX 6000 Ada": Peak(364.2, 91.1),
+    "RTX A6000": Peak(154.8, 38.7),
+    "RTX 4090": Peak(165.2, 82.6),
+    "RTX 3090": Peak(71.0, 35.6),
+}
+"""By words of the driver's device name, the more specific names first. From NVIDIA's data sheets; the SXM part if the
+name does not say."""
+
+
+def peak_flops(device_name: str, precision: Precision) -> float | None:
+    """Return the FLOP/s of dense matrix products of a GPU by its driver's name; None if it is unknown."""
+    if "Laptop" in device_name:  # another chip under the same number
+        return None
+    for words, peak in PEAKS.items():
+        if re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name):
+            return (peak.fp32 if precision == "fp32" else peak.bf16) * 1e12
+    return None

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.parallel import recompute_method
-from megapipe.layout.costs import LayoutCosts
+from megapipe.layout.costs import LayoutCosts, scalar_exchanges
 from megapipe.layout.hardware.collectives import GroupLinks, exchange_time, ring_time
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
-from megapipe.layout.traffic import scalar_exchanges
 from megapipe.layout.units import Unit, layer_units
 from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSeconds

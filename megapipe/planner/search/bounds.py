@@ -34,7 +34,7 @@ from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.cost.step_time import TrafficCounts, traffic_counts
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Recompute, Shape, ZeroStage
 from megapipe.schedules.registry import find_generator
-from megapipe.spec.attention_path import attention_path
+from megapipe.spec.attention import attention_path
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.parameters import LayerSpec, tied_names

@@ -1,6 +1,6 @@
 """The validator of lowered schedules."""
 
-from megapipe.schedules.validation.launch_order import needs_resident_kernels
+from megapipe.schedules.validation.transfers import needs_resident_kernels
 from megapipe.schedules.validation.validate import STREAMS_PER_PRIORITY, Report, validate
 
 __all__ = ["STREAMS_PER_PRIORITY", "Report", "needs_resident_kernels", "validate"]

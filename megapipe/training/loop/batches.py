@@ -22,7 +22,7 @@ from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.parallel.memory import tensor_on
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.attention_path import why_a_mask
+from megapipe.spec.attention import why_a_mask
 from megapipe.training.loop.loader import Consumer, HeldTokens, Loader, runs_ring
 from megapipe.training.observe.metrics import References
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.peaks import peak_flops
+from megapipe.layout.hardware.roofline import peak_flops
 from megapipe.models.families import DTYPES, family_of
 from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import model_flops_per_token

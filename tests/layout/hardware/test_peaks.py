@@ -2,7 +2,7 @@
 
 import pytest
 
-from megapipe.layout.hardware.peaks import peak_flops
+from megapipe.layout.hardware.roofline import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.layer_costs import exchanges_seconds, layer_exchange_seconds, shard_groups
-from megapipe.spec.attention_path import attention_path
+from megapipe.spec.attention import attention_path
 from megapipe.spec.layers import model_layers
 from tests.planner.cost.runs import SELENE, SMALL, config_of
 
