@@ -66,10 +66,10 @@ def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Pat
         watchers = {rank: children_of(worker)[0] for rank, worker in workers.items()}
         for stopped in (watchers[1], workers[1]):
             os.kill(stopped, signal.SIGSTOP)
-        wait_until(lambda: "watchdog: rank 0 " in (tmp_path / "errors").read_text())
+        wait_until(lambda: "watchdog: rank 0 " in (tmp_path / "errors").read_text(), LIMIT_SECONDS)
         os.kill(watchers[0], signal.SIGSTOP)
         os.kill(watchers[1], signal.SIGCONT)
-        wait_until(lambda: "watchdog: rank 1 " in (tmp_path / "errors").read_text())
+        wait_until(lambda: "watchdog: rank 1 " in (tmp_path / "errors").read_text(), LIMIT_SECONDS)
         os.kill(watchers[0], signal.SIGCONT)
         assert process.wait(timeout=LIMIT_SECONDS) != 0
         wait_for_the_end([*workers.values()])

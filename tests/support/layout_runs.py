@@ -33,6 +33,8 @@ COUNTED_STEP = 1
 
 SETTLING_SECONDS = 0.005
 """gloo's threads let go of a tensor a moment after its exchange has ended."""
+SETTLING_BETWEEN_STEPS = 0.1
+"""The same before the counted step: whatever is still held then would be missing from every later difference."""
 
 
 class Sample(NamedTuple):
@@ -93,6 +95,7 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
             if step == COUNTED_STEP:
                 traffic.clear()
+                sleep(SETTLING_BETWEEN_STEPS)
                 state, lasting, host = held(replica.states()), live.current, replica.assembly.swaps.pool.num_bytes
                 samples = sampled(replica, live)
             scaler = replica.loss_scaler
