@@ -153,10 +153,7 @@ _SEARCH = (
         "layouts)",
     ),
     _flag(
-        "--models",
-        "with --objective size: model files to try (default: --model, scaled)",
-        nargs="+",
-        metavar="FILE",
+        "--models", "with --objective size: model files to try (default: --model, scaled)", nargs="+", metavar="FILE"
     ),
     _switch("--per_layer", "also print the per-layer plan of Galvatron, with strategies that megapipe may not train"),
     _switch("--two_buffered", "also print the plan of PipeDream-2BW's planner"),
@@ -173,11 +170,7 @@ _TRAIN_TIME = (
 _FILES = (_flag("files", "configuration files, one per layout; flags override fields of each", nargs="+"),)
 _FILE = (_flag("file", "configuration"),)
 _LAYOUT = (
-    _flag(
-        "--write_layout",
-        "configuration file to write, with the stages and the strategy of each layer",
-        Path,
-    ),
+    _flag("--write_layout", "configuration file to write, with the stages and the strategy of each layer", Path),
 )
 _PROFILE = (
     _flag("--output", "hardware file to write", Path, required=True),
@@ -230,9 +223,7 @@ COMMANDS: dict[str, Command] = {
         (_MACHINE, _TRAIN_TIME, _JSON),
     ),
     "profile": Command(
-        "measure this machine and write a hardware file",
-        "--model FILE --output FILE [--ranks N]",
-        (_PROFILE, _JSON),
+        "measure this machine and write a hardware file", "--model FILE --output FILE [--ranks N]", (_PROFILE, _JSON)
     ),
     "links": Command(
         "measure the links between the nodes of a job and write a hardware file",

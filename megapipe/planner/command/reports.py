@@ -3,25 +3,23 @@
 import io
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from megapipe.config.command_line import bytes_text, seconds_text
-from megapipe.planner.command.planning import layout_text
-from megapipe.planner.cost.estimate import Estimate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-from collections.abc import Mapping
-from html import escape
-from typing import TYPE_CHECKING
-
 from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.main import Request
-from megapipe.planner.command.planning import figures_cells, layout_cells, run_told, terms_cells, write_text
+from megapipe.planner.command.planning import (
+    figures_cells,
+    layout_cells,
+    layout_text,
+    run_told,
+    terms_cells,
+    write_text,
+)
+from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate
 from megapipe.planner.search.findings import Findings
 from megapipe.schedules.drawing import draw_svg
@@ -30,46 +28,31 @@ from megapipe.schedules.drawing.page import Curves, Line, html_page
 from megapipe.schedules.simulation.simulate import Simulation
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 INK, SOFT, PAPER, LANE, LINE = "#1d2430", "#5c6675", "#ffffff", "#f1f3f6", "#dfe3e9"
 LIMIT, POINT = "#c8234a", "#3b7dd8"
-DARK: Final = {
-    INK: "#e8ebf0",
-    SOFT: "#98a2b3",
-    PAPER: "#171c24",
-    LANE: "#232a35",
-    LINE: "#333b48",
-    LIMIT: "#ff5c7f",
-}
+DARK: Final = {INK: "#e8ebf0", SOFT: "#98a2b3", PAPER: "#171c24", LANE: "#232a35", LINE: "#333b48", LIMIT: "#ff5c7f"}
 """Color on a light page -> color on a dark page."""
 MEMORY_COLORS: Final = {
-    "weights": "#3b7dd8",
-    "master": "#8657c4",
-    "gradients": "#e08a1e",
-    "moments": "#b26bb5",
-    "activations": "#3f9c6c",
-    "buffers": "#8b93a1",
-    "messages": "#2f8f9d",
-    "temporaries": "#c2554f",
-}
+    "weights": "#3b7dd8", "master": "#8657c4", "gradients": "#e08a1e", "moments": "#b26bb5",
+    "activations": "#3f9c6c", "buffers": "#8b93a1", "messages": "#2f8f9d", "temporaries": "#c2554f",
+}  # fmt: skip
 TERM_COLORS: Final = {
-    "compute": "#3b7dd8",
-    "recompute": "#8fa3bd",
-    "bubble": "#b9c0ca",
-    "waiting": "#b9c0ca",
-    "tensor": "#3f9c6c",
-    "context": "#5fb3b3",
-    "pipeline": "#e08a1e",
-    "data": "#b26bb5",
-    "update": "#8657c4",
-}
+    "compute": "#3b7dd8", "recompute": "#8fa3bd", "bubble": "#b9c0ca", "waiting": "#b9c0ca", "tensor": "#3f9c6c",
+    "context": "#5fb3b3", "pipeline": "#e08a1e", "data": "#b26bb5", "update": "#8657c4",
+}  # fmt: skip
 OTHER_COLORS: Final = ("#a8894f", "#cdb587", "#c9a3d6", "#e9b872", "#7fa9dc", "#9bd3b5")
 WIDTH: Final = 900
-LONGEST_NAME: Final = 42
+LONGEST_NAME, SHORT = 42, 20
+"""Maximum characters of a layout's name in a picture, and of a cell without line breaks, such as `8.11 s`."""
 MOST_ROWS: Final = 12
 """Maximum number of layouts that are listed below the picture of speed against memory."""
+MOST_BARS: Final = 40_000
+"""Maximum number of bars that a page draws smoothly. Of larger schedules, only some ranks are shown."""
+DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
+"""Largest schedule that is legible in a static picture."""
 SVG: Final = "http://www.w3.org/2000/svg"
 NOTE: Final = "note: "
 """Prefix of the ids of parts with a tooltip; the rest of the id is the text of the tooltip."""
@@ -87,18 +70,18 @@ def memory_figure(estimate: Estimate) -> "Figure":
     count = len(estimate.memory)
     pitch = 26 if count <= 16 else 14 if count <= 64 else 7
     axes = _chart("Memory of a rank, by pipeline coordinate", pitch * count, 84, 84, below=70)
-    places, left = range(count), [0.0] * count
-    for name in (each.name for each in fields(estimate.memory[0])):
+    left = [0.0] * count
+    for name, color in MEMORY_COLORS.items():
         sizes = [getattr(memory, name) for memory in estimate.memory]
         if any(sizes):
             notes = [f"stage {place}: {name} {bytes_text(size)}" for place, size in enumerate(sizes)]
-            _bars(axes, places, [size / 1e9 for size in sizes], left, name, MEMORY_COLORS[name], notes)
-            left = [start + size / 1e9 for start, size in zip(left, sizes, strict=True)]
+            left = _stack(axes, left, [size / 1e9 for size in sizes], name, color, notes)
     _rows(axes, count, max(*estimate.memory_limits, estimate.peak_bytes) / 1e9, "{x:g} GB")
-    shown = [place for place in places if pitch >= 14 or place % 8 == 0]
-    axes.set_yticks(shown, [f"stage {place}" for place in shown], fontsize=12 if pitch > 7 else 9)
+    font_size = 12 if pitch > 7 else 9
+    shown = [place for place in range(count) if pitch >= 14 or place % 8 == 0]
+    axes.set_yticks(shown, [f"stage {place}" for place in shown], fontsize=font_size)
     for place in shown:
-        _after(axes, place, bytes_text(estimate.memory[place].total), INK, 12 if pitch > 7 else 9)
+        _after(axes, place, bytes_text(estimate.memory[place].total), INK, font_size)
     limits = estimate.memory_limits
     starts = [place for place, each in enumerate(limits) if place == 0 or each != limits[place - 1]]
     for first, stop in zip(starts, [*starts[1:], count], strict=True):
@@ -123,8 +106,7 @@ def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by term"
             f"{name}: {term} {seconds_text(each)}, {each / estimate.step_seconds:.1%} of the step"
             for (name, estimate), each in zip(rows, seconds, strict=True)
         ]
-        _bars(axes, range(len(rows)), seconds, left, term, TERM_COLORS.get(term) or next(others), notes)
-        left = [start + each for start, each in zip(left, seconds, strict=True)]
+        left = _stack(axes, left, seconds, term, TERM_COLORS.get(term) or next(others), notes)
     _rows(axes, len(rows), max(row.estimate.step_seconds for row in rows), "{x:g} s")
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.get_yticklabels()[0].set_fontweight("bold")
@@ -165,10 +147,10 @@ def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
             number = {"ha": "center", "va": "center", "weight": "bold", "fontsize": 11}
             axes.text(x[index], y[index], str(index + 1), number, color=PAPER, zorder=4)
     for index, layout in enumerate(front[:MOST_ROWS]):
-        cells = (str(index + 1), f"{layout.tokens_per_second:,.0f}", bytes_text(layout.peak_bytes))
-        for place, cell in zip((84, 176, 250), cells, strict=True):
-            _below(axes, place, index, cell, "right", INK if index == 0 else SOFT)
-        color = INK if index == 0 else SOFT
+        color = SOFT if index else INK
+        _below(axes, 84, index, str(index + 1), "right", color)
+        _below(axes, 176, index, f"{layout.tokens_per_second:,.0f}", "right", color)
+        _below(axes, 250, index, bytes_text(layout.peak_bytes), "right", color)
         _below(axes, 268, index, layout_text(layout.config), "left", color)
     if len(front) > MOST_ROWS:
         _below(axes, 268, MOST_ROWS, f"and {len(front) - MOST_ROWS} slower ones", "left", SOFT)
@@ -201,18 +183,14 @@ def _rows(axes: "Axes", count: int, largest: float, unit: str) -> None:
     axes.barh(range(count), [largest] * count, color=LANE, zorder=0)
 
 
-def _bars(
-    axes: "Axes",
-    places: Sequence[int],
-    widths: Sequence[float],
-    left: Sequence[float],
-    name: str,
-    color: str,
-    notes: Sequence[str],
-) -> None:
-    bars = axes.barh(places, widths, left=left, color=color, label=name, zorder=2, clip_on=False)
+def _stack(
+    axes: "Axes", left: Sequence[float], widths: Sequence[float], name: str, color: str, notes: Sequence[str]
+) -> list[float]:
+    """Draw a part of each bar, with a tooltip, from `left` on; return the right ends."""
+    bars = axes.barh(range(len(left)), widths, left=left, color=color, label=name, zorder=2, clip_on=False)
     for bar, note in zip(bars, notes, strict=True):
         bar.set_gid(f"{NOTE}{note}")
+    return [start + width for start, width in zip(left, widths, strict=True)]
 
 
 def _after(axes: "Axes", place: float, words: str, color: str, size: float) -> None:
@@ -266,20 +244,12 @@ def as_svg(figure: "Figure") -> str:
     text = ElementTree.tostring(root, encoding="unicode")
     names = {color: f"--plan-{index}" for index, color in enumerate(DARK)}
     text = re.sub("|".join(DARK), lambda match: f"var({names[match[0]]})", text)
-    light, dark = (
-        "".join(f"{names[color]}: {shown}; " for color, shown in shades)
-        for shades in ([(each, each) for each in DARK], DARK.items())
-    )
+    light = "".join(f"{name}: {color}; " for color, name in names.items())
+    dark = "".join(f"{names[color]}: {shade}; " for color, shade in DARK.items())
     style = f".plan-chart {{ {light}}} @media (prefers-color-scheme: dark) {{ .plan-chart {{ {dark}}} }}"
     head, end, rest = text.partition(">")
     return f"{head}{end}\n<style>{style}</style>{rest}\n"
 
-
-MOST_BARS: Final = 40_000
-"""Maximum number of bars that a page draws smoothly. Of larger schedules, only some ranks are shown."""
-
-SHORT: Final = 20
-"""Maximum number of characters of a cell without line breaks, such as `8.11 s`."""
 
 STYLE: Final = """<style>
 .plan { margin: 26px 24px 0; max-width: 1100px; }
@@ -322,25 +292,20 @@ def draw_page(
     title: str, figures: Sequence[tuple[str, str, str]], simulation: Simulation, sections: Sequence[PageSection]
 ) -> str:
     """Return an HTML document. figures: (name, value, meaning). simulation: a simulated step, in seconds."""
-    header = simulation.table.header
-    bars, ranks = bars_of(simulation), header.num_ranks
-    shown = _spread(ranks, max(1, MOST_BARS * ranks // max(1, len(bars))))
+    bars, ranks = bars_of(simulation), simulation.table.header.num_ranks
+    count = min(ranks, max(1, MOST_BARS * ranks // max(1, len(bars))))
+    shown = [round(index * (ranks - 1) / max(1, count - 1)) for index in range(count)]  # evenly spaced
     line_of = {rank: index for index, rank in enumerate(shown)}
-    curves = [curve if rank in line_of else [] for rank, curve in enumerate(activation_curves(simulation))]
-    page = html_page(
-        title,
-        [list(each) for each in figures],
-        [Line(f"stage {rank}") for rank in shown],
-        [(line_of[bar.rank], bar, "") for bar in bars if bar.rank in line_of],
-        simulation.finish,
-        Curves(
-            "Activations alive, in micro-batches of a whole rank's layers (the time line above is in seconds)",
-            "micro-batches of activations alive",
-            curves,
-            1.0,
-        ),
+    curves = Curves(
+        "Activations alive, in micro-batches of a whole rank's layers (the time line above is in seconds)",
+        "micro-batches of activations alive",
+        [curve if rank in line_of else [] for rank, curve in enumerate(activation_curves(simulation))],
+        1.0,
     )
-    return page.replace("</body>", f"{STYLE}\n{''.join(_section(each) for each in sections)}\n</body>")
+    lines = [Line(f"stage {rank}") for rank in shown]
+    drawn = [(line_of[bar.rank], bar, "") for bar in bars if bar.rank in line_of]
+    page = html_page(title, [list(each) for each in figures], lines, drawn, simulation.finish, curves)
+    return page.replace("</body>", f"{STYLE}\n{''.join(map(_section, sections))}\n</body>")
 
 
 def _section(section: PageSection) -> str:
@@ -349,23 +314,10 @@ def _section(section: PageSection) -> str:
     return f'<section class="plan"><h3>{escape(section.title)}</h3>{note}{body}</section>'
 
 
-def _spread(ranks: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced ranks, with the first and the last if `most` is at least 2."""
-    if most >= ranks:
-        return list(range(ranks))
-    if most == 1:
-        return [0]
-    return sorted({round(index * (ranks - 1) / (most - 1)) for index in range(most)})
-
-
-DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
-"""Largest schedule that is legible in a static picture."""
-
-
 def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: Sequence[str]) -> None:
     """Write the report of one layout, if a flag requests it. notes: lines that the command prints with the figures."""
-    rows = [Row("this layout", prediction.estimate)]
-    _write(request, hardware, prediction, {"breakdown": breakdown_figure(rows)}, _notes(notes))
+    breakdown = breakdown_figure([Row("this layout", prediction.estimate)])
+    _write(request, hardware, prediction, {"breakdown": breakdown}, _notes(notes))
 
 
 def write_search(
@@ -380,17 +332,15 @@ def write_search(
 
     prediction: of the best layout. command: command that starts it. notes: see `write_prediction`.
     """
-    chosen = findings.best
-    best = estimate(chosen.config, hardware, node_order=chosen.node_order)
+    best = estimate(findings.best.config, hardware, node_order=findings.best.node_order)
     others = [
         Row(each.name, each.estimate)
         for each in findings.alternatives
         if each.estimate is not None and layout_text(each.estimate.config) != layout_text(best.config)
     ]
-    limit = best.memory_limit
     figures = {
         "breakdown": breakdown_figure([Row("best", best), *others], "Estimated time of a step, by term"),
-        "pareto": pareto_figure([each.estimate for each in findings.pareto], limit),
+        "pareto": pareto_figure([each.estimate for each in findings.pareto], best.memory_limit),
     }
     ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]
     losers = [{"layout": each.name, "why": each.reason} for each in findings.alternatives]
@@ -414,8 +364,7 @@ def _write(
     figures: dict[str, "Figure"],
     extra: list[PageSection],
 ) -> None:
-    html, folder = request.flags["html"], request.flags["pictures"]
-    answer = prediction.estimate
+    html, folder, answer = request.flags["html"], request.flags["pictures"], prediction.estimate
     pictures = {name: as_svg(figure) for name, figure in ({"memory": memory_figure(answer)} | figures).items()}
     if folder is not None:
         header = prediction.schedule.header
@@ -428,48 +377,37 @@ def _write(
         for name, picture in pictures.items():
             write_text(folder / f"{name}.svg", picture)
     if html is not None:
-        page = draw_page(
-            f"{run_told(answer.config, hardware, answer.world_size)}: {layout_text(answer.config)}",
-            _figures(answer),
-            prediction.simulation,
-            [*_sections(hardware, answer, pictures), *extra],
-        )
-        write_text(html, page)
+        run = run_told(answer.config, hardware, answer.world_size)
+        sections = [*_sections(run, answer, pictures), *extra]
+        title = f"{run}: {layout_text(answer.config)}"
+        write_text(html, draw_page(title, _figures(answer), prediction.simulation, sections))
 
 
 def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
     cells = figures_cells(answer)
+    limit = f"of {bytes_text(answer.memory_limit)}; fits: {cells['fits']}"
     return [
         ("a step", cells["step"], "seconds of one optimizer step"),
         ("tokens/s", f"{answer.tokens_per_second:,.0f}", "of all devices together"),
         ("tokens/s/device", cells["tokens/s/device"], "of one device"),
         ("TFLOP/s/device", cells["TFLOP/s/device"], "of the model, without recomputation"),
-        (
-            "fullest rank",
-            bytes_text(answer.tightest_bytes),
-            f"of {bytes_text(answer.memory_limit)}; fits: {cells['fits']}",
-        ),
+        ("fullest rank", bytes_text(answer.tightest_bytes), limit),
     ]
 
 
-def _sections(hardware: Hardware, answer: Estimate, pictures: dict[str, str]) -> list[PageSection]:
-    sections = [
-        PageSection(
-            "Memory",
-            pictures["memory"],
-            "Weights, gradients, optimizer state and message slots exist between steps too; activations and buffers "
-            "are the peak of a step. Point at a part to see its size.",
-        ),
-        PageSection("Time", pictures["breakdown"], run_told(answer.config, hardware, answer.world_size)),
-    ]
+def _sections(run: str, answer: Estimate, pictures: Mapping[str, str]) -> Iterator[PageSection]:
+    yield PageSection(
+        "Memory",
+        pictures["memory"],
+        "Weights, gradients, optimizer state and message slots exist between steps too; activations and buffers "
+        "are the peak of a step. Point at a part to see its size.",
+    )
+    yield PageSection("Time", pictures["breakdown"], run)
     if "pareto" in pictures:
-        sections.append(
-            PageSection(
-                "Speed against memory",
-                pictures["pareto"],
-                "Layouts that no other layout beats in both speed and memory. Their speeds are estimates, as the "
-                "search compares them; the figures at the top are those of the simulated schedule.",
-            )
+        yield PageSection(
+            "Speed against memory",
+            pictures["pareto"],
+            "Layouts that no other layout beats in both speed and memory. Their speeds are estimates, as the "
+            "search compares them; the figures at the top are those of the simulated schedule.",
         )
-    sections.append(PageSection("Terms of a step", table_html(terms_cells(answer))))
-    return sections
+    yield PageSection("Terms of a step", table_html(terms_cells(answer)))

@@ -87,13 +87,7 @@ def run_search(request: Request) -> int:
         write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
     advice = advised(request, best.config, hardware, devices)
     if flags["json"]:
-        additions = {
-            "advice": advice,
-            "launch": command,
-            **facts,
-            "remarks": remarks,
-            "search": findings.as_json(),
-        }
+        additions = {"advice": advice, "launch": command, **facts, "remarks": remarks, "search": findings.as_json()}
         print(json.dumps(best.as_json() | additions, indent=2))
         return 0
     print(run_told(best.config, hardware, best.estimate.world_size))
@@ -157,12 +151,7 @@ def print_findings(findings: Findings, top: int) -> None:
             print(f"  {alternative.name}: {alternative.reason}")
 
 
-_COMPARED = {
-    "speed": "tokens per second",
-    "cost": "price of a million tokens",
-    "time": "days",
-    "size": "parameters",
-}
+_COMPARED = {"speed": "tokens per second", "cost": "price of a million tokens", "time": "days", "size": "parameters"}
 
 
 def _figures(layout: Found) -> dict[str, str]:
