@@ -51,28 +51,25 @@ class Request:
         """Return the machine of --hardware, less the reserved memory. Raises ConfigError if --hardware is missing."""
         if self.flags["hardware"] is None:
             raise ConfigError(f"--hardware is missing; set it to a file or to one of {', '.join(PRESETS)}")
-        hardware = load_hardware(self.flags["hardware"])
-        reserve = self.flags.get("memory_reserve")
+        hardware, reserve = load_hardware(self.flags["hardware"]), self.flags.get("memory_reserve")
         if reserve is not None:
             return hardware.with_reserve(reserve * 1e9)
         return hardware.with_share(1 - self.default_reserve())
 
     def default_reserve(self) -> float:
-        """Return the fraction of each device's memory to keep free if no flag sets it.
-
-        It is 0 with recompute.method auto, which has its own budget, and for commands that measure.
-        """
+        """Return the fraction of each device's memory to keep free if no flag sets it: 0 with recompute.method auto,
+        which has its own budget, and for commands that measure."""
         given = self.flags.get("memory_reserve") is not None or "memory_reserve" not in self.flags
         return 0.0 if given or self.config.recompute.method == "auto" else MEMORY_RESERVE
 
     def devices(self) -> int:
         """Return the number of ranks: --devices, or the product of the sizes of the layout."""
-        parallel, devices = self.config.parallel, self.flags["devices"]
-        if devices is None:
-            if parallel.data is None:
-                raise ConfigError("--devices is missing; set it, or set parallel.data and the other sizes")
-            return parallel.data * parallel.pipeline * parallel.context * parallel.tensor
-        return int(devices)
+        parallel = self.config.parallel
+        if self.flags["devices"] is not None:
+            return int(self.flags["devices"])
+        if parallel.data is None:
+            raise ConfigError("--devices is missing; set it, or set parallel.data and the other sizes")
+        return parallel.data * parallel.pipeline * parallel.context * parallel.tensor
 
     def for_file(self, file: str) -> "Request":
         """Return the same request for the configuration of a file; flags override fields of the file."""
@@ -86,11 +83,11 @@ Flag = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand. summary: one line. usage: the arguments after its name. flags: its own flags, in groups."""
+    """A subcommand. summary: one line. usage: the arguments after its name. flags: its own flags."""
 
     summary: str
     usage: str
-    flags: tuple[tuple[Flag, ...], ...]
+    flags: tuple[Flag, ...]
 
 
 def _flag(name: str, about: str, type: Any = str, **more: Any) -> Flag:
@@ -101,9 +98,8 @@ def _switch(name: str, about: str) -> Flag:
     return name, {"action": "store_true", "help": about}
 
 
-_HARDWARE = f"file, or one of {', '.join(PRESETS)}"
 _MACHINE = (
-    _flag("--hardware", _HARDWARE),
+    _flag("--hardware", f"file, or one of {', '.join(PRESETS)}"),
     _flag("--devices", "total number of ranks (default: the product of the sizes of the layout)", Devices),
     _flag(
         "--memory_reserve",
@@ -123,13 +119,6 @@ _TRAINING = (
         "price of one node per hour, in any currency (default: from the hardware file)",
         NaturalFloat,
     ),
-)
-_JSON = (_switch("--json", "machine-readable output"),)
-_PICTURES = (
-    _flag("--html", "write a report with pictures to one HTML file", Path, metavar="FILE"),
-    _flag("--pictures", "write the pictures of the report to a folder, as SVG files", Path, metavar="FOLDER"),
-)
-_FAILURES = (
     _flag(
         "--mean_time_between_failures",
         "mean time between failures of the whole job; with --save_seconds, also prints how often to save",
@@ -137,6 +126,11 @@ _FAILURES = (
         metavar="HOURS",
     ),
     _flag("--save_seconds", "seconds that a save adds to the training time (docs/checkpoints.md)", PositiveFloat),
+)
+_JSON = _switch("--json", "machine-readable output")
+_PICTURES = (
+    _flag("--html", "write a report with pictures to one HTML file", Path, metavar="FILE"),
+    _flag("--pictures", "write the pictures of the report to a folder, as SVG files", Path, metavar="FOLDER"),
 )
 _SEARCH = (
     _flag(
@@ -167,22 +161,17 @@ _TRAIN_TIME = (
     _flag("--parameters", "number of parameters of the model (default: those of --model)", PositiveFloat),
     _flag("--least_efficiency", "with --bounds: minimum share of peak FLOP/s (default 0.5)", Probability, default=0.5),
 )
-_FILES = (_flag("files", "configuration files, one per layout; flags override fields of each", nargs="+"),)
-_FILE = (_flag("file", "configuration"),)
-_LAYOUT = (
+_FILES = _flag("files", "configuration files, one per layout; flags override fields of each", nargs="+")
+_DRY_RUN = (
+    _flag("file", "configuration"),
     _flag("--write_layout", "configuration file to write, with the stages and the strategy of each layer", Path),
 )
 _PROFILE = (
     _flag("--output", "hardware file to write", Path, required=True),
     _flag("--ranks", "number of processes that run at the same time (default 2)", int, default=2),
-    *(
-        _flag(f"--{name}_sizes", f"{about} to measure, such as [1,2]", list[int], default=sizes)
-        for name, about, sizes in (
-            ("tensor", "sizes of parallel.tensor", [1]),
-            ("context", "sizes of parallel.context", [1]),
-            ("micro", "micro-batch sizes", [1, 2, 4]),
-        )
-    ),
+    _flag("--tensor_sizes", "sizes of parallel.tensor to measure, such as [1,2]", list[int], default=[1]),
+    _flag("--context_sizes", "sizes of parallel.context to measure, such as [1,2]", list[int], default=[1]),
+    _flag("--micro_sizes", "micro-batch sizes to measure, such as [1,2]", list[int], default=[1, 2, 4]),
 )
 _LINKS = (
     _flag("--hardware", f"file that describes a node, or one of {', '.join(PRESETS)}"),
@@ -200,45 +189,45 @@ COMMANDS: dict[str, Command] = {
     "search": Command(
         "find the best layout of a model on a machine, and print why others are slower",
         "--model FILE --hardware FILE|PRESET --devices N --batch.global_size B [--parallel.tensor 8 ...]",
-        (_MACHINE, _SEARCH, _TRAINING, _FAILURES, _JSON, _PICTURES),
+        (*_MACHINE, *_SEARCH, *_TRAINING, _JSON, *_PICTURES),
     ),
     "predict": Command(
         "predict step time and memory of one layout",
         "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
-        (_MACHINE, _TRAINING, _FAILURES, _JSON, _PICTURES),
+        (*_MACHINE, *_TRAINING, _JSON, *_PICTURES),
     ),
     "explain": Command(
         "predict one layout and print every term with its source",
         "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
-        (_MACHINE, _JSON),
+        (*_MACHINE, _JSON),
     ),
     "compare": Command(
         "predict several layouts side by side",
         "FILE [FILE ...] --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
-        (_FILES, _MACHINE, _JSON),
+        (_FILES, *_MACHINE, _JSON),
     ),
     "train-time": Command(
         "estimate the days that training on a number of tokens takes",
         "--model FILE --tokens T --devices N --hardware FILE|PRESET | --achieved_tflops X",
-        (_MACHINE, _TRAIN_TIME, _JSON),
+        (*_MACHINE, *_TRAIN_TIME, _JSON),
     ),
     "profile": Command(
-        "measure this machine and write a hardware file", "--model FILE --output FILE [--ranks N]", (_PROFILE, _JSON)
+        "measure this machine and write a hardware file", "--model FILE --output FILE [--ranks N]", (*_PROFILE, _JSON)
     ),
     "links": Command(
         "measure the links between the nodes of a job and write a hardware file",
         "--hardware FILE|PRESET --output FILE, started by torchrun on every node",
-        (_LINKS, _JSON),
+        (*_LINKS, _JSON),
     ),
     "fit": Command(
         "fit a machine's efficiency to measured runs, and print the remaining errors",
         "--published NAME | --rows FILE --hardware FILE|PRESET [--output FILE]",
-        (_FIT, _JSON),
+        (*_FIT, _JSON),
     ),
     "dry-run": Command(
         "check the rules, schedule, shapes and memory of a run of any size in one process",
         "FILE [--devices N] [--hardware FILE|PRESET] [--group.field VALUE ...]",
-        (_FILE, _LAYOUT, _MACHINE, _JSON),
+        (*_DRY_RUN, *_MACHINE, _JSON),
     ),
 }
 """Every subcommand by its name."""
@@ -249,11 +238,14 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
 
     The run is a BERT with --bert, or if a flag or file sets a field that only BERT runs have, as in `megapipe train`.
     """
-    kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *_positional_files(arguments)])
+    packaged = packaged_files("config")
+    # `dry-run` and `compare` have files as positional arguments.
+    files = [f"--config={word}" for word in arguments if word in packaged or os.path.isfile(word)]
+    kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *files])
     parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
     given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
     problems = []
-    for name, more in _flags_of(command):
+    for name, more in COMMANDS[command].flags:
         bound, value = bound_of(more.get("type")), given.flags[name.removeprefix("--")]
         if bound is not None and value is not None and not bound.holds(value):
             finite = "" if isfinite(value) else " and finite"
@@ -261,16 +253,6 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     if problems:
         raise ConfigError(problems)
     return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)
-
-
-def _positional_files(arguments: Sequence[str]) -> list[str]:
-    """Return a --config flag for each positional argument that is a file, as in `dry-run` and `compare`."""
-    packaged = packaged_files("config")
-    return [f"--config={word}" for word in arguments if word in packaged or os.path.isfile(word)]
-
-
-def _flags_of(command: str) -> list[Flag]:
-    return [flag for group in COMMANDS[command].flags for flag in group]
 
 
 def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
@@ -282,7 +264,7 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     parser.add_argument(
         "--bert", action="store_true", help="plan a BERT run; this is the default if a BERT field is set"
     )
-    for name, arguments in _flags_of(command):
+    for name, arguments in about.flags:
         if name == "--published":
             from megapipe.planner.fitting.fit import TABLES  # imports the cost model, which most commands do not need
 
@@ -291,8 +273,8 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     return parser
 
 
-Handler = Callable[[Request], int]
-"""Runs a command and returns its exit status. Raises ConfigError or ScheduleError for wrong input."""
+Handler = Callable[[Request], int | None]
+"""Runs a command; returns its exit status, None for 0. Raises ConfigError or ScheduleError for wrong input."""
 
 HANDLERS = {
     "search": ("search", "run_search"),
@@ -319,7 +301,11 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
         if name not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}{nearest(name, COMMANDS)} (--help lists them)")
         request = parse_request(name, arguments[1:])
-        status = (others[name] if name in others else _handler(name))(request)
+        handler = others.get(name)
+        if handler is None:
+            module, function = HANDLERS[name]
+            handler = getattr(import_module(f"megapipe.planner.command.{module}"), function)
+        status = handler(request) or 0
         # If output goes to a file, a full disk raises at a flush. The interpreter's flush at exit cannot report it.
         sys.stdout.flush()
         return status
@@ -336,25 +322,15 @@ def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
         return _refused([f"{error.filename or 'the output'} cannot be used: {error.strerror or error}"])
 
 
-def _handler(name: str) -> Handler:
-    module, function = HANDLERS[name]
-    handler: Handler = getattr(import_module(f"megapipe.planner.command.{module}"), function)
-    return handler
-
-
 def overview() -> str:
     """Return the help that is printed if no command is given."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: megapipe plan COMMAND [--group.field VALUE ...]",
-            "",
-            "Find which layout of a model fits a machine, how fast it is, and why.",
-            "",
-            *lines,
-            "",
-            "`megapipe plan COMMAND --help` lists the flags of a command and the common fields of a training "
+            "usage: megapipe plan COMMAND [--group.field VALUE ...]\n",
+            "Find which layout of a model fits a machine, how fast it is, and why.\n",
+            *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+            "\n`megapipe plan COMMAND --help` lists the flags of a command and the common fields of a training "
             "configuration, `--help-all` every field.",
         ]
     )
