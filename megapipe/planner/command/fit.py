@@ -9,7 +9,7 @@ from megapipe.planner.command.planning import check_folders, write_text
 from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_table, report_lines
 
 
-def run_fit(request: Request) -> int:
+def run_fit(request: Request) -> None:
     """Fit a machine, print every row with its prediction, and write the machine to --output."""
     flags = request.flags
     check_folders(flags["output"])
@@ -18,13 +18,10 @@ def run_fit(request: Request) -> int:
         write_text(flags["output"], written(result.hardware, f"Efficiency fitted by megapipe plan fit: {title}."))
     if flags["json"]:
         print(json.dumps(result.as_json(), indent=2))
-        return 0
-    print(title)
-    for line in report_lines(result, unit):
-        print(line)
+        return
+    print(title, *report_lines(result, unit), sep="\n")
     if flags["output"] is not None:
         print(f"wrote {flags['output']}; use it with --hardware {flags['output']}")
-    return 0
 
 
 def _fit(request: Request) -> tuple[FitResult, str, str]:

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 
 from megapipe.config.command_line import bytes_text, seconds_text
 from megapipe.config.errors import ConfigError
-from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.validation import run_problems
 from megapipe.planner.command.main import Request
 from megapipe.planner.command.planning import (
-    check_fields,
     check_folders,
     figures_cells,
     layout_cells,
@@ -26,13 +24,8 @@ from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
 from megapipe.planner.recompute import resolved
 
-PHASES = (
-    "forward", "backward_input", "backward_weight", "recompute", "tensor", "context", "update", "reduction", "gather",
-)  # fmt: skip
-"""Times of a stage that `explain` prints."""
 
-
-def run_predict(request: Request) -> int:
+def run_predict(request: Request) -> None:
     """Print the step time and the memory of one layout."""
     check_folders(request.flags["html"])
     hardware, prediction, remarks = _prediction(request)
@@ -44,49 +37,46 @@ def run_predict(request: Request) -> int:
         write_prediction(request, hardware, prediction, [*remarks, *training_lines])
     if request.flags["json"]:
         print(json.dumps(answer.as_json() | facts | {"remarks": remarks}, indent=2))
-        return 0
+        return
     _print_head(answer, hardware, remarks)
     print()
     print_cells([figures_cells(answer)])
     print()
-    print_terms(answer)
+    print_cells(terms_cells(answer))
     print()
     print_memory(answer)
     for line in training_lines:
         print(f"\n{line}")
-    return 0
 
 
-def run_explain(request: Request) -> int:
+def run_explain(request: Request) -> None:
     """Print the step time and the memory of one layout, with the source of each term and the costs of each stage."""
     hardware, prediction, remarks = _prediction(request)
     answer = prediction.estimate
-    stages = explain_stages(answer.config, hardware)
+    stages = [vars(each) for each in explain_stages(answer.config, hardware)]
     closed = estimate(answer.config, hardware)
     if request.flags["json"]:
-        figures = answer.as_json() | {
-            "closed_form": closed.as_json(),
-            "stages": [vars(each) for each in stages],
-            "memory": [vars(each) for each in answer.memory],
-            "remarks": remarks,
-        }
-        print(json.dumps(figures, indent=2))
-        return 0
+        memory = [vars(each) for each in answer.memory]
+        additions = {"closed_form": closed.as_json(), "stages": stages, "memory": memory, "remarks": remarks}
+        print(json.dumps(answer.as_json() | additions, indent=2))
+        return
     _print_head(answer, hardware, remarks)
     print(f"\nsimulated step: {seconds_text(answer.step_seconds)}")
-    print_terms(answer)
+    print_cells(terms_cells(answer))
     print(f"\nestimate, as a search uses it: {seconds_text(closed.step_seconds)}")
-    print_terms(closed)
+    print_cells(terms_cells(closed))
     print()
-    rows = [
-        {"stage": str(each.stage), "rank": str(each.rank), "layers": _layers(each.layers)}
-        | {name.replace("_", " "): seconds_text(getattr(each, name)) for name in PHASES}
-        for each in stages
-    ]
-    print_cells(rows, "times of each stage: per micro-batch; update, reduction and gather per step")
+    title = "times of each stage: per micro-batch; update, reduction and gather per step"
+    print_cells([_stage_cells(**costs) for costs in stages], title)
     print()
     print_memory(answer)
-    return 0
+
+
+def _stage_cells(stage: int, rank: int, layers: Sequence[str], **seconds: float) -> dict[str, str]:
+    """Return the table cells of a `StageCost`, by column."""
+    names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+    times = {name.replace("_", " "): seconds_text(each) for name, each in seconds.items()}
+    return {"stage": str(stage), "rank": str(rank), "layers": names} | times
 
 
 def _print_head(answer: Estimate, hardware: Hardware, remarks: Sequence[str]) -> None:
@@ -96,7 +86,7 @@ def _print_head(answer: Estimate, hardware: Hardware, remarks: Sequence[str]) ->
         print(f"note: {remark}")
 
 
-def run_compare(request: Request) -> int:
+def run_compare(request: Request) -> None:
     """Print several configurations side by side, the fastest that fits first."""
     hardware = request.hardware()
     rows: list[tuple[str, Estimate]] = []
@@ -111,41 +101,27 @@ def run_compare(request: Request) -> int:
     rows.sort(key=lambda row: (not row[1].fits, -row[1].config.batch.global_size / row[1].step_seconds))
     if request.flags["json"]:
         print(json.dumps([{"file": name} | estimate.as_json() for name, estimate in rows], indent=2))
-        return 0
+        return
     print_cells([{"file": name} | layout_cells(each.config) | figures_cells(each) for name, each in rows])
     terms = list(dict.fromkeys(term.name for _, each in rows for term in each.terms))
     print()
     times = [{"file": name} | {term: seconds_text(each.seconds_of(term)) for term in terms} for name, each in rows]
     print_cells(times, "seconds of a step")
-    return 0
-
-
-def print_terms(answer: Estimate) -> None:
-    """Print the terms of a step's time and the source of each."""
-    print_cells(terms_cells(answer))
 
 
 def print_memory(answer: Estimate) -> None:
     """Print the memory of a rank at each pipeline coordinate."""
-    names = ("weights", "master", "gradients", "moments", "activations", "buffers", "messages", "temporaries", "total")
-    same_limits = len(set(answer.memory_limits)) == 1
     rows = [
-        {"coordinate": str(place)} | {name: bytes_text(getattr(memory, name)) for name in names}
+        {"coordinate": str(place)}
+        | {name: bytes_text(size) for name, size in vars(memory).items()}
+        | {"total": bytes_text(memory.total)}
         for place, memory in enumerate(answer.memory)
     ]
     limit = f"a device has {bytes_text(answer.memory_limit)}"
-    if not same_limits:
+    if len(set(answer.memory_limits)) > 1:
         limit = "device: memory of the smallest device at the coordinate"
         rows = [row | {"device": bytes_text(each)} for row, each in zip(rows, answer.memory_limits, strict=True)]
     print_cells(rows, f"memory of a rank by pipeline coordinate; {limit}")
-
-
-def check_run(config: PretrainConfig, devices: int) -> None:
-    """Raise ConfigError with every rule that a run breaks."""
-    check_fields(config)
-    problems = run_problems(config, devices)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _prediction(request: Request) -> tuple[Hardware, Prediction, list[str]]:
@@ -158,11 +134,8 @@ def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str
     devices = request.devices()
     hardware.nodes(devices)  # raises ConfigError if the machine has fewer devices
     config, remarks = planned_config(request, hardware)
-    check_run(config, devices)
+    if problems := run_problems(config, devices):
+        raise ConfigError(problems)
     choice = resolved(config, hardware, devices)
     remarks += [] if choice.remark is None else [choice.remark]
     return predict(choice.config, hardware, world_size=devices), remarks
-
-
-def _layers(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

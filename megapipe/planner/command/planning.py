@@ -4,7 +4,7 @@ files, and the command that starts a run."""
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -62,12 +62,9 @@ def recompute_text(recompute: RecomputeConfig) -> str:
 
 def layout_text(config: PretrainConfig) -> str:
     """Return a layout in one line, without features that are off."""
-    parallel, parts = config.parallel, []
-    for name in ("data", "pipeline", "context", "tensor"):
-        size = getattr(parallel, name)
-        if size is not None and size > 1:
-            parts.append(f"{name} {size}")
-    parts = parts or ["one rank"]
+    parallel = config.parallel
+    sizes = {name: getattr(parallel, name) for name in ("data", "pipeline", "context", "tensor")}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size is not None and size > 1] or ["one rank"]
     if parallel.pipeline > 1:
         parts.append(schedule_text(config))
     if parallel.sequence:
@@ -111,48 +108,42 @@ def print_cells(rows: Sequence[Mapping[str, str]], title: str = "") -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table: with rich on a terminal, otherwise as plain text with one line per row."""
-    if sys.stdout.isatty():
-        # Imported here, because the import takes longer than printing.
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if _is_number(rows, index) else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
+    if not sys.stdout.isatty():
+        print(plain_table(columns, rows, title))
         return
-    print(plain_table(columns, rows, title))
+    # Imported here, because the import takes longer than printing.
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name, *cells in zip(columns, *rows, strict=True):
+        table.add_column(name, justify="right" if _are_numbers(cells) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
     """Return the table as text, with numbers aligned to the right."""
-    lines = [list(columns), *(list(row) for row in rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    right = [_is_number(rows, index) for index in range(len(columns))]
-    aligned = (
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-    return "\n".join([*([title] if title else []), *aligned])
+    aligned = []
+    for name, *cells in zip(columns, *rows, strict=True):
+        width, side = max(map(len, [name, *cells])), ">" if _are_numbers(cells) else "<"
+        aligned.append([f"{cell:{side}{width}}" for cell in (name, *cells)])
+    lines = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+    return "\n".join([title, *lines] if title else lines)
 
 
-def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
-    """Return whether all cells of a column start with a digit or a sign."""
-    cells = [row[column] for row in rows if row[column]]
-    return bool(cells) and all(cell[0].isdigit() or cell[0] in "+-" for cell in cells)
+def _are_numbers(cells: Sequence[str]) -> bool:
+    """Return whether all cells that are not empty, at least one, start with a digit or a sign."""
+    starts = [cell[0] for cell in cells if cell]
+    return bool(starts) and all(start.isdigit() or start in "+-" for start in starts)
 
 
 FITTED_PRESETS = ("a100-80", "h100")
 """Presets whose efficiency was fitted to published runs; other presets of these chips have the same."""
 PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16", "fp32")
 """Precisions in order of preference."""
-NEVER_MEASURED = "predicted times, not measured with megapipe"
 
 
 def provenance(hardware: Hardware) -> str:
@@ -172,7 +163,7 @@ def provenance(hardware: Hardware) -> str:
             parts.append(f"{device} is fitted to Megatron-LM's published runs on {fitted[efficiency]}")
         else:
             parts.append(f"the efficiency of {device} is that of the hardware file")
-    return f"{NEVER_MEASURED}; {'; '.join(parts)}"
+    return f"predicted times, not measured with megapipe; {'; '.join(parts)}"
 
 
 def planned_config(
@@ -180,23 +171,19 @@ def planned_config(
 ) -> tuple[PretrainConfig, list[str]]:
     """Return the configuration to plan, and remarks on what was chosen for it.
 
-    layout_open: a search sets the layout, so rules between fields of the layout are not checked here.
-
     If neither a file nor a flag sets the model, it is the default one. If neither sets the precision, it is the first
-    of bf16, fp16, fp32 that all devices support; with --config, it is fp32, because training would run that file in
-    fp32. Precision auto is resolved by the devices' peaks. A remark reports each of these choices.
+    of `PREFERRED` that all devices support; with --config, it is fp32, because training would run that file in fp32.
+    Precision auto is resolved by the devices' peaks.
 
-    Raises ConfigError with every rule that single fields break; data.prefix may be missing.
+    Raises ConfigError as `check_fields`, unless layout_open: then a search sets the layout, and checks it.
     """
-    config, remarks = request.config, []
-    model_given = request.flags.get("config") or any(path.partition(".")[0] == "model" for path in request.given)
-    if not model_given:
-        model = config.model
+    config, remarks, from_file = request.config, [], request.flags.get("config")
+    if not from_file and not any(path.partition(".")[0] == "model" for path in request.given):
         remarks.append(
-            f"no model was given, so this is the default one with {model.num_layers} layers of hidden size "
-            f"{model.hidden_size}; set another with --model FILE or --model.FIELD VALUE"
+            f"no model was given, so this is the default one with {config.model.num_layers} layers of hidden size "
+            f"{config.model.hidden_size}; set another with --model FILE or --model.FIELD VALUE"
         )
-    if "training.precision" not in request.given and request.flags.get("config"):
+    if "training.precision" not in request.given and from_file:
         remarks.append(
             f"training.precision is {config.training.precision}, the default of training, because the configuration "
             "does not set it; --training.precision bf16 plans mixed precision"
@@ -225,10 +212,8 @@ def planned_config(
 
 def check_fields(config: PretrainConfig) -> None:
     """Raise ConfigError with every rule that single fields break; data.prefix may be missing."""
-    named = config
-    if not config.data.prefixes[0]:
-        named = replace(config, data=replace(config.data, prefix=NO_DATA))
-    problems = config.model.problems() + named.problems()
+    data = config.data if config.data.prefixes[0] else replace(config.data, prefix=NO_DATA)
+    problems = config.model.problems() + replace(config, data=data).problems()
     if problems:
         raise ConfigError(problems)
 
@@ -273,27 +258,24 @@ def training_facts(request: Request, answer: Estimate, hardware: Hardware) -> tu
 
     Raises ConfigError if only one of the flags about failures is given.
     """
-    tokens, config = request.flags["tokens"], answer.config
-    facts: dict[str, Any] = {"checkpoint": _checkpoint(request, answer.step_seconds), "training": None}
-    lines = []
+    tokens, config, lines = request.flags["tokens"], answer.config, []
+    training, saves = None, _checkpoint(request, answer.step_seconds)
     if tokens is not None:
         steps = math.ceil(tokens / (config.batch.global_size * config.data.sequence_length))
         seconds = steps * answer.step_seconds
         price = hardware.price_per_hour(answer.world_size)
         cost = None if price is None else seconds / HOUR * price
-        days = seconds / DAY
-        facts["training"] = {"tokens": tokens, "steps": steps, "days": days, "cost": cost}
+        training = {"tokens": tokens, "steps": steps, "days": seconds / DAY, "cost": cost}
         lines.append(
             f"{count_text(tokens)} tokens: {steps:,} steps (--training.steps {steps}), {duration_text(seconds)}"
             f"{'' if cost is None else f', price {cost:,.0f}'}; evaluation, saves and restarts not counted"
         )
-    saves = facts["checkpoint"]
     if saves is not None:
         lines.append(
             f"save every {duration_text(saves['interval_s'])} (--checkpoint.every {saves['interval_steps']:.0f}): "
             f"saves and repeated work take {saves['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
         )
-    return facts, lines
+    return {"checkpoint": saves, "training": training}, lines
 
 
 def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | None:
@@ -308,11 +290,8 @@ def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | Non
             "save"
         )
     interval = save_interval(save, hours * HOUR)
-    return {
-        "interval_s": interval,
-        "interval_steps": max(1.0, round(interval / step_seconds)),
-        "lost_share": lost_share(interval, save, hours * HOUR),
-    }
+    steps, lost = max(1.0, round(interval / step_seconds)), lost_share(interval, save, hours * HOUR)
+    return {"interval_s": interval, "interval_steps": steps, "lost_share": lost}
 
 
 def save_interval(save_seconds: float, seconds_between_failures: float) -> float:
@@ -322,9 +301,7 @@ def save_interval(save_seconds: float, seconds_between_failures: float) -> float
     2006 (Future Generation Computer Systems 22) shows that this is the first term of the exact interval, and accurate
     if a save takes much less than the time between failures.
 
-    Args:
-        save_seconds: C, the time that one save adds to the training time.
-        seconds_between_failures: M, the mean time between failures of the whole job.
+    save_seconds: C, time that one save adds to training. seconds_between_failures: M, mean of the whole job.
     """
     return math.sqrt(2 * save_seconds * seconds_between_failures)
 
@@ -335,47 +312,36 @@ def lost_share(interval_seconds: float, save_seconds: float, seconds_between_fai
     return save_seconds / interval_seconds + interval_seconds / (2 * seconds_between_failures)
 
 
+ALWAYS_WRITTEN = frozenset({
+    "parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.sequence",
+    "batch.global_size", "batch.micro_size", "data.sequence_length", "schedule.name", "zero.stage",
+    "recompute.method", "training.precision",
+})  # fmt: skip
+"""Fields that `config_yaml` writes even if they have their defaults."""
+
+
 def config_yaml(config: PretrainConfig) -> str:
     """Return a configuration as YAML, with the whole layout and all fields that differ from their defaults."""
-    always = {
-        "parallel": ("data", "tensor", "pipeline", "context", "sequence"),
-        "batch": ("global_size", "micro_size"),
-        "schedule": ("name",),
-        "zero": ("stage",),
-        "recompute": ("method",),
-        "training": ("precision",),
-        "data": ("sequence_length",),
-    }
-    default_config = type(config)()
+    values, defaults = asdict(config), asdict(type(config)())
+    init_from = values.pop("init_from")
     groups: dict[str, object] = {}
-    for group in fields(config):
-        if group.name == "init_from":
-            continue
-        values, defaults = asdict(getattr(config, group.name)), asdict(getattr(default_config, group.name))
-        kept = {
-            name: value
-            for name, value in values.items()
-            if value != defaults[name] or name in always.get(group.name, ())
-        }
+    for group, members in values.items():
+        always = {name for name in members if f"{group}.{name}" in ALWAYS_WRITTEN}
+        kept = {name: value for name, value in members.items() if name in always or value != defaults[group][name]}
         if kept:
-            groups[group.name] = kept
-    return str(yaml.safe_dump(groups | ({"init_from": config.init_from} if config.init_from else {}), sort_keys=False))
-
-
-def write_config(path: Path, config: PretrainConfig, remarks: list[str]) -> None:
-    """Write a configuration file. remarks: comment lines at its top. Raises ConfigError if it cannot be written."""
-    text = "".join(f"# {line}\n" for line in remarks) + config_yaml(config)
-    write_text(path, text)
+            groups[group] = kept
+    return str(yaml.safe_dump(groups | ({"init_from": init_from} if init_from else {}), sort_keys=False))
 
 
 def check_folders(*paths: Path | None) -> None:
     """Raise ConfigError if one of the files could not be written, so that no work is lost later."""
+    given = [path for path in paths if path is not None]
     problems = [
         f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
-        for path in paths
-        if path is not None and not path.parent.is_dir()
+        for path in given
+        if not path.parent.is_dir()
     ]
-    problems += [f"{path} is a folder; choose a file name" for path in paths if path is not None and path.is_dir()]
+    problems += [f"{path} is a folder; choose a file name" for path in given if path.is_dir()]
     if problems:
         raise ConfigError(problems)
 

@@ -15,10 +15,11 @@ from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
-from megapipe.planner.command.layouts import print_memory, print_terms
+from megapipe.planner.command.layouts import print_memory
 from megapipe.planner.command.main import NO_DATA, Request
 from megapipe.planner.command.planning import (
     check_folders,
+    config_yaml,
     figures_cells,
     launch_command,
     layout_cells,
@@ -26,11 +27,13 @@ from megapipe.planner.command.planning import (
     planned_config,
     priced,
     print_cells,
+    print_table,
     provenance,
     run_told,
+    terms_cells,
     training_facts,
     uneven_nodes,
-    write_config,
+    write_text,
 )
 from megapipe.planner.cost.model import predict
 from megapipe.planner.recompute import limited
@@ -42,7 +45,7 @@ OUTPUT_NAME = "plan.yaml"
 """File name in the printed command if no file was written."""
 
 
-def run_search(request: Request) -> int:
+def run_search(request: Request) -> None:
     """Print the result of a search, and write the files that flags request."""
     flags = request.flags
     check_folders(flags["html"], flags["write_config"])
@@ -56,46 +59,31 @@ def run_search(request: Request) -> int:
             "recompute.method auto: the search also chooses the method, and the memory limit of a device is the "
             "budget of recompute.method auto"
         )
-    space, models, times = _space(request), _models(request), measured_times(hardware, devices)
-    with _uncollected(), progress_bar("searching layouts") as report:
-        findings = search(
-            config,
-            hardware,
-            devices,
-            pinned,
-            objective=flags["objective"],
-            space=space,
-            tokens=flags["tokens"],
-            models=models,
-            times=times,
-            effort=Effort(keep=flags["top"]),
-            report=report,
-        )
+    findings = _findings(request, config, hardware, devices, pinned)
     best = findings.best
     facts, training_lines = training_facts(request, best.estimate, hardware)
-    file = OUTPUT_NAME if flags["write_config"] is None else str(flags["write_config"])
-    command = launch_command(best.config, hardware, best.estimate.world_size, file)
+    file = flags["write_config"] or OUTPUT_NAME
+    command = launch_command(best.config, hardware, best.estimate.world_size, str(file))
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
         prediction = replace(prediction, estimate=best.estimate)  # the page prints the same figures as the table
         from megapipe.planner.command.reports import write_search  # imported only if something is drawn
 
-        lines = [*remarks, *training_lines]
-        write_search(request, hardware, prediction, findings, command, lines)
+        write_search(request, hardware, prediction, findings, command, [*remarks, *training_lines])
     if flags["write_config"] is not None:
-        write_config(flags["write_config"], best.config, _file_remarks(hardware, best, command))
+        write_text(flags["write_config"], _config_text(hardware, best, command))
     advice = advised(request, best.config, hardware, devices)
     if flags["json"]:
         additions = {"advice": advice, "launch": command, **facts, "remarks": remarks, "search": findings.as_json()}
         print(json.dumps(best.as_json() | additions, indent=2))
-        return 0
+        return
     print(run_told(best.config, hardware, best.estimate.world_size))
     for remark in remarks:
         print(f"note: {remark}")
     print_findings(findings, flags["top"])
     print("\nthe best layout:")
-    print_terms(best.estimate)
+    print_cells(terms_cells(best.estimate))
     print()
     print_memory(best.estimate)
     if best.node_order is not None:
@@ -104,7 +92,18 @@ def run_search(request: Request) -> int:
     for line in training_lines:
         print(f"\n{line}")
     _print_start(request, hardware, best, command)
-    return 0
+
+
+def _findings(
+    request: Request, config: PretrainConfig, hardware: Hardware, devices: int, pinned: frozenset[str]
+) -> Findings:
+    """Search with a progress bar, as flags set it."""
+    flags, names = request.flags, request.flags["schedules"]
+    space = SearchSpace() if names is None else SearchSpace(schedules=tuple(names.split(",")), other_schedules=())
+    models, times, effort = _models(request), measured_times(hardware, devices), Effort(keep=flags["top"])
+    options = {"objective": flags["objective"], "space": space, "tokens": flags["tokens"], "models": models}
+    with _uncollected(), progress_bar("searching layouts") as report:
+        return search(config, hardware, devices, pinned, **options, times=times, effort=effort, report=report)
 
 
 @contextmanager
@@ -131,17 +130,15 @@ def print_findings(findings: Findings, top: int) -> None:
         for place, each in enumerate(findings.ranked[:top], start=1)
     ]
     if all(row["context"] == "1" for row in rows):
-        rows = [{name: cell for name, cell in row.items() if name != "context"} for row in rows]
+        for row in rows:
+            del row["context"]
     print_cells(rows)
     if any(each.simulated for each in findings.ranked[:top]):
         print("(*: time from a simulation of the schedule, others: estimates)")
     if findings.trials:
-        compared = _COMPARED[findings.objective]
-        values = ["-" if each.found is None else f"{each.value:,.4g}" for each in findings.trials]
         print()
-        print_cells(
-            [{"compared": each.name, compared: value} for each, value in zip(findings.trials, values, strict=True)]
-        )
+        trials = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
+        print_table(["compared", _COMPARED[findings.objective]], trials)
     print(f"not searched: {'; '.join(findings.not_searched)}")
     for hint in findings.hints:
         print(f"hint: {hint}")
@@ -189,26 +186,22 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
         raise ConfigError([problem.replace("--model ", "--models ", 1) for problem in error.problems]) from None
 
 
-def _space(request: Request) -> SearchSpace:
-    names = request.flags["schedules"]
-    return SearchSpace() if names is None else SearchSpace(schedules=tuple(names.split(",")), other_schedules=())
-
-
-def _file_remarks(hardware: Hardware, best: Found, command: str) -> list[str]:
+def _config_text(hardware: Hardware, best: Found, command: str) -> str:
+    """Return the configuration file of a layout, with comments about its origin and its start."""
     estimate = best.estimate
-    return [
-        f"Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_text(estimate.step_seconds)} a "
-        f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted; {provenance(hardware)}.",
-        f"Start on every node: {command}",
-    ]
+    return (
+        f"# Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_text(estimate.step_seconds)} a "
+        f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted; {provenance(hardware)}.\n"
+        f"# Start on every node: {command}\n{config_yaml(best.config)}"
+    )
 
 
 def _print_start(request: Request, hardware: Hardware, best: Found, command: str) -> None:
-    if request.flags["write_config"] is None:
-        print(f"\nto train with it, add --write_config {OUTPUT_NAME}, then run on every node")
+    file = request.flags["write_config"]
+    if file is None:
+        print(f"\nto train with it, add --write_config {OUTPUT_NAME}, then run on every node\n  {command}")
     else:
-        print(f"\nwrote {request.flags['write_config']}; to train with it, run on every node")
-    print(f"  {command}")
+        print(f"\nwrote {file}; to train with it, run on every node\n  {command}")
     if not best.config.data.prefixes[0]:
         print(f"  ({NO_DATA}: path of the shard that megapipe preprocess printed)")
     warning = uneven_nodes(hardware, best.estimate.world_size)
