@@ -28,7 +28,8 @@ from megapipe.planner.recompute import resolved
 def run_predict(request: Request) -> None:
     """Print the step time and the memory of one layout."""
     check_folders(request.flags["html"])
-    hardware, prediction, remarks = _prediction(request)
+    hardware = priced(request.hardware(), request.flags["price_per_hour"])
+    prediction, remarks = _predict(request, hardware)
     answer = prediction.estimate
     facts, training_lines = training_facts(request, answer, hardware)
     if request.flags["html"] is not None or request.flags["pictures"] is not None:
@@ -51,7 +52,8 @@ def run_predict(request: Request) -> None:
 
 def run_explain(request: Request) -> None:
     """Print the step time and the memory of one layout, with the source of each term and the costs of each stage."""
-    hardware, prediction, remarks = _prediction(request)
+    hardware = request.hardware()
+    prediction, remarks = _predict(request, hardware)
     answer = prediction.estimate
     stages = [vars(each) for each in explain_stages(answer.config, hardware)]
     closed = estimate(answer.config, hardware)
@@ -122,12 +124,6 @@ def print_memory(answer: Estimate) -> None:
         limit = "device: memory of the smallest device at the coordinate"
         rows = [row | {"device": bytes_text(each)} for row, each in zip(rows, answer.memory_limits, strict=True)]
     print_cells(rows, f"memory of a rank by pipeline coordinate; {limit}")
-
-
-def _prediction(request: Request) -> tuple[Hardware, Prediction, list[str]]:
-    hardware = priced(request.hardware(), request.flags.get("price_per_hour"))
-    prediction, remarks = _predict(request, hardware)
-    return hardware, prediction, remarks
 
 
 def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str]]:

@@ -183,26 +183,24 @@ def planned_config(
             f"no model was given, so this is the default one with {config.model.num_layers} layers of hidden size "
             f"{config.model.hidden_size}; set another with --model FILE or --model.FIELD VALUE"
         )
+    common = [name for name in PREFERRED if all(name in group.device.peak_flops for group in hardware.groups)]
     if "training.precision" not in request.given and from_file:
         remarks.append(
             f"training.precision is {config.training.precision}, the default of training, because the configuration "
             "does not set it; --training.precision bf16 plans mixed precision"
         )
-    elif "training.precision" not in request.given:
-        common = [name for name in PREFERRED if all(name in group.device.peak_flops for group in hardware.groups)]
-        if common:
-            config = replace(config, training=replace(config.training, precision=common[0]))
-            remarks.append(
-                f"training.precision was not given, so it is {common[0]}, the first of {', '.join(PREFERRED)} that "
-                "all devices support"
-            )
+    elif "training.precision" not in request.given and common:
+        config = replace(config, training=replace(config.training, precision=common[0]))
+        remarks.append(
+            f"training.precision was not given, so it is {common[0]}, the first of {', '.join(PREFERRED)} that all "
+            "devices support"
+        )
     config, remark = with_named_precision(config, (group.device for group in hardware.groups))
     remarks += [] if remark is None else [remark]
     if not layout_open:
         check_fields(config)
     remarks.append(provenance(hardware))
-    reserved = request.default_reserve()
-    if reserved:
+    if reserved := request.default_reserve():
         remarks.append(
             f"{reserved:.0%} of each device's memory is reserved for CUDA, NCCL and fragmentation; --memory_reserve "
             "GB sets another amount"
@@ -213,8 +211,7 @@ def planned_config(
 def check_fields(config: PretrainConfig) -> None:
     """Raise ConfigError with every rule that single fields break; data.prefix may be missing."""
     data = config.data if config.data.prefixes[0] else replace(config.data, prefix=NO_DATA)
-    problems = config.model.problems() + replace(config, data=data).problems()
-    if problems:
+    if problems := config.model.problems() + replace(config, data=data).problems():
         raise ConfigError(problems)
 
 
@@ -236,10 +233,8 @@ def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
 
 
 def priced(hardware: Hardware, price: float | None) -> Hardware:
-    """Return the machine with the price of --price_per_hour, if given, for each node; use 0 for your own machine.
-
-    Raises ConfigError for a machine with nodes of several kinds.
-    """
+    """Return the machine with the price of --price_per_hour, if given, for each node; 0 for your own machine. Raises
+    ConfigError if there are several kinds of nodes."""
     if price is None:
         return hardware
     if len(hardware.groups) > 1:
@@ -352,24 +347,3 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; choose a file in a writable folder") from None
-
-
-def launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
-    """Return the command to run on every node; $HEAD_NODE is one of several (examples/launch/several_nodes.sh)."""
-    nodes = hardware.nodes(devices)
-    where = f"-n {min(devices, nodes[0].devices_per_node)}"
-    if len(nodes) > 1:
-        where += f" --nodes {len(nodes)} --rendezvous $HEAD_NODE:29500"
-    kind = f" --kind {config.kind}" if config.kind != PretrainConfig.kind else ""
-    data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
-    return f"megapipe train {where}{kind} --config {file}{data}"
-
-
-def uneven_nodes(hardware: Hardware, devices: int) -> str | None:
-    """Return a warning if nodes do not run the same number of ranks, which one command cannot express."""
-    sizes = [node.devices_per_node for node in hardware.nodes(devices)]
-    if len(sizes) == 1 or (sum(sizes) == devices and len(set(sizes)) == 1):
-        return None
-    last = devices - sum(sizes[:-1])
-    listed = ", ".join(str(size) for size in [*sizes[:-1], last])
-    return f"nodes run {listed} ranks: set -n on each node accordingly"

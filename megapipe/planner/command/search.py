@@ -21,7 +21,6 @@ from megapipe.planner.command.planning import (
     check_folders,
     config_yaml,
     figures_cells,
-    launch_command,
     layout_cells,
     measured_times,
     planned_config,
@@ -32,7 +31,6 @@ from megapipe.planner.command.planning import (
     run_told,
     terms_cells,
     training_facts,
-    uneven_nodes,
     write_text,
 )
 from megapipe.planner.cost.model import predict
@@ -63,7 +61,7 @@ def run_search(request: Request) -> None:
     best = findings.best
     facts, training_lines = training_facts(request, best.estimate, hardware)
     file = flags["write_config"] or OUTPUT_NAME
-    command = launch_command(best.config, hardware, best.estimate.world_size, str(file))
+    command = _launch_command(best.config, hardware, best.estimate.world_size, str(file))
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
@@ -196,6 +194,17 @@ def _config_text(hardware: Hardware, best: Found, command: str) -> str:
     )
 
 
+def _launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
+    """Return the command to run on every node; $HEAD_NODE is one of several (examples/launch/several_nodes.sh)."""
+    nodes = hardware.nodes(devices)
+    where = f"-n {min(devices, nodes[0].devices_per_node)}"
+    if len(nodes) > 1:
+        where += f" --nodes {len(nodes)} --rendezvous $HEAD_NODE:29500"
+    kind = f" --kind {config.kind}" if config.kind != PretrainConfig.kind else ""
+    data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
+    return f"megapipe train {where}{kind} --config {file}{data}"
+
+
 def _print_start(request: Request, hardware: Hardware, best: Found, command: str) -> None:
     file = request.flags["write_config"]
     if file is None:
@@ -204,9 +213,12 @@ def _print_start(request: Request, hardware: Hardware, best: Found, command: str
         print(f"\nwrote {file}; to train with it, run on every node\n  {command}")
     if not best.config.data.prefixes[0]:
         print(f"  ({NO_DATA}: path of the shard that megapipe preprocess printed)")
-    warning = uneven_nodes(hardware, best.estimate.world_size)
-    if warning is not None:
-        print(f"  {warning}")
+    devices = best.estimate.world_size
+    sizes = [node.devices_per_node for node in hardware.nodes(devices)]
+    if len(sizes) > 1 and (sum(sizes) != devices or len(set(sizes)) > 1):
+        # One command cannot express that nodes run different numbers of ranks.
+        ranks = [*sizes[:-1], devices - sum(sizes[:-1])]
+        print(f"  nodes run {', '.join(map(str, ranks))} ranks: set -n on each node accordingly")
 
 
 def advised(request: Request, config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
@@ -248,10 +260,9 @@ def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _strategy_text(layer: Mapping[str, Any]) -> str:
-    degrees = (("data", "data"), ("sharded data", "sharded_data"), ("tensor", "tensor"))
-    parts = [f"{words} {layer[name]}" for words, name in degrees if layer[name] > 1]
-    recompute = ["recompute"] if layer["recompute"] else []
-    return ", ".join([*(parts or ["one rank"]), *recompute])
+    methods = ("data", "sharded_data", "tensor")
+    parts = [f"{name.replace('_', ' ')} {layer[name]}" for name in methods if layer[name] > 1] or ["one rank"]
+    return ", ".join([*parts, "recompute"] if layer["recompute"] else parts)
 
 
 def _flag(value: Any) -> str:

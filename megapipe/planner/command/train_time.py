@@ -48,9 +48,7 @@ BACKWARD_SHARE = 6 / 8
 def training_seconds(parameters: float, tokens: float, devices: int, device_flops: float) -> float:
     """Return the end-to-end training time in seconds, 8 T P / (n X): section 5.1, equation 4.
 
-    Args:
-        parameters: P, number of parameters. tokens: T, number of training tokens. devices: n, number of devices.
-        device_flops: X, the FLOP/s that each device achieves, including recomputation.
+    parameters: P. tokens: T. devices: n. device_flops: X, FLOP/s that each achieves, including recomputation.
     """
     return 8 * tokens * parameters / (devices * device_flops)
 
@@ -76,47 +74,33 @@ class Transformer:
 
 
 def link_threshold(peak_flops: float, bytes_per_second: float) -> float:
-    """Return the FLOPs that a device computes while its link carries one byte. Compute can hide traffic of a higher
-    intensity.
-
-    peak_flops: FLOP/s of a device. bytes_per_second: rate of its link, both directions together, as in data sheets.
-    """
+    """Return the FLOPs that a device computes while its link carries one byte: compute can hide traffic of a higher
+    intensity. bytes_per_second: both directions together, as in data sheets."""
     return peak_flops / bytes_per_second
 
 
 def pipeline_intensity(model: Transformer, layers_per_chunk: float) -> float:
     """Return the intensity of sending activations and gradients, 4 h bytes per token and chunk: 24 h times the number
-    of layers of a chunk.
-
-    layers_per_chunk: L / p in a contiguous pipeline, 1 in the modular one.
-    """
+    of layers of a chunk."""
     return 24 * model.hidden_size * layers_per_chunk
 
 
 def tensor_intensity(model: Transformer, tensor: int) -> float:
-    """Return the intensity of the six all-reduces of a layer between `tensor` devices, two of them in
-    recomputation: 4 h / (n_a - 1).
-
-    They do not overlap with compute: they add threshold / intensity to its time. Infinite for one device.
-    """
-    return 4 * model.hidden_size / (tensor - 1) if tensor > 1 else float("inf")
+    """Return the intensity of the six all-reduces of a layer between `tensor` devices, two of them in recomputation:
+    4 h / (n_a - 1). They do not overlap with compute: they add threshold / intensity to its time."""
+    return 4 * model.hidden_size / (tensor - 1) if tensor > 1 else math.inf
 
 
 def critical_batch_tokens(parameters: float) -> float:
-    """Return the critical batch in tokens: larger batches no longer reduce the steps in proportion.
-
-    It grows with the cube root of the number of parameters, and is scaled to GPT-3's batch: 572 P^(1/3).
-    """
+    """Return the critical batch in tokens, 572 P^(1/3), scaled to GPT-3's batch: larger batches no longer reduce the
+    steps in proportion."""
     return float(GPT3_BATCH_TOKENS * (parameters / GPT3_PARAMETERS) ** (1 / 3))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices. peak_flops, memory_bytes: of one device, FLOP/s and bytes.
-
-    tensor_link, link: bytes per second of a device's links, within a node for tensor traffic, and between nodes for
-    data and pipeline traffic. node_size: maximum number of devices for tensor parallelism.
-    """
+    """Equal devices. tensor_link, link: bytes per second of a device's links, within a node for tensor traffic, and
+    between nodes for data and pipeline traffic. node_size: maximum number of devices for tensor parallelism."""
 
     peak_flops: float
     memory_bytes: float
@@ -127,10 +111,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class MethodLayout:
-    """n_b replicas (`data`), n_l stages (`pipeline`), n_a devices that shard layers (`tensor`).
-
-    micro_size: b, sequences per micro-batch. microbatches: m, per replica and step.
-    """
+    """n_b replicas (`data`), n_l stages (`pipeline`), n_a devices that shard layers (`tensor`), m micro-batches per
+    replica and step (`microbatches`) of b sequences (`micro_size`)."""
 
     method: str
     data: int
@@ -218,19 +200,17 @@ def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
     Layered accumulation has checkpoints of all micro-batches, other methods of those in flight. The activations of
     the current layer are s b (34 h + 5 a s): Korthikanti et al. (2022), arXiv 2205.05198, equation 1.
     """
-    in_flight = layout.microbatches
+    shards, length, in_flight = layout.pipeline * layout.tensor, model.sequence_length, layout.microbatches
     if layout.accumulated == 1:
         in_flight = min(layout.pipeline, in_flight)
-    parameters = model.parameters / (layout.pipeline * layout.tensor)
+    parameters = model.parameters / shards
     if layout.partitioned:
         buffered = min(BUFFERED_LAYERS, model.num_layers // layout.pipeline)
         working = buffered * WORKING_BYTES * model.parameters / model.num_layers / layout.tensor
         state = STATE_BYTES * parameters / layout.data + working
     else:
         state = (STATE_BYTES + WORKING_BYTES) * parameters
-    sequences = layout.micro_size * in_flight
-    length = model.sequence_length
-    checkpoints = model.checkpoint_bytes * sequences / (layout.pipeline * layout.tensor)
+    checkpoints = model.checkpoint_bytes * layout.micro_size * in_flight / shards
     activations = length * layout.micro_size * (34 * model.hidden_size + 5 * model.num_heads * length) / layout.tensor
     return state + checkpoints + activations
 
@@ -260,11 +240,9 @@ def shortest(
     least_efficiency: share of peak that a layout has to reach. With 0, the fastest layout has more and more devices,
     which idle in a long bubble.
 
-    Raises:
-        ValueError: no layout fits; the message has the minimum memory of a layout.
+    Raises ValueError if no layout fits; the message has the minimum memory of a layout.
     """
-    best: tuple[float, int, MethodLayout] | None = None
-    least = math.inf
+    candidates, sizes = [], []
     replicas = {
         size: {batch_size // (size * count) for count in range(1, batch_size // size + 1)}
         for size in range(1, min(max_micro_size, batch_size) + 1)
@@ -279,20 +257,17 @@ def shortest(
             layout = MethodLayout(method, data, pipeline, tensor, micro_size, max_microbatches)
             count = _most_that_fit(model, cluster, layout)
             layout = replace(layout, microbatches=max(1, count))
-            least = min(least, memory_bytes(model, layout))
-            if count:
-                key = (layout_seconds(model, cluster, layout, tokens), layout.devices)
-                fast = overheads(model, cluster, layout).efficiency >= least_efficiency
-                if fast and (best is None or key < best[:2]):
-                    best = (*key, layout)
-    if best is None:
-        need = f"the smallest one needs {least / 1e9:,.2f} GB" if least < math.inf else "max_devices leaves none"
+            sizes.append(memory_bytes(model, layout))
+            if count and overheads(model, cluster, layout).efficiency >= least_efficiency:
+                candidates.append((layout, layout_seconds(model, cluster, layout, tokens)))
+    if not candidates:
+        need = f"the smallest one needs {min(sizes) / 1e9:,.2f} GB" if sizes else "max_devices leaves none"
         raise ValueError(
             f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} GB per device at "
             f"efficiency {least_efficiency:g}: {need}; use more memory or devices, a smaller model, or a lower "
             "efficiency"
         )
-    return best[2], best[0]
+    return min(candidates, key=lambda each: (each[1], each[0].devices))
 
 
 def _most_that_fit(model: Transformer, cluster: Cluster, layout: MethodLayout) -> int:
@@ -311,7 +286,7 @@ def _exposed(threshold: float, intensity: float) -> float:
     return max(0.0, threshold / intensity - 1)
 
 
-def run_train_time(request: Request) -> int:
+def run_train_time(request: Request) -> None:
     """Print the training time, and with --bounds the lower bounds of a paper's analysis."""
     flags = request.flags
     tokens = flags["tokens"]
@@ -336,20 +311,16 @@ def run_train_time(request: Request) -> int:
         "days": seconds / DAY,
         "assumptions": assumptions,
         "batch": _batch(request),
-        "thresholds": None,
-        "bounds": [],
     }
-    if flags["bounds"]:
-        answer |= _bounds(request, request.hardware())
+    answer |= _bounds(request, request.hardware()) if flags["bounds"] else {"thresholds": None, "bounds": []}
     if flags["json"]:
         print(json.dumps(answer, indent=2))
-        return 0
+        return
     print(f"{count_text(parameters)} parameters on {count_text(tokens)} tokens: {seconds / DAY:.1f} days")
     for line in assumptions:
         print(f"  {line}")
     if flags["bounds"]:
         _print_bounds(request, answer)
-    return 0
 
 
 def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, list[str]]:
@@ -375,19 +346,20 @@ def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, 
         )
     hardware, samples = request.hardware(), _batch(request)
     config, remarks = planned_config(request, hardware, layout_open=True)
-    chosen = ", the critical batch (GPT-3's, by the cube root of the parameters)"
     batches = f"batches of {samples:,} samples of {config.data.sequence_length:,} tokens"
-    remarks.insert(0, batches + ("" if "batch.global_size" in request.given else chosen))
-    config = replace(config, batch=replace(config.batch, global_size=samples))
-    best = search_speed(
-        config, hardware, devices, request.given, times=measured_times(hardware, devices), effort=BEST_ALONE
-    ).best.estimate
-    remarks.insert(
-        0,
-        f"the best layout of megapipe plan search on {devices:,} x {hardware.groups[0].device.name}: "
-        f"{layout_text(best.config)}, {seconds_text(best.step_seconds)} a step, without saves, failures or evaluation",
+    if "batch.global_size" not in request.given:
+        batches += ", the critical batch (GPT-3's, by the cube root of the parameters)"
+    config, times = (
+        replace(config, batch=replace(config.batch, global_size=samples)),
+        measured_times(hardware, devices),
     )
-    return tokens / best.tokens_per_second, remarks
+    findings = search_speed(config, hardware, devices, request.given, times=times, effort=BEST_ALONE)
+    best = findings.best.estimate
+    layout = (
+        f"the best layout of megapipe plan search on {devices:,} x {hardware.groups[0].device.name}: "
+        f"{layout_text(best.config)}, {seconds_text(best.step_seconds)} a step, without saves, failures or evaluation"
+    )
+    return tokens / best.tokens_per_second, [layout, batches, *remarks]
 
 
 def _check_dense(request: Request) -> None:
@@ -414,20 +386,19 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
             f"--devices is {most:,}, but {group.name!r}, the first group of hardware {hardware.name!r}, has "
             f"{num_devices:,}; lower --devices, or raise num_nodes of the group"
         )
-    known = [name for name in PREFERRED if name in group.device.peak_flops]
     precision = request.config.training.precision
+    if "training.precision" not in request.given:
+        precision = next((name for name in PREFERRED if name in group.device.peak_flops), precision)
     cluster = Cluster(
-        peak_flops=group.device.peak(precision if "training.precision" in request.given or not known else known[0]),
+        peak_flops=group.device.peak(precision),
         memory_bytes=group.device.memory_bytes,
         tensor_link=2 * group.inside.bandwidth,
         link=2 * group.outside.of_device(group.devices_per_node),
         node_size=group.devices_per_node,
     )
+    links = {"inside": cluster.tensor_link, "outside": cluster.link}
     return {
-        "thresholds": {
-            "inside": link_threshold(cluster.peak_flops, cluster.tensor_link),
-            "outside": link_threshold(cluster.peak_flops, cluster.link),
-        },
+        "thresholds": {place: link_threshold(cluster.peak_flops, rate) for place, rate in links.items()},
         "bounds": [_shortest(request, cluster, method, num_devices if most is None else most) for method in METHODS],
     }
 
@@ -492,18 +463,11 @@ def _print_bounds(request: Request, answer: dict[str, Any]) -> None:
         if "problem" in bound:
             print(f"{bound['method']}: {bound['problem']}")
             continue
-        sizes = [bound["layout"][name] for name in ("data", "pipeline", "tensor", "micro_size", "microbatches")]
-        intensities = bound["intensities"].values()
-        rows.append(
-            [
-                bound["method"],
-                f"{bound['days']:,.1f}",
-                *(f"{size:,}" for size in (bound["devices"], *sizes)),
-                f"{bound['efficiency']:.0%}",
-                bytes_text(bound["memory_bytes"]),
-                *("none" if value is None else f"{value:,.0f}" for value in intensities),
-            ]
-        )
+        method, *sizes = bound["layout"].values()
+        intensities = ("none" if each is None else f"{each:,.0f}" for each in bound["intensities"].values())
+        counts = [f"{size:,}" for size in (bound["devices"], *sizes)]
+        reached = [f"{bound['efficiency']:.0%}", bytes_text(bound["memory_bytes"]), *intensities]
+        rows.append([method, f"{bound['days']:,.1f}", *counts, *reached])
     if rows:
         columns = ["method", "days", "devices", "data", "pipeline", "tensor", "micro-batch", "micro-batches"]
         print_table([*columns, "efficiency", "memory", "data FLOP/B", "pipeline FLOP/B", "tensor FLOP/B"], rows)
