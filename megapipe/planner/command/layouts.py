@@ -44,7 +44,6 @@ def run_predict(request: Request) -> None:
     print_cells([figures_cells(answer)])
     print()
     print_cells(terms_cells(answer))
-    print()
     print_memory(answer)
     for line in training_lines:
         print(f"\n{line}")
@@ -70,7 +69,6 @@ def run_explain(request: Request) -> None:
     print()
     title = "times of each stage: per micro-batch; update, reduction and gather per step"
     print_cells([_stage_cells(**costs) for costs in stages], title)
-    print()
     print_memory(answer)
 
 
@@ -112,17 +110,16 @@ def run_compare(request: Request) -> None:
 
 
 def print_memory(answer: Estimate) -> None:
-    """Print the memory of a rank at each pipeline coordinate."""
+    """Print the memory of a rank at each pipeline coordinate, after an empty line."""
     rows = [
-        {"coordinate": str(place)}
-        | {name: bytes_text(size) for name, size in vars(memory).items()}
-        | {"total": bytes_text(memory.total)}
-        for place, memory in enumerate(answer.memory)
+        {"coordinate": str(place)} | {name: bytes_text(size) for name, size in parts.items()}
+        for place, parts in enumerate(vars(memory) | {"total": memory.total} for memory in answer.memory)
     ]
     limit = f"a device has {bytes_text(answer.memory_limit)}"
     if len(set(answer.memory_limits)) > 1:
         limit = "device: memory of the smallest device at the coordinate"
         rows = [row | {"device": bytes_text(each)} for row, each in zip(rows, answer.memory_limits, strict=True)]
+    print()
     print_cells(rows, f"memory of a rank by pipeline coordinate; {limit}")
 
 

@@ -91,11 +91,8 @@ class Command:
 
 
 def _flag(name: str, about: str, type: Any = str, **more: Any) -> Flag:
-    return name, {"type": type, "help": about, **more}
-
-
-def _switch(name: str, about: str) -> Flag:
-    return name, {"action": "store_true", "help": about}
+    kind = {"action": "store_true"} if type is bool else {"type": type}
+    return name, {**kind, "help": about, **more}
 
 
 _MACHINE = (
@@ -127,7 +124,7 @@ _TRAINING = (
     ),
     _flag("--save_seconds", "seconds that a save adds to the training time (docs/checkpoints.md)", PositiveFloat),
 )
-_JSON = _switch("--json", "machine-readable output")
+_JSON = _flag("--json", "machine-readable output", bool)
 _PICTURES = (
     _flag("--html", "write a report with pictures to one HTML file", Path, metavar="FILE"),
     _flag("--pictures", "write the pictures of the report to a folder, as SVG files", Path, metavar="FOLDER"),
@@ -149,15 +146,17 @@ _SEARCH = (
     _flag(
         "--models", "with --objective size: model files to try (default: --model, scaled)", nargs="+", metavar="FILE"
     ),
-    _switch("--per_layer", "also print the per-layer plan of Galvatron, with strategies that megapipe may not train"),
-    _switch("--two_buffered", "also print the plan of PipeDream-2BW's planner"),
+    _flag(
+        "--per_layer", "also print the per-layer plan of Galvatron, with strategies that megapipe may not train", bool
+    ),
+    _flag("--two_buffered", "also print the plan of PipeDream-2BW's planner", bool),
     _flag("--top", "number of layouts to list (default 5)", PositiveInt, default=5),
     _flag("--write_config", "write the best layout as a configuration to train", Path, metavar="FILE"),
 )
 _TRAIN_TIME = (
     _flag("--tokens", "tokens that the model is trained on", PositiveFloat),
     _flag("--achieved_tflops", "measured TFLOP/s of each device, instead of --hardware: 8 T P / (n X)", PositiveFloat),
-    _switch("--bounds", "also print the lower bounds of Lamy-Poirier's analysis"),
+    _flag("--bounds", "also print the lower bounds of Lamy-Poirier's analysis", bool),
     _flag("--parameters", "number of parameters of the model (default: those of --model)", PositiveFloat),
     _flag("--least_efficiency", "with --bounds: minimum share of peak FLOP/s (default 0.5)", Probability, default=0.5),
 )
@@ -185,22 +184,17 @@ _FIT = (
     _flag("--output", "hardware file to write, including the fitted efficiency", Path),
 )
 
+_ONE = "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]"
+"""Usage of commands for one layout."""
+
 COMMANDS: dict[str, Command] = {
     "search": Command(
         "find the best layout of a model on a machine, and print why others are slower",
         "--model FILE --hardware FILE|PRESET --devices N --batch.global_size B [--parallel.tensor 8 ...]",
         (*_MACHINE, *_SEARCH, *_TRAINING, _JSON, *_PICTURES),
     ),
-    "predict": Command(
-        "predict step time and memory of one layout",
-        "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
-        (*_MACHINE, *_TRAINING, _JSON, *_PICTURES),
-    ),
-    "explain": Command(
-        "predict one layout and print every term with its source",
-        "--config FILE --hardware FILE|PRESET --devices N [--group.field VALUE ...]",
-        (*_MACHINE, _JSON),
-    ),
+    "predict": Command("predict step time and memory of one layout", _ONE, (*_MACHINE, *_TRAINING, _JSON, *_PICTURES)),
+    "explain": Command("predict one layout and print every term with its source", _ONE, (*_MACHINE, _JSON)),
     "compare": Command(
         "predict several layouts side by side",
         "FILE [FILE ...] --hardware FILE|PRESET --devices N [--group.field VALUE ...]",

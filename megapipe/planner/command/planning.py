@@ -1,5 +1,5 @@
-"""Functions that several commands use: for the configuration to plan, the machine, the cost of training, printed text,
-files, and the command that starts a run."""
+"""Functions that several commands use: for the configuration to plan, the machine, the cost of training, printed text
+and files."""
 
 import math
 import sys

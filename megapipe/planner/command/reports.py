@@ -288,9 +288,7 @@ def _cell(text: str) -> str:
     return f"<td{short}>{escape(text)}</td>"
 
 
-def draw_page(
-    title: str, figures: Sequence[tuple[str, str, str]], simulation: Simulation, sections: Sequence[PageSection]
-) -> str:
+def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sections: Sequence[PageSection]) -> str:
     """Return an HTML document. figures: (name, value, meaning). simulation: a simulated step, in seconds."""
     bars, ranks = bars_of(simulation), simulation.table.header.num_ranks
     count = min(ranks, max(1, MOST_BARS * ranks // max(1, len(bars))))
@@ -304,7 +302,7 @@ def draw_page(
     )
     lines = [Line(f"stage {rank}") for rank in shown]
     drawn = [(line_of[bar.rank], bar, "") for bar in bars if bar.rank in line_of]
-    page = html_page(title, [list(each) for each in figures], lines, drawn, simulation.finish, curves)
+    page = html_page(title, figures, lines, drawn, simulation.finish, curves)
     return page.replace("</body>", f"{STYLE}\n{''.join(map(_section, sections))}\n</body>")
 
 
@@ -314,19 +312,14 @@ def _section(section: PageSection) -> str:
     return f'<section class="plan"><h3>{escape(section.title)}</h3>{note}{body}</section>'
 
 
-def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: Sequence[str]) -> None:
+def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: list[str]) -> None:
     """Write the report of one layout, if a flag requests it. notes: lines that the command prints with the figures."""
-    breakdown = breakdown_figure([Row("this layout", prediction.estimate)])
+    breakdown = as_svg(breakdown_figure([Row("this layout", prediction.estimate)]))
     _write(request, hardware, prediction, {"breakdown": breakdown}, _notes(notes))
 
 
 def write_search(
-    request: Request,
-    hardware: Hardware,
-    prediction: Prediction,
-    findings: Findings,
-    command: str,
-    notes: Sequence[str],
+    request: Request, hardware: Hardware, prediction: Prediction, findings: Findings, command: str, notes: list[str]
 ) -> None:
     """Write the report of a search. The pictures compare layouts by their estimates, as a search does.
 
@@ -338,9 +331,9 @@ def write_search(
         for each in findings.alternatives
         if each.estimate is not None and layout_text(each.estimate.config) != layout_text(best.config)
     ]
-    figures = {
-        "breakdown": breakdown_figure([Row("best", best), *others], "Estimated time of a step, by term"),
-        "pareto": pareto_figure([each.estimate for each in findings.pareto], best.memory_limit),
+    drawn = {
+        "breakdown": as_svg(breakdown_figure([Row("best", best), *others], "Estimated time of a step, by term")),
+        "pareto": as_svg(pareto_figure([each.estimate for each in findings.pareto], best.memory_limit)),
     }
     ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]
     losers = [{"layout": each.name, "why": each.reason} for each in findings.alternatives]
@@ -350,22 +343,18 @@ def write_search(
         PageSection("Why others lose", table_html(losers)),
         PageSection("To start it, on every node", f"<pre>{escape(command)}</pre>"),
     ]
-    _write(request, hardware, prediction, figures, sections)
+    _write(request, hardware, prediction, drawn, sections)
 
 
-def _notes(lines: Sequence[str]) -> list[PageSection]:
+def _notes(lines: list[str]) -> list[PageSection]:
     return [PageSection("Notes", "".join(f"<p>{escape(line)}</p>" for line in lines))] if lines else []
 
 
 def _write(
-    request: Request,
-    hardware: Hardware,
-    prediction: Prediction,
-    figures: dict[str, "Figure"],
-    extra: list[PageSection],
+    request: Request, hardware: Hardware, prediction: Prediction, drawn: dict[str, str], extra: list[PageSection]
 ) -> None:
     html, folder, answer = request.flags["html"], request.flags["pictures"], prediction.estimate
-    pictures = {name: as_svg(figure) for name, figure in ({"memory": memory_figure(answer)} | figures).items()}
+    pictures = {"memory": as_svg(memory_figure(answer)), **drawn}
     if folder is not None:
         header = prediction.schedule.header
         if header.num_ranks <= DRAWN_RANKS and header.num_microbatches <= DRAWN_MICROBATCHES:
@@ -383,15 +372,15 @@ def _write(
         write_text(html, draw_page(title, _figures(answer), prediction.simulation, sections))
 
 
-def _figures(answer: Estimate) -> Sequence[tuple[str, str, str]]:
+def _figures(answer: Estimate) -> list[list[str]]:
     cells = figures_cells(answer)
     limit = f"of {bytes_text(answer.memory_limit)}; fits: {cells['fits']}"
     return [
-        ("a step", cells["step"], "seconds of one optimizer step"),
-        ("tokens/s", f"{answer.tokens_per_second:,.0f}", "of all devices together"),
-        ("tokens/s/device", cells["tokens/s/device"], "of one device"),
-        ("TFLOP/s/device", cells["TFLOP/s/device"], "of the model, without recomputation"),
-        ("fullest rank", bytes_text(answer.tightest_bytes), limit),
+        ["a step", cells["step"], "seconds of one optimizer step"],
+        ["tokens/s", f"{answer.tokens_per_second:,.0f}", "of all devices together"],
+        ["tokens/s/device", cells["tokens/s/device"], "of one device"],
+        ["TFLOP/s/device", cells["TFLOP/s/device"], "of the model, without recomputation"],
+        ["fullest rank", bytes_text(answer.tightest_bytes), limit],
     ]
 
 

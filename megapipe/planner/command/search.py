@@ -34,6 +34,8 @@ from megapipe.planner.command.planning import (
     write_text,
 )
 from megapipe.planner.cost.model import predict
+from megapipe.planner.papers.galvatron import per_layer
+from megapipe.planner.papers.two_buffered import two_buffered_plan
 from megapipe.planner.recompute import limited
 from megapipe.planner.search.findings import Findings, Found
 from megapipe.planner.search.plan import Effort, search
@@ -41,6 +43,8 @@ from megapipe.planner.search.space import SearchSpace
 
 OUTPUT_NAME = "plan.yaml"
 """File name in the printed command if no file was written."""
+PUBLISHED = {"per_layer": per_layer, "two_buffered": two_buffered_plan}
+"""Published planners by their flags."""
 
 
 def run_search(request: Request) -> None:
@@ -71,7 +75,7 @@ def run_search(request: Request) -> None:
         write_search(request, hardware, prediction, findings, command, [*remarks, *training_lines])
     if flags["write_config"] is not None:
         write_text(flags["write_config"], _config_text(hardware, best, command))
-    advice = advised(request, best.config, hardware, devices)
+    advice = {name: plan(best.config, hardware, devices) for name, plan in PUBLISHED.items() if flags[name]}
     if flags["json"]:
         additions = {"advice": advice, "launch": command, **facts, "remarks": remarks, "search": findings.as_json()}
         print(json.dumps(best.as_json() | additions, indent=2))
@@ -82,7 +86,6 @@ def run_search(request: Request) -> None:
     print_findings(findings, flags["top"])
     print("\nthe best layout:")
     print_cells(terms_cells(best.estimate))
-    print()
     print_memory(best.estimate)
     if best.node_order is not None:
         print(f"\norder of the nodes, chosen by measured links: {' '.join(map(str, best.node_order))}")
@@ -119,14 +122,10 @@ def _uncollected() -> Iterator[None]:
 
 def print_findings(findings: Findings, top: int) -> None:
     """Print the ranked layouts of a search, the trials that it compared, and why other layouts are worse."""
-    print(
-        f"\n{findings.layouts:,} layouts, of which {findings.examined:,} were estimated and the others ruled out by "
-        "lower bounds"
-    )
-    rows = [
-        {"": str(place)} | layout_cells(each.config) | _figures(each)
-        for place, each in enumerate(findings.ranked[:top], start=1)
-    ]
+    counts = f"{findings.layouts:,} layouts, of which {findings.examined:,} were estimated"
+    print(f"\n{counts} and the others ruled out by lower bounds")
+    ranked = enumerate(findings.ranked[:top], start=1)
+    rows = [{"": str(place)} | layout_cells(each.config) | _figures(each) for place, each in ranked]
     if all(row["context"] == "1" for row in rows):
         for row in rows:
             del row["context"]
@@ -207,10 +206,8 @@ def _launch_command(config: PretrainConfig, hardware: Hardware, devices: int, fi
 
 def _print_start(request: Request, hardware: Hardware, best: Found, command: str) -> None:
     file = request.flags["write_config"]
-    if file is None:
-        print(f"\nto train with it, add --write_config {OUTPUT_NAME}, then run on every node\n  {command}")
-    else:
-        print(f"\nwrote {file}; to train with it, run on every node\n  {command}")
+    wrote, add = (f"wrote {file}; ", "") if file else ("", f"add --write_config {OUTPUT_NAME}, then ")
+    print(f"\n{wrote}to train with it, {add}run on every node\n  {command}")
     if not best.config.data.prefixes[0]:
         print(f"  ({NO_DATA}: path of the shard that megapipe preprocess printed)")
     devices = best.estimate.world_size
@@ -221,22 +218,8 @@ def _print_start(request: Request, hardware: Hardware, best: Found, command: str
         print(f"  nodes run {', '.join(map(str, ranks))} ranks: set -n on each node accordingly")
 
 
-def advised(request: Request, config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
-    """Return the plans of published planners that flags request, by name. Raises ConfigError if one finds none."""
-    plans = {}
-    if request.flags["per_layer"]:
-        from megapipe.planner.papers.galvatron import per_layer
-
-        plans["per_layer"] = per_layer(config, hardware, devices)
-    if request.flags["two_buffered"]:
-        from megapipe.planner.papers.two_buffered import two_buffered_plan
-
-        plans["two_buffered"] = two_buffered_plan(config, hardware, devices)
-    return plans
-
-
 def print_advice(advice: Mapping[str, Any]) -> None:
-    """Print the plans of `advised`."""
+    """Print the plans of `PUBLISHED` planners that flags request."""
     if "per_layer" in advice:
         plan = advice["per_layer"]
         print(f"\n{plan['source']}: {seconds_text(plan['step_time_s'])} a step by its own model; {plan['note']}")

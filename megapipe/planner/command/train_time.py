@@ -12,6 +12,7 @@ layer.
 import json
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -289,61 +290,61 @@ def _exposed(threshold: float, intensity: float) -> float:
 def run_train_time(request: Request) -> None:
     """Print the training time, and with --bounds the lower bounds of a paper's analysis."""
     flags = request.flags
-    tokens = flags["tokens"]
-    if tokens is None:
-        raise ConfigError(
-            "--tokens is missing; set it to the tokens that the model is trained on, as in --tokens 300e9"
-        )
-    if flags["achieved_tflops"] is not None and flags["hardware"] is not None:
-        raise ConfigError(
-            "--achieved_tflops and --hardware both set the speed; pass --achieved_tflops for a measured speed, or "
-            "--hardware for a predicted one"
-        )
-    if flags["bounds"] and flags["hardware"] is None:
-        raise ConfigError("--bounds needs --hardware, whose nominal figures it uses; set it to a file or a preset")
-    _check_dense(request)
+    if problem := next(_problems(request), None):
+        raise ConfigError(problem)
     parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
-    seconds, assumptions = _answer(request, parameters, tokens)
-    answer = {
-        "parameters": parameters,
-        "tokens": tokens,
-        "critical_batch_tokens": critical_batch_tokens(parameters),
-        "days": seconds / DAY,
-        "assumptions": assumptions,
-        "batch": _batch(request),
-    }
+    seconds, assumptions = _answer(request, parameters)
+    answer = {"parameters": parameters, "tokens": flags["tokens"]}
+    answer |= {"critical_batch_tokens": critical_batch_tokens(parameters), "days": seconds / DAY}
+    answer |= {"assumptions": assumptions, "batch": _batch(request)}
     answer |= _bounds(request, request.hardware()) if flags["bounds"] else {"thresholds": None, "bounds": []}
     if flags["json"]:
         print(json.dumps(answer, indent=2))
         return
-    print(f"{count_text(parameters)} parameters on {count_text(tokens)} tokens: {seconds / DAY:.1f} days")
+    print(f"{count_text(parameters)} parameters on {count_text(flags['tokens'])} tokens: {seconds / DAY:.1f} days")
     for line in assumptions:
         print(f"  {line}")
     if flags["bounds"]:
         _print_bounds(request, answer)
 
 
-def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, list[str]]:
+def _problems(request: Request) -> Iterator[str]:
+    """Yield one message for each rule that the flags break."""
+    model, flags = request.config.model, request.flags
+    devices, achieved, parameters = flags["devices"], flags["achieved_tflops"], flags["parameters"]
+    if flags["tokens"] is None:
+        yield "--tokens is missing; set it to the tokens that the model is trained on, as in --tokens 300e9"
+    if achieved is not None and flags["hardware"] is not None:
+        yield (
+            "--achieved_tflops and --hardware both set the speed; pass --achieved_tflops for a measured speed, or "
+            "--hardware for a predicted one"
+        )
+    if flags["bounds"] and flags["hardware"] is None:
+        yield "--bounds needs --hardware, whose nominal figures it uses; set it to a file or a preset"
+    # The formulas, unlike a search, assume that every token uses every parameter.
+    if model.num_experts is not None and (flags["bounds"] or (achieved is not None and parameters is None)):
+        active = active_parameters(model, layers_of(request.config))
+        yield (
+            f"model.num_experts is {model.num_experts}, but these formulas are for dense models; pass --parameters "
+            f"{active}, the parameters that a token uses, and leave --bounds out"
+        )
+    if achieved is not None and devices is None:
+        yield f"--devices is missing; set it to the number of devices that reach --achieved_tflops {achieved:g} each"
+    if achieved is None and (flags["hardware"] is None or devices is None):
+        yield "no speed is given: pass --devices with --hardware, or with the --achieved_tflops of each device"
+    if achieved is None and parameters is not None:
+        yield "--parameters can only be used with --achieved_tflops; with --hardware, describe the model with --model"
+
+
+def _answer(request: Request, parameters: float) -> tuple[float, list[str]]:
     """Return the training time in seconds, and one sentence for each assumption. The speed is the one that the user
     measured, or otherwise that of the layout that a search finds."""
-    devices, achieved = request.flags["devices"], request.flags["achieved_tflops"]
+    tokens, devices, achieved = (request.flags[name] for name in ("tokens", "devices", "achieved_tflops"))
     if achieved is not None:
-        if devices is None:
-            raise ConfigError(
-                f"--devices is missing; set it to the number of devices that reach --achieved_tflops {achieved:g} each"
-            )
         return training_seconds(parameters, tokens, devices, achieved * 1e12), [
             f"{devices:,} devices at {achieved:g} TFLOP/s each, as given by --achieved_tflops",
             "8 T P / (n X): every forward is recomputed and counted (Narayanan et al. 2021, section 5.1)",
         ]
-    if request.flags["hardware"] is None or devices is None:
-        raise ConfigError(
-            "no speed is given: pass --devices with --hardware, or with the --achieved_tflops of each device"
-        )
-    if request.flags["parameters"] is not None:
-        raise ConfigError(
-            "--parameters can only be used with --achieved_tflops; with --hardware, describe the model with --model"
-        )
     hardware, samples = request.hardware(), _batch(request)
     config, remarks = planned_config(request, hardware, layout_open=True)
     batches = f"batches of {samples:,} samples of {config.data.sequence_length:,} tokens"
@@ -362,18 +363,6 @@ def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, 
     return tokens / best.tokens_per_second, [layout, batches, *remarks]
 
 
-def _check_dense(request: Request) -> None:
-    """Raise ConfigError for a mixture of experts with formulas that assume that every token uses every parameter."""
-    model, flags = request.config.model, request.flags
-    formula = flags["achieved_tflops"] is not None and flags["parameters"] is None
-    if model.num_experts is not None and (formula or flags["bounds"]):
-        active = active_parameters(model, layers_of(request.config))
-        raise ConfigError(
-            f"model.num_experts is {model.num_experts}, but these formulas are for dense models; pass --parameters "
-            f"{active}, the parameters that a token uses, and leave --bounds out"
-        )
-
-
 def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
     """Return Lamy-Poirier's thresholds and fastest layouts, for JSON, on nodes of the first group.
 
@@ -389,16 +378,11 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
     precision = request.config.training.precision
     if "training.precision" not in request.given:
         precision = next((name for name in PREFERRED if name in group.device.peak_flops), precision)
-    cluster = Cluster(
-        peak_flops=group.device.peak(precision),
-        memory_bytes=group.device.memory_bytes,
-        tensor_link=2 * group.inside.bandwidth,
-        link=2 * group.outside.of_device(group.devices_per_node),
-        node_size=group.devices_per_node,
-    )
-    links = {"inside": cluster.tensor_link, "outside": cluster.link}
+    peak, node_size = group.device.peak(precision), group.devices_per_node
+    inside, outside = 2 * group.inside.bandwidth, 2 * group.outside.of_device(node_size)
+    cluster = Cluster(peak, group.device.memory_bytes, tensor_link=inside, link=outside, node_size=node_size)
     return {
-        "thresholds": {place: link_threshold(cluster.peak_flops, rate) for place, rate in links.items()},
+        "thresholds": {"inside": link_threshold(peak, inside), "outside": link_threshold(peak, outside)},
         "bounds": [_shortest(request, cluster, method, num_devices if most is None else most) for method in METHODS],
     }
 
