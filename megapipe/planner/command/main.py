@@ -139,9 +139,9 @@ _SEARCH = (
     ),
     _flag(
         "--schedules",
-        "schedules to try with every layout of the ranks, separated by commas (default "
-        f"{','.join(searched('all', GENERATORS.registered()))}, and other schedules with the most promising "
-        "layouts)",
+        "schedules to try with every layout of the ranks, separated by commas "
+        f"(default {','.join(searched('all', GENERATORS.registered()))}, and "
+        "other schedules with the most promising layouts)",
     ),
     _flag(
         "--models", "with --objective size: model files to try (default: --model, scaled)", nargs="+", metavar="FILE"

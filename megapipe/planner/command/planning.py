@@ -156,8 +156,8 @@ def provenance(hardware: Hardware) -> str:
     for device, efficiency in devices.items():
         if efficiency == Efficiency():
             parts.append(
-                f"the efficiency of {device} is unknown, so its speeds are upper bounds (megapipe plan profile "
-                "measures it, megapipe plan fit derives it from runs)"
+                f"the efficiency of {device} is unknown, so its speeds are upper bounds "
+                "(megapipe plan profile measures it, megapipe plan fit derives it from runs)"
             )
         elif efficiency in fitted:
             parts.append(f"{device} is fitted to Megatron-LM's published runs on {fitted[efficiency]}")
@@ -192,8 +192,8 @@ def planned_config(
     elif "training.precision" not in request.given and common:
         config = replace(config, training=replace(config.training, precision=common[0]))
         remarks.append(
-            f"training.precision was not given, so it is {common[0]}, the first of {', '.join(PREFERRED)} that all "
-            "devices support"
+            f"training.precision was not given, so it is {common[0]}, the "
+            f"first of {', '.join(PREFERRED)} that all devices support"
         )
     config, remark = with_named_precision(config, (group.device for group in hardware.groups))
     remarks += [] if remark is None else [remark]
@@ -202,8 +202,8 @@ def planned_config(
     remarks.append(provenance(hardware))
     if reserved := request.default_reserve():
         remarks.append(
-            f"{reserved:.0%} of each device's memory is reserved for CUDA, NCCL and fragmentation; --memory_reserve "
-            "GB sets another amount"
+            f"{reserved:.0%} of each device's memory is reserved for CUDA, "
+            "NCCL and fragmentation; --memory_reserve GB sets another amount"
         )
     return config, remarks
 
@@ -281,8 +281,8 @@ def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | Non
     if hours is None or save is None:
         missing = "save_seconds" if save is None else "mean_time_between_failures"
         raise ConfigError(
-            f"--{missing} is missing; how often to save depends on both the time between failures and the time of a "
-            "save"
+            f"--{missing} is missing; how often to save depends on "
+            "both the time between failures and the time of a save"
         )
     interval = save_interval(save, hours * HOUR)
     steps, lost = max(1.0, round(interval / step_seconds)), lost_share(interval, save, hours * HOUR)

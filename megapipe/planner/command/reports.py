@@ -388,8 +388,8 @@ def _sections(run: str, answer: Estimate, pictures: Mapping[str, str]) -> Iterat
     yield PageSection(
         "Memory",
         pictures["memory"],
-        "Weights, gradients, optimizer state and message slots exist between steps too; activations and buffers "
-        "are the peak of a step. Point at a part to see its size.",
+        "Weights, gradients, optimizer state and message slots exist between steps too; "
+        "activations and buffers are the peak of a step. Point at a part to see its size.",
     )
     yield PageSection("Time", pictures["breakdown"], run)
     if "pareto" in pictures:

@@ -58,8 +58,8 @@ def run_search(request: Request) -> None:
         pinned -= {"recompute.method"}
         config, hardware = limited(config, hardware)
         remarks.append(
-            "recompute.method auto: the search also chooses the method, and the memory limit of a device is the "
-            "budget of recompute.method auto"
+            "recompute.method auto: the search also chooses the method, and the "
+            "memory limit of a device is the budget of recompute.method auto"
         )
     findings = _findings(request, config, hardware, devices, pinned)
     best = findings.best
@@ -174,8 +174,8 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
         return []
     if objective != "size":
         raise ConfigError(
-            f"--models needs --objective size, but the objective is {objective}; set --objective size, or leave "
-            "--models out"
+            "--models needs --objective size, but the objective is "
+            f"{objective}; set --objective size, or leave --models out"
         )
     try:
         return [(Path(file).stem, parse_as(request.kind, ["--model", file]).model) for file in files]

@@ -316,8 +316,8 @@ def _problems(request: Request) -> Iterator[str]:
         yield "--tokens is missing; set it to the tokens that the model is trained on, as in --tokens 300e9"
     if achieved is not None and flags["hardware"] is not None:
         yield (
-            "--achieved_tflops and --hardware both set the speed; pass --achieved_tflops for a measured speed, or "
-            "--hardware for a predicted one"
+            "--achieved_tflops and --hardware both set the speed; pass "
+            "--achieved_tflops for a measured speed, or --hardware for a predicted one"
         )
     if flags["bounds"] and flags["hardware"] is None:
         yield "--bounds needs --hardware, whose nominal figures it uses; set it to a file or a preset"
