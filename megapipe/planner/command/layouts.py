@@ -68,22 +68,21 @@ def run_explain(request: Request) -> None:
     print_cells(terms_cells(closed))
     print()
     title = "times of each stage: per micro-batch; update, reduction and gather per step"
-    print_cells([_stage_cells(**costs) for costs in stages], title)
+    print_cells([_stage_row(**costs) for costs in stages], title)
     print_memory(answer)
 
 
-def _stage_cells(stage: int, rank: int, layers: Sequence[str], **seconds: float) -> dict[str, str]:
+def _stage_row(stage: int, rank: int, layers: Sequence[str], **times: float) -> dict[str, str]:
     """Return the table cells of a `StageCost`, by column."""
     names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-    times = {name.replace("_", " "): seconds_text(each) for name, each in seconds.items()}
-    return {"stage": str(stage), "rank": str(rank), "layers": names} | times
+    cells = {name.replace("_", " "): seconds_text(seconds) for name, seconds in times.items()}
+    return {"stage": str(stage), "rank": str(rank), "layers": names} | cells
 
 
 def _print_head(answer: Estimate, hardware: Hardware, remarks: Sequence[str]) -> None:
     print(run_told(answer.config, hardware, answer.world_size))
-    print(f"layout: {layout_text(answer.config)}")
-    for remark in remarks:
-        print(f"note: {remark}")
+    notes = (f"note: {remark}" for remark in remarks)
+    print(f"layout: {layout_text(answer.config)}", *notes, sep="\n")
 
 
 def run_compare(request: Request) -> None:

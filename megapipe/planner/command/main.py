@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 from jsonargparse import ArgumentParser
 
@@ -24,7 +24,7 @@ from megapipe.planner.search.space import Objective
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.registry import GENERATORS, searched
 
-Devices = Annotated[int, Bound(least=1, most=1_000_000, words="at least 1 and at most 1,000,000")]
+Devices = Annotated[int, Bound(1, 1_000_000, words="at least 1 and at most 1,000,000")]
 """Ranks of a plan. The limit is above any real machine; the time of planning grows with the number of nodes."""
 MEMORY_RESERVE = 0.05
 """Fraction of a device's memory that plans keep free by default; 4 GB of 80 GB, for a CUDA context (0.5 GB), NCCL's
@@ -51,8 +51,8 @@ class Request:
         """Return the machine of --hardware, less the reserved memory. Raises ConfigError if --hardware is missing."""
         if self.flags["hardware"] is None:
             raise ConfigError(f"--hardware is missing; set it to a file or to one of {', '.join(PRESETS)}")
-        hardware, reserve = load_hardware(self.flags["hardware"]), self.flags.get("memory_reserve")
-        if reserve is not None:
+        hardware = load_hardware(self.flags["hardware"])
+        if (reserve := self.flags.get("memory_reserve")) is not None:
             return hardware.with_reserve(reserve * 1e9)
         return hardware.with_share(1 - self.default_reserve())
 
@@ -81,8 +81,7 @@ Flag = tuple[str, dict[str, Any]]
 """Name and keyword arguments of `ArgumentParser.add_argument`; `type` may be one of `config.field_types`."""
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A subcommand. summary: one line. usage: the arguments after its name. flags: its own flags."""
 
     summary: str
@@ -232,9 +231,9 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
 
     The run is a BERT with --bert, or if a flag or file sets a field that only BERT runs have, as in `megapipe train`.
     """
-    packaged = packaged_files("config")
+    known = packaged_files("config")
     # `dry-run` and `compare` have files as positional arguments.
-    files = [f"--config={word}" for word in arguments if word in packaged or os.path.isfile(word)]
+    files = [f"--config={word}" for word in arguments if word in known or os.path.isfile(word)]
     kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *files])
     parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
     given: Given[PretrainConfig] = parse_given(parser, kind, arguments)

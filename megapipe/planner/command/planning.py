@@ -63,8 +63,9 @@ def recompute_text(recompute: RecomputeConfig) -> str:
 def layout_text(config: PretrainConfig) -> str:
     """Return a layout in one line, without features that are off."""
     parallel = config.parallel
-    sizes = {name: getattr(parallel, name) for name in ("data", "pipeline", "context", "tensor")}
-    parts = [f"{name} {size}" for name, size in sizes.items() if size is not None and size > 1] or ["one rank"]
+    names = ("data", "pipeline", "context", "tensor")
+    sizes = [(name, getattr(parallel, name) or 1) for name in names]  # parallel.data may be None
+    parts = [f"{name} {size}" for name, size in sizes if size > 1] or ["one rank"]
     if parallel.pipeline > 1:
         parts.append(schedule_text(config))
     if parallel.sequence:
@@ -183,7 +184,8 @@ def planned_config(
             f"no model was given, so this is the default one with {config.model.num_layers} layers of hidden size "
             f"{config.model.hidden_size}; set another with --model FILE or --model.FIELD VALUE"
         )
-    common = [name for name in PREFERRED if all(name in group.device.peak_flops for group in hardware.groups)]
+    devices = [group.device for group in hardware.groups]
+    common = [name for name in PREFERRED if all(name in device.peak_flops for device in devices)]
     if "training.precision" not in request.given and from_file:
         remarks.append(
             f"training.precision is {config.training.precision}, the default of training, because the configuration "
@@ -195,7 +197,7 @@ def planned_config(
             f"training.precision was not given, so it is {common[0]}, the "
             f"first of {', '.join(PREFERRED)} that all devices support"
         )
-    config, remark = with_named_precision(config, (group.device for group in hardware.groups))
+    config, remark = with_named_precision(config, devices)
     remarks += [] if remark is None else [remark]
     if not layout_open:
         check_fields(config)
@@ -285,7 +287,8 @@ def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | Non
             "both the time between failures and the time of a save"
         )
     interval = save_interval(save, hours * HOUR)
-    steps, lost = max(1.0, round(interval / step_seconds)), lost_share(interval, save, hours * HOUR)
+    steps = max(1.0, round(interval / step_seconds))
+    lost = lost_share(interval, save, hours * HOUR)
     return {"interval_s": interval, "interval_steps": steps, "lost_share": lost}
 
 
@@ -308,9 +311,9 @@ def lost_share(interval_seconds: float, save_seconds: float, seconds_between_fai
 
 
 ALWAYS_WRITTEN = frozenset({
-    "parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.sequence",
-    "batch.global_size", "batch.micro_size", "data.sequence_length", "schedule.name", "zero.stage",
-    "recompute.method", "training.precision",
+    "parallel.data", "parallel.tensor", "parallel.pipeline", "parallel.context",
+    "parallel.sequence", "batch.global_size", "batch.micro_size", "data.sequence_length",
+    "schedule.name", "zero.stage", "recompute.method", "training.precision",
 })  # fmt: skip
 """Fields that `config_yaml` writes even if they have their defaults."""
 

@@ -50,7 +50,7 @@ LONGEST_NAME, SHORT = 42, 20
 MOST_ROWS: Final = 12
 """Maximum number of layouts that are listed below the picture of speed against memory."""
 MOST_BARS: Final = 40_000
-"""Maximum number of bars that a page draws smoothly. Of larger schedules, only some ranks are shown."""
+"""Maximum number of bars that a page draws smoothly. Of larger schedules, some evenly spaced ranks are shown."""
 DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
 """Largest schedule that is legible in a static picture."""
 SVG: Final = "http://www.w3.org/2000/svg"
@@ -69,7 +69,7 @@ def memory_figure(estimate: Estimate) -> "Figure":
     """Return a figure with one stacked bar per pipeline coordinate, and the memory of its device as a line."""
     count = len(estimate.memory)
     pitch = 26 if count <= 16 else 14 if count <= 64 else 7
-    axes = _chart("Memory of a rank, by pipeline coordinate", pitch * count, 84, 84, below=70)
+    axes = _chart("Memory of a rank, by pipeline coordinate", pitch * count, 84, 84, 70)
     left = [0.0] * count
     for name, color in MEMORY_COLORS.items():
         sizes = [getattr(memory, name) for memory in estimate.memory]
@@ -96,7 +96,7 @@ def memory_figure(estimate: Estimate) -> "Figure":
 def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by term") -> "Figure":
     """Return a figure with one bar per layout, stacked by term; layouts that do not fit are marked after their bar."""
     names = [row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 3]}..." for row in rows]
-    axes = _chart(title, 30 * len(rows), 24 + 6.8 * max(map(len, names)), 150, below=70)
+    axes = _chart(title, 30 * len(rows), 24 + 6.8 * max(map(len, names)), 150, 70)
     left = [0.0] * len(rows)
     terms = list(dict.fromkeys(term.name for row in rows for term in row.estimate.terms if term.seconds > 0))
     others = iter(OTHER_COLORS * len(terms))
@@ -127,7 +127,7 @@ def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
     They are numbered, starting with the fastest, and listed below the axes. limit: bytes of a device.
     """
     listed = min(len(front), MOST_ROWS + 1)
-    axes = _chart("Speed against memory of the fullest rank", 280, 84, 28, below=46 + 18 * listed)
+    axes = _chart("Speed against memory of the fullest rank", 280, 84, 28, 46 + 18 * listed)
     x, y = [each.peak_bytes / 1e9 for each in front], [each.tokens_per_second for each in front]
     axes.set_xlim(0, max(limit / 1e9, *x))
     axes.set_ylim(0, 1.08 * max(y))
@@ -184,7 +184,7 @@ def _rows(axes: "Axes", count: int, largest: float, unit: str) -> None:
 
 
 def _stack(
-    axes: "Axes", left: Sequence[float], widths: Sequence[float], name: str, color: str, notes: Sequence[str]
+    axes: "Axes", left: list[float], widths: list[float], name: str, color: str, notes: list[str]
 ) -> list[float]:
     """Draw a part of each bar, with a tooltip, from `left` on; return the right ends."""
     bars = axes.barh(range(len(left)), widths, left=left, color=color, label=name, zorder=2, clip_on=False)
@@ -195,7 +195,8 @@ def _stack(
 
 def _after(axes: "Axes", place: float, words: str, color: str, size: float) -> None:
     """Write words after the end of a bar's lane."""
-    axes.text(1.01, place, words, color=color, fontsize=size, va="center", transform=axes.get_yaxis_transform())
+    lane = axes.get_yaxis_transform()
+    axes.text(1.01, place, words, color=color, fontsize=size, va="center", transform=lane)
 
 
 def _below(axes: "Axes", x: float, row: int, words: str, align: str, color: str) -> None:
@@ -268,12 +269,11 @@ body { padding-bottom: 40px; }
 </style>"""
 
 
-class PageSection(NamedTuple):
-    """A part of the page below the timeline. body: HTML. note: a sentence under the title."""
-
-    title: str
-    body: str
-    note: str = ""
+def section_html(title: str, body: str, note: str = "") -> str:
+    """Return a part of the page below the timeline. body: HTML. note: a sentence under the title."""
+    words = f"<p>{escape(note)}</p>" if note else ""
+    content = f'{words}<div class="wide">{body}</div>'
+    return f'<section class="plan"><h3>{escape(title)}</h3>{content}</section>'
 
 
 def table_html(rows: Sequence[Mapping[str, str]]) -> str:
@@ -288,11 +288,12 @@ def _cell(text: str) -> str:
     return f"<td{short}>{escape(text)}</td>"
 
 
-def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sections: Sequence[PageSection]) -> str:
-    """Return an HTML document. figures: (name, value, meaning). simulation: a simulated step, in seconds."""
+def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sections: list[str]) -> str:
+    """Return an HTML document. figures: (name, value, meaning). simulation: a simulated step, in seconds. sections:
+    see `section_html`."""
     bars, ranks = bars_of(simulation), simulation.table.header.num_ranks
     count = min(ranks, max(1, MOST_BARS * ranks // max(1, len(bars))))
-    shown = [round(index * (ranks - 1) / max(1, count - 1)) for index in range(count)]  # evenly spaced
+    shown = [round(index * (ranks - 1) / max(1, count - 1)) for index in range(count)]
     line_of = {rank: index for index, rank in enumerate(shown)}
     curves = Curves(
         "Activations alive, in micro-batches of a whole rank's layers (the time line above is in seconds)",
@@ -303,13 +304,7 @@ def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sect
     lines = [Line(f"stage {rank}") for rank in shown]
     drawn = [(line_of[bar.rank], bar, "") for bar in bars if bar.rank in line_of]
     page = html_page(title, figures, lines, drawn, simulation.finish, curves)
-    return page.replace("</body>", f"{STYLE}\n{''.join(map(_section, sections))}\n</body>")
-
-
-def _section(section: PageSection) -> str:
-    note = f"<p>{escape(section.note)}</p>" if section.note else ""
-    body = f'<div class="wide">{section.body}</div>'
-    return f'<section class="plan"><h3>{escape(section.title)}</h3>{note}{body}</section>'
+    return page.replace("</body>", f"{STYLE}\n{''.join(sections)}\n</body>")
 
 
 def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: list[str]) -> None:
@@ -339,21 +334,22 @@ def write_search(
     losers = [{"layout": each.name, "why": each.reason} for each in findings.alternatives]
     sections = [
         *_notes(notes),
-        PageSection("The best layouts", table_html(ranked)),
-        PageSection("Why others lose", table_html(losers)),
-        PageSection("To start it, on every node", f"<pre>{escape(command)}</pre>"),
+        section_html("The best layouts", table_html(ranked)),
+        section_html("Why others lose", table_html(losers)),
+        section_html("To start it, on every node", f"<pre>{escape(command)}</pre>"),
     ]
     _write(request, hardware, prediction, drawn, sections)
 
 
-def _notes(lines: list[str]) -> list[PageSection]:
-    return [PageSection("Notes", "".join(f"<p>{escape(line)}</p>" for line in lines))] if lines else []
+def _notes(lines: list[str]) -> list[str]:
+    return [section_html("Notes", "".join(f"<p>{escape(line)}</p>" for line in lines))] if lines else []
 
 
 def _write(
-    request: Request, hardware: Hardware, prediction: Prediction, drawn: dict[str, str], extra: list[PageSection]
+    request: Request, hardware: Hardware, prediction: Prediction, drawn: dict[str, str], extra: list[str]
 ) -> None:
-    html, folder, answer = request.flags["html"], request.flags["pictures"], prediction.estimate
+    html, folder = request.flags["html"], request.flags["pictures"]
+    answer = prediction.estimate
     pictures = {"memory": as_svg(memory_figure(answer)), **drawn}
     if folder is not None:
         header = prediction.schedule.header
@@ -384,19 +380,19 @@ def _figures(answer: Estimate) -> list[list[str]]:
     ]
 
 
-def _sections(run: str, answer: Estimate, pictures: Mapping[str, str]) -> Iterator[PageSection]:
-    yield PageSection(
+def _sections(run: str, answer: Estimate, pictures: dict[str, str]) -> Iterator[str]:
+    yield section_html(
         "Memory",
         pictures["memory"],
         "Weights, gradients, optimizer state and message slots exist between steps too; "
         "activations and buffers are the peak of a step. Point at a part to see its size.",
     )
-    yield PageSection("Time", pictures["breakdown"], run)
+    yield section_html("Time", pictures["breakdown"], run)
     if "pareto" in pictures:
-        yield PageSection(
+        yield section_html(
             "Speed against memory",
             pictures["pareto"],
             "Layouts that no other layout beats in both speed and memory. Their speeds are estimates, as the "
             "search compares them; the figures at the top are those of the simulated schedule.",
         )
-    yield PageSection("Terms of a step", table_html(terms_cells(answer)))
+    yield section_html("Terms of a step", table_html(terms_cells(answer)))

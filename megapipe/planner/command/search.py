@@ -61,18 +61,18 @@ def run_search(request: Request) -> None:
             "recompute.method auto: the search also chooses the method, and the "
             "memory limit of a device is the budget of recompute.method auto"
         )
-    findings = _findings(request, config, hardware, devices, pinned)
+    findings = _findings(request, config, hardware, pinned)
     best = findings.best
-    facts, training_lines = training_facts(request, best.estimate, hardware)
+    facts, lines = training_facts(request, best.estimate, hardware)
     file = flags["write_config"] or OUTPUT_NAME
     command = _launch_command(best.config, hardware, best.estimate.world_size, str(file))
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
-        prediction = replace(prediction, estimate=best.estimate)  # the page prints the same figures as the table
+        prediction = replace(prediction, estimate=best.estimate)  # the table's figures
         from megapipe.planner.command.reports import write_search  # imported only if something is drawn
 
-        write_search(request, hardware, prediction, findings, command, [*remarks, *training_lines])
+        write_search(request, hardware, prediction, findings, command, [*remarks, *lines])
     if flags["write_config"] is not None:
         write_text(flags["write_config"], _config_text(hardware, best, command))
     advice = {name: plan(best.config, hardware, devices) for name, plan in PUBLISHED.items() if flags[name]}
@@ -80,9 +80,8 @@ def run_search(request: Request) -> None:
         additions = {"advice": advice, "launch": command, **facts, "remarks": remarks, "search": findings.as_json()}
         print(json.dumps(best.as_json() | additions, indent=2))
         return
-    print(run_told(best.config, hardware, best.estimate.world_size))
-    for remark in remarks:
-        print(f"note: {remark}")
+    notes = (f"note: {remark}" for remark in remarks)
+    print(run_told(best.config, hardware, best.estimate.world_size), *notes, sep="\n")
     print_findings(findings, flags["top"])
     print("\nthe best layout:")
     print_cells(terms_cells(best.estimate))
@@ -90,16 +89,14 @@ def run_search(request: Request) -> None:
     if best.node_order is not None:
         print(f"\norder of the nodes, chosen by measured links: {' '.join(map(str, best.node_order))}")
     print_advice(advice)
-    for line in training_lines:
+    for line in lines:
         print(f"\n{line}")
     _print_start(request, hardware, best, command)
 
 
-def _findings(
-    request: Request, config: PretrainConfig, hardware: Hardware, devices: int, pinned: frozenset[str]
-) -> Findings:
+def _findings(request: Request, config: PretrainConfig, hardware: Hardware, pinned: frozenset[str]) -> Findings:
     """Search with a progress bar, as flags set it."""
-    flags, names = request.flags, request.flags["schedules"]
+    flags, devices, names = request.flags, request.devices(), request.flags["schedules"]
     space = SearchSpace() if names is None else SearchSpace(schedules=tuple(names.split(",")), other_schedules=())
     models, times, effort = _models(request), measured_times(hardware, devices), Effort(keep=flags["top"])
     options = {"objective": flags["objective"], "space": space, "tokens": flags["tokens"], "models": models}
@@ -136,13 +133,11 @@ def print_findings(findings: Findings, top: int) -> None:
         print()
         trials = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
         print_table(["compared", _COMPARED[findings.objective]], trials)
-    print(f"not searched: {'; '.join(findings.not_searched)}")
-    for hint in findings.hints:
-        print(f"hint: {hint}")
+    hints = (f"hint: {hint}" for hint in findings.hints)
+    print(f"not searched: {'; '.join(findings.not_searched)}", *hints, sep="\n")
     if findings.alternatives:
-        print("\ninstead:")
-        for alternative in findings.alternatives:
-            print(f"  {alternative.name}: {alternative.reason}")
+        others = (f"  {each.name}: {each.reason}" for each in findings.alternatives)
+        print("\ninstead:", *others, sep="\n")
 
 
 _COMPARED = {"speed": "tokens per second", "cost": "price of a million tokens", "time": "days", "size": "parameters"}
@@ -214,8 +209,8 @@ def _print_start(request: Request, hardware: Hardware, best: Found, command: str
     sizes = [node.devices_per_node for node in hardware.nodes(devices)]
     if len(sizes) > 1 and (sum(sizes) != devices or len(set(sizes)) > 1):
         # One command cannot express that nodes run different numbers of ranks.
-        ranks = [*sizes[:-1], devices - sum(sizes[:-1])]
-        print(f"  nodes run {', '.join(map(str, ranks))} ranks: set -n on each node accordingly")
+        ranks = ", ".join(map(str, [*sizes[:-1], devices - sum(sizes[:-1])]))
+        print(f"  nodes run {ranks} ranks: set -n on each node accordingly")
 
 
 def print_advice(advice: Mapping[str, Any]) -> None:
@@ -244,7 +239,8 @@ def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _strategy_text(layer: Mapping[str, Any]) -> str:
     methods = ("data", "sharded_data", "tensor")
-    parts = [f"{name.replace('_', ' ')} {layer[name]}" for name in methods if layer[name] > 1] or ["one rank"]
+    parts = [f"{name.replace('_', ' ')} {layer[name]}" for name in methods if layer[name] > 1]
+    parts = parts or ["one rank"]
     return ", ".join([*parts, "recompute"] if layer["recompute"] else parts)
 
 

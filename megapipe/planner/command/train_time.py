@@ -24,6 +24,7 @@ from megapipe.layout.stages import layers_of, num_parameters
 from megapipe.planner.command.main import Request
 from megapipe.planner.command.planning import PREFERRED, layout_text, measured_times, planned_config, print_table
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
+from megapipe.planner.search.space import divisors
 from megapipe.schedules.registry import find_published
 from megapipe.spec.layers import active_parameters
 
@@ -249,7 +250,7 @@ def shortest(
         for size in range(1, min(max_micro_size, batch_size) + 1)
     }
     tensors = [2**power for power in range(cluster.node_size.bit_length()) if not model.num_heads % 2**power]
-    stages = [1] if method == "layered" else [p for p in range(1, model.num_layers + 1) if not model.num_layers % p]
+    stages = [1] if method == "layered" else divisors(model.num_layers)
     for tensor, pipeline, micro_size in product(tensors, stages, replicas):
         cap = batch_size if max_devices is None else max_devices // (pipeline * tensor)
         for data in {min(cap, count) for count in replicas[micro_size]} - {0}:
@@ -292,8 +293,8 @@ def run_train_time(request: Request) -> None:
     flags = request.flags
     if problem := next(_problems(request), None):
         raise ConfigError(problem)
-    parameters = float(num_parameters(request.config)) if flags["parameters"] is None else flags["parameters"]
-    seconds, assumptions = _answer(request, parameters)
+    parameters = flags["parameters"] or float(num_parameters(request.config))
+    seconds, assumptions = _answer(request, parameters, flags["tokens"])
     answer = {"parameters": parameters, "tokens": flags["tokens"]}
     answer |= {"critical_batch_tokens": critical_batch_tokens(parameters), "days": seconds / DAY}
     answer |= {"assumptions": assumptions, "batch": _batch(request)}
@@ -301,9 +302,8 @@ def run_train_time(request: Request) -> None:
     if flags["json"]:
         print(json.dumps(answer, indent=2))
         return
-    print(f"{count_text(parameters)} parameters on {count_text(flags['tokens'])} tokens: {seconds / DAY:.1f} days")
-    for line in assumptions:
-        print(f"  {line}")
+    run = f"{count_text(parameters)} parameters on {count_text(flags['tokens'])} tokens"
+    print(f"{run}: {seconds / DAY:.1f} days", *(f"  {line}" for line in assumptions), sep="\n")
     if flags["bounds"]:
         _print_bounds(request, answer)
 
@@ -311,7 +311,7 @@ def run_train_time(request: Request) -> None:
 def _problems(request: Request) -> Iterator[str]:
     """Yield one message for each rule that the flags break."""
     model, flags = request.config.model, request.flags
-    devices, achieved, parameters = flags["devices"], flags["achieved_tflops"], flags["parameters"]
+    devices, achieved = flags["devices"], flags["achieved_tflops"]
     if flags["tokens"] is None:
         yield "--tokens is missing; set it to the tokens that the model is trained on, as in --tokens 300e9"
     if achieved is not None and flags["hardware"] is not None:
@@ -322,7 +322,8 @@ def _problems(request: Request) -> Iterator[str]:
     if flags["bounds"] and flags["hardware"] is None:
         yield "--bounds needs --hardware, whose nominal figures it uses; set it to a file or a preset"
     # The formulas, unlike a search, assume that every token uses every parameter.
-    if model.num_experts is not None and (flags["bounds"] or (achieved is not None and parameters is None)):
+    formula = achieved is not None and flags["parameters"] is None
+    if model.num_experts is not None and (formula or flags["bounds"]):
         active = active_parameters(model, layers_of(request.config))
         yield (
             f"model.num_experts is {model.num_experts}, but these formulas are for dense models; pass --parameters "
@@ -332,14 +333,14 @@ def _problems(request: Request) -> Iterator[str]:
         yield f"--devices is missing; set it to the number of devices that reach --achieved_tflops {achieved:g} each"
     if achieved is None and (flags["hardware"] is None or devices is None):
         yield "no speed is given: pass --devices with --hardware, or with the --achieved_tflops of each device"
-    if achieved is None and parameters is not None:
+    if achieved is None and flags["parameters"] is not None:
         yield "--parameters can only be used with --achieved_tflops; with --hardware, describe the model with --model"
 
 
-def _answer(request: Request, parameters: float) -> tuple[float, list[str]]:
+def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, list[str]]:
     """Return the training time in seconds, and one sentence for each assumption. The speed is the one that the user
     measured, or otherwise that of the layout that a search finds."""
-    tokens, devices, achieved = (request.flags[name] for name in ("tokens", "devices", "achieved_tflops"))
+    devices, achieved = request.flags["devices"], request.flags["achieved_tflops"]
     if achieved is not None:
         return training_seconds(parameters, tokens, devices, achieved * 1e12), [
             f"{devices:,} devices at {achieved:g} TFLOP/s each, as given by --achieved_tflops",
@@ -380,7 +381,7 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
         precision = next((name for name in PREFERRED if name in group.device.peak_flops), precision)
     peak, node_size = group.device.peak(precision), group.devices_per_node
     inside, outside = 2 * group.inside.bandwidth, 2 * group.outside.of_device(node_size)
-    cluster = Cluster(peak, group.device.memory_bytes, tensor_link=inside, link=outside, node_size=node_size)
+    cluster = Cluster(peak, group.device.memory_bytes, inside, outside, node_size)
     return {
         "thresholds": {"inside": link_threshold(peak, inside), "outside": link_threshold(peak, outside)},
         "bounds": [_shortest(request, cluster, method, num_devices if most is None else most) for method in METHODS],
@@ -388,8 +389,8 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
 
 
 def _transformer(request: Request) -> Transformer:
-    model = request.config.model
-    return Transformer(model.num_layers, model.hidden_size, model.num_heads, request.config.data.sequence_length)
+    model, length = request.config.model, request.config.data.sequence_length
+    return Transformer(model.num_layers, model.hidden_size, model.num_heads, length)
 
 
 def _batch(request: Request) -> int:
@@ -406,10 +407,10 @@ def _shortest(request: Request, cluster: Cluster, method: str, most: int | None)
 
     Intensities of traffic that the layout does not have are None.
     """
-    model, flags = _transformer(request), request.flags
+    model, batch, flags = _transformer(request), _batch(request), request.flags
     limits = {"max_devices": most, "least_efficiency": flags["least_efficiency"]}
     try:
-        layout, seconds = shortest(model, cluster, method, _batch(request), flags["tokens"], **limits)
+        layout, seconds = shortest(model, cluster, method, batch, flags["tokens"], **limits)
     except ValueError as error:
         return {"method": method, "problem": str(error)}
     shares = overheads(model, cluster, layout)
@@ -450,8 +451,8 @@ def _print_bounds(request: Request, answer: dict[str, Any]) -> None:
         method, *sizes = bound["layout"].values()
         intensities = ("none" if each is None else f"{each:,.0f}" for each in bound["intensities"].values())
         counts = [f"{size:,}" for size in (bound["devices"], *sizes)]
-        reached = [f"{bound['efficiency']:.0%}", bytes_text(bound["memory_bytes"]), *intensities]
-        rows.append([method, f"{bound['days']:,.1f}", *counts, *reached])
+        rates = [f"{bound['efficiency']:.0%}", bytes_text(bound["memory_bytes"]), *intensities]
+        rows.append([method, f"{bound['days']:,.1f}", *counts, *rates])
     if rows:
         columns = ["method", "days", "devices", "data", "pipeline", "tensor", "micro-batch", "micro-batches"]
         print_table([*columns, "efficiency", "memory", "data FLOP/B", "pipeline FLOP/B", "tensor FLOP/B"], rows)

@@ -16,13 +16,13 @@ from megapipe.planner.command.reports import (
     DARK,
     LIMIT,
     MOST_BARS,
-    PageSection,
     Row,
     as_svg,
     breakdown_figure,
     draw_page,
     memory_figure,
     pareto_figure,
+    section_html,
 )
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.model import predict
@@ -131,7 +131,7 @@ def test_a_long_schedule_is_drawn_for_some_ranks(prediction, monkeypatch):
 
 
 def test_words_are_escaped(prediction):
-    page = draw_page("<b>", [], prediction.simulation, [PageSection("a < b", "<p>body</p>", "c & d")])
+    page = draw_page("<b>", [], prediction.simulation, [section_html("a < b", "<p>body</p>", "c & d")])
     assert "<h3>a &lt; b</h3>" in page
     assert "<p>c &amp; d</p>" in page
     assert "<title>&lt;b&gt;</title>" in page
