@@ -99,7 +99,7 @@ def run_compare(request: Request) -> None:
         raise ConfigError(problems)
     rows.sort(key=lambda row: (not row[1].fits, -row[1].config.batch.global_size / row[1].step_seconds))
     if request.flags["json"]:
-        print(json.dumps([{"file": name} | estimate.as_json() for name, estimate in rows], indent=2))
+        print(json.dumps([{"file": name} | each.as_json() for name, each in rows], indent=2))
         return
     print_cells([{"file": name} | layout_cells(each.config) | figures_cells(each) for name, each in rows])
     terms = list(dict.fromkeys(term.name for _, each in rows for term in each.terms))

@@ -73,7 +73,8 @@ class Request:
 
     def for_file(self, file: str) -> "Request":
         """Return the same request for the configuration of a file; flags override fields of the file."""
-        given = parse_given(_parser(self.command, self.kind), self.kind, ["--config", file, *self.arguments])
+        parser = _parser(self.command, self.kind)
+        given = parse_given(parser, self.kind, ["--config", file, *self.arguments])
         return replace(self, config=given.config, given=given.fields)
 
 

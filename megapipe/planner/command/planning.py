@@ -64,7 +64,7 @@ def layout_text(config: PretrainConfig) -> str:
     """Return a layout in one line, without features that are off."""
     parallel = config.parallel
     names = ("data", "pipeline", "context", "tensor")
-    sizes = [(name, getattr(parallel, name) or 1) for name in names]  # parallel.data may be None
+    sizes = [(name, getattr(parallel, name) or 1) for name in names]  # data may be None
     parts = [f"{name} {size}" for name, size in sizes if size > 1] or ["one rank"]
     if parallel.pipeline > 1:
         parts.append(schedule_text(config))
@@ -185,7 +185,7 @@ def planned_config(
             f"{config.model.hidden_size}; set another with --model FILE or --model.FIELD VALUE"
         )
     devices = [group.device for group in hardware.groups]
-    common = [name for name in PREFERRED if all(name in device.peak_flops for device in devices)]
+    common = [name for name in PREFERRED if all(name in each.peak_flops for each in devices)]
     if "training.precision" not in request.given and from_file:
         remarks.append(
             f"training.precision is {config.training.precision}, the default of training, because the configuration "

@@ -87,8 +87,8 @@ def memory_figure(estimate: Estimate) -> "Figure":
     for first, stop in zip(starts, [*starts[1:], count], strict=True):
         limit = limits[first] / 1e9
         axes.plot([limit, limit], [first - 0.5, stop - 0.5], color=LIMIT, linestyle="--", clip_on=False)
-        words, align = f"device: {bytes_text(limits[first])}", "bottom" if first == 0 else "top"
-        axes.text(limit, first - 0.6, words, color=LIMIT, fontsize=12, ha="right", va=align)
+        text, align = f"device: {bytes_text(limits[first])}", "bottom" if first == 0 else "top"
+        axes.text(limit, first - 0.6, text, color=LIMIT, fontsize=12, ha="right", va=align)
     _legend(axes)
     return axes.figure  # type: ignore[return-value]
 
@@ -128,7 +128,8 @@ def pareto_figure(front: Sequence[Estimate], limit: float) -> "Figure":
     """
     listed = min(len(front), MOST_ROWS + 1)
     axes = _chart("Speed against memory of the fullest rank", 280, 84, 28, 46 + 18 * listed)
-    x, y = [each.peak_bytes / 1e9 for each in front], [each.tokens_per_second for each in front]
+    x = [each.peak_bytes / 1e9 for each in front]
+    y = [each.tokens_per_second for each in front]
     axes.set_xlim(0, max(limit / 1e9, *x))
     axes.set_ylim(0, 1.08 * max(y))
     axes.grid(color=LINE)

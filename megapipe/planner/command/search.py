@@ -65,7 +65,7 @@ def run_search(request: Request) -> None:
     best = findings.best
     facts, lines = training_facts(request, best.estimate, hardware)
     file = flags["write_config"] or OUTPUT_NAME
-    command = _launch_command(best.config, hardware, best.estimate.world_size, str(file))
+    command = _start_command(best.config, hardware, best.estimate.world_size, str(file))
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
@@ -77,8 +77,8 @@ def run_search(request: Request) -> None:
         write_text(flags["write_config"], _config_text(hardware, best, command))
     advice = {name: plan(best.config, hardware, devices) for name, plan in PUBLISHED.items() if flags[name]}
     if flags["json"]:
-        additions = {"advice": advice, "launch": command, **facts, "remarks": remarks, "search": findings.as_json()}
-        print(json.dumps(best.as_json() | additions, indent=2))
+        additions = {"advice": advice, "launch": command, **facts, "remarks": remarks}
+        print(json.dumps(best.as_json() | additions | {"search": findings.as_json()}, indent=2))
         return
     notes = (f"note: {remark}" for remark in remarks)
     print(run_told(best.config, hardware, best.estimate.world_size), *notes, sep="\n")
@@ -180,15 +180,15 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
 
 def _config_text(hardware: Hardware, best: Found, command: str) -> str:
     """Return the configuration file of a layout, with comments about its origin and its start."""
-    estimate = best.estimate
+    estimate, step = best.estimate, seconds_text(best.estimate.step_seconds)
     return (
-        f"# Planned for {estimate.world_size:,} devices of {hardware.name}: {seconds_text(estimate.step_seconds)} a "
-        f"step, {estimate.tokens_per_second:,.0f} tokens/s, predicted; {provenance(hardware)}.\n"
+        f"# Planned for {estimate.world_size:,} devices of {hardware.name}: {step} a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s, predicted; {provenance(hardware)}.\n"
         f"# Start on every node: {command}\n{config_yaml(best.config)}"
     )
 
 
-def _launch_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
+def _start_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
     """Return the command to run on every node; $HEAD_NODE is one of several (examples/launch/several_nodes.sh)."""
     nodes = hardware.nodes(devices)
     where = f"-n {min(devices, nodes[0].devices_per_node)}"
@@ -245,4 +245,5 @@ def _strategy_text(layer: Mapping[str, Any]) -> str:
 
 
 def _flag(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    text = "null" if value is None else str(value)
+    return text.lower() if isinstance(value, bool) else text

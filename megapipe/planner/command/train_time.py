@@ -202,14 +202,15 @@ def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
     Layered accumulation has checkpoints of all micro-batches, other methods of those in flight. The activations of
     the current layer are s b (34 h + 5 a s): Korthikanti et al. (2022), arXiv 2205.05198, equation 1.
     """
-    shards, length, in_flight = layout.pipeline * layout.tensor, model.sequence_length, layout.microbatches
+    shards, length = layout.pipeline * layout.tensor, model.sequence_length
+    in_flight = layout.microbatches
     if layout.accumulated == 1:
         in_flight = min(layout.pipeline, in_flight)
     parameters = model.parameters / shards
     if layout.partitioned:
         buffered = min(BUFFERED_LAYERS, model.num_layers // layout.pipeline)
-        working = buffered * WORKING_BYTES * model.parameters / model.num_layers / layout.tensor
-        state = STATE_BYTES * parameters / layout.data + working
+        in_use = buffered * WORKING_BYTES * model.parameters / model.num_layers / layout.tensor
+        state = STATE_BYTES * parameters / layout.data + in_use
     else:
         state = (STATE_BYTES + WORKING_BYTES) * parameters
     checkpoints = model.checkpoint_bytes * layout.micro_size * in_flight / shards
@@ -296,8 +297,8 @@ def run_train_time(request: Request) -> None:
     parameters = flags["parameters"] or float(num_parameters(request.config))
     seconds, assumptions = _answer(request, parameters, flags["tokens"])
     answer = {"parameters": parameters, "tokens": flags["tokens"]}
-    answer |= {"critical_batch_tokens": critical_batch_tokens(parameters), "days": seconds / DAY}
-    answer |= {"assumptions": assumptions, "batch": _batch(request)}
+    answer |= {"critical_batch_tokens": critical_batch_tokens(parameters)}
+    answer |= {"days": seconds / DAY, "assumptions": assumptions, "batch": _batch(request)}
     answer |= _bounds(request, request.hardware()) if flags["bounds"] else {"thresholds": None, "bounds": []}
     if flags["json"]:
         print(json.dumps(answer, indent=2))
@@ -379,12 +380,13 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
     precision = request.config.training.precision
     if "training.precision" not in request.given:
         precision = next((name for name in PREFERRED if name in group.device.peak_flops), precision)
+    limit = num_devices if most is None else most
     peak, node_size = group.device.peak(precision), group.devices_per_node
     inside, outside = 2 * group.inside.bandwidth, 2 * group.outside.of_device(node_size)
     cluster = Cluster(peak, group.device.memory_bytes, inside, outside, node_size)
     return {
         "thresholds": {"inside": link_threshold(peak, inside), "outside": link_threshold(peak, outside)},
-        "bounds": [_shortest(request, cluster, method, num_devices if most is None else most) for method in METHODS],
+        "bounds": [_shortest(request, cluster, method, limit) for method in METHODS],
     }
 
 
