@@ -101,8 +101,9 @@ def critical_batch_tokens(parameters: float) -> float:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices. tensor_link, link: bytes per second of a device's links, within a node for tensor traffic, and
-    between nodes for data and pipeline traffic. node_size: maximum number of devices for tensor parallelism."""
+    """Equal devices of peak_flops FLOP/s and memory_bytes bytes. tensor_link, link: bytes per second of a device's
+    links, within a node for tensor traffic, and between nodes for data and pipeline traffic. node_size: maximum
+    number of devices for tensor parallelism."""
 
     peak_flops: float
     memory_bytes: float
