@@ -8,11 +8,11 @@ ruled out. No estimate is below its bound, so the results are the same as if eve
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
 from megapipe.schedules import ScheduleError
+
+Part = TypeVar("Part")
 
 
 class LayoutFilter(NamedTuple):
@@ -58,11 +60,13 @@ class Evaluation:
         self._base, self._hardware, self._times = base, hardware, times
         self._assumptions = assumptions.on(hardware)
         self._configurations = Configurations(base)
-        self._placements: dict[tuple[int, ...], Placement] = {}
-        self._staged: dict[tuple[object, ...], RunLayout] = {}
-        self._layer_sizes: dict[tuple[object, ...], LayerSizes] = {}
-        self._state_sizes: dict[tuple[object, ...], StateSizes] = {}
-        self._layer_costs: dict[tuple[object, ...], tuple[LayerCost, ...]] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
+
+    def _once(self, key: tuple[object, ...], compute: Callable[..., Part], *arguments: object) -> Part:
+        """Return compute(*arguments); calls with an equal key return the result of the first one."""
+        if (compute, key) not in self._known:
+            self._known[compute, key] = compute(*arguments)
+        return self._known[compute, key]
 
     def num_bytes(self, layout: Layout) -> int:
         """Return the bytes of the fullest rank. Raises ConfigError like `estimate`."""
@@ -92,32 +96,26 @@ class Evaluation:
 
     @cached_method
     def _run(self, layout: Layout) -> RunLayout:
-        shape = layout.shape
-        mesh, stages = shape[:4], (shape.pipeline, shape.schedule, shape.chunks)
-        if mesh not in self._placements:
-            sizes = {name: getattr(shape, name) for name in ("data", "pipeline", "context", "tensor")}
-            self._placements[mesh] = Placement(self._hardware, sizes)
-        config = self._configurations.of(layout)
-        run = self._staged[stages] = lay_on(config, self._placements[mesh], self._staged.get(stages))
-        return run
+        shape, config = layout.shape, self._configurations.of(layout)
+        placement = self._once(shape[:4], Placement, self._hardware, shape.mesh)
+        like = self._once((shape.pipeline, shape.schedule, shape.chunks), lay_on, config, placement)
+        return lay_on(config, placement, like)
 
     @cached_method
     def _memory(self, layout: Layout) -> tuple[RankMemory, ...]:
         run, shape = self._run(layout), layout.shape
         of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
-        if of_micro not in self._layer_sizes:
-            self._layer_sizes[of_micro] = LayerSizes.of_run(run)
         of_state = shape.tensor, shape.data * shape.context, layout.zero
-        if of_state not in self._state_sizes:
-            self._state_sizes[of_state] = StateSizes.of(run)
-        return rank_memories(run, self._layer_sizes[of_micro], self._state_sizes[of_state])
+        layers, states = self._once(of_micro, LayerSizes.of_run, run), self._once(of_state, StateSizes.of, run)
+        return rank_memories(run, layers, states)
 
     def _layers(self, layout: Layout, run: RunLayout) -> tuple[LayerCost, ...]:
         """Return the costs of layers. They depend on the schedule only through whether it splits backwards."""
         key = layout.shape[:5], layout[1:], splits_backwards(run.config)
-        if key not in self._layer_costs:
-            self._layer_costs[key] = layer_costs(run, self._times, self._assumptions)
-        return self._layer_costs[key]
+        return self._once(key, layer_costs, run, self._times, self._assumptions)
+
+
+BoundName = Literal["seconds", "num_bytes"]
 
 
 @dataclass(eq=False)
@@ -133,27 +131,17 @@ class _Node:
     parts: "list[_Node] | _Leaf | None" = None
 
 
-@dataclass(eq=False)
-class _Leaf:
-    """All layouts of a branch with a micro-batch size: the shapes with their choices, and the bounds of each layout.
-    by_seconds, by_bytes: numbers of layouts in the order of a bound; `by_seconds` has only layouts that may fit."""
+class _Leaf(NamedTuple):
+    """All layouts of a branch with a micro-batch size, each as a shape and the values of a choice.
 
-    shapes: list[tuple[Shape, tuple[Choice, ...]]]
-    seconds: list[float]
-    num_bytes: list[float]
-    by_seconds: list[int]
-    by_bytes: list[int]
+    bounds: both lower bounds of each layout. orders: numbers of layouts by ascending bound; in the order of seconds,
+    only layouts that may fit. too_large: number of the other ones.
+    """
+
+    layouts: list[tuple[Shape, Choice]]
+    bounds: dict[BoundName, list[float]]
+    orders: dict[BoundName, list[int]]
     too_large: int
-    starts: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.starts = np.cumsum([0, *(len(choices) for _, choices in self.shapes)]).tolist()
-
-    def layout(self, at: int) -> Layout:
-        """Return the layout with a number."""
-        index = bisect_right(self.starts, at) - 1
-        shape, choices = self.shapes[index]
-        return Layout(shape, *choices[at - self.starts[index]])
 
 
 class Explorer:
@@ -165,11 +153,11 @@ class Explorer:
         costs: costs of each layout.
         memory_limit: bytes of the largest device.
 
-    count: number of layouts. examined: number of layouts whose bytes, at least, were computed.
+    count: number of layouts.
     """
 
     def __init__(self, layouts: Layouts, bounds: LayoutBounds, costs: Evaluation, memory_limit: float) -> None:
-        self._layouts, self._bounds, self._costs, self._limit = layouts, bounds, costs, memory_limit
+        self.layouts, self._bounds, self._costs, self._limit = layouts, bounds, costs, memory_limit
         self._closer = cache(bounds.closer)
         self._known: dict[Layout, int] = {}
         self._known_too_large = 0
@@ -196,50 +184,45 @@ class Explorer:
                 branches[Branch(*layout.shape[:5])] = None
             if len(branches) == most:
                 break
-        self._add(branches, self._layouts.other_schedules)
+        self._add(branches, self.layouts.other_schedules)
 
     def _add(self, branches: Iterable[Branch], schedules: tuple[str, ...]) -> None:
         for branch in branches:
-            count = self._layouts.count(branch, schedules)
+            count = self.layouts.count(branch, schedules)
             if count:
                 self.count += count
                 self._roots.append(self._node(branch, schedules, (len(self._roots),)))
 
     def _node(self, branch: Branch, schedules: tuple[str, ...], place: tuple[int, ...]) -> _Node:
-        choices = self._layouts.choices(branch)
+        choices = self.layouts.choices(branch)
         if branch.micro_size is None:
-            sizes = [each.micro_size or 1 for each in self._layouts.narrowed(branch)]
+            sizes = [each.micro_size or 1 for each in self.layouts.narrowed(branch)]
             return _Node(branch, schedules, place, *self._bounds.of_mesh(branch, sizes, choices))
-        shapes = [shape for shape, _ in self._layouts.shapes(branch, schedules)]
+        shapes = [shape for shape, _ in self.layouts.shapes(branch, schedules)]
         return _Node(branch, schedules, place, *self._bounds.of_branch(branch, shapes, choices))
 
     def _parts(self, node: _Node) -> "list[_Node] | _Leaf":
         """Divide a branch, into one branch per micro-batch size or into layouts. A part's bounds are never lower."""
         if node.parts is None and node.branch.micro_size is None:
-            branches = [
-                each for each in self._layouts.narrowed(node.branch) if self._layouts.count(each, node.schedules)
-            ]
+            sizes = self.layouts.narrowed(node.branch)
+            branches = [each for each in sizes if self.layouts.count(each, node.schedules)]
             node.parts = [self._node(each, node.schedules, (*node.place, at)) for at, each in enumerate(branches)]
         elif node.parts is None:
-            shapes = list(self._layouts.shapes(node.branch, node.schedules))
+            shapes = list(self.layouts.shapes(node.branch, node.schedules))
             bounds = [self._bounds.of(*each) for each in shapes]
             seconds, num_bytes = (np.concatenate(each) for each in zip(*bounds, strict=True))
             seconds, num_bytes = np.maximum(seconds, node.seconds), np.maximum(num_bytes, node.num_bytes)
-            fits = num_bytes <= self._limit
-            by_seconds = np.argsort(seconds, kind="stable")
+            fits, by_seconds = num_bytes <= self._limit, np.argsort(seconds, kind="stable")
+            by_bytes = np.lexsort((seconds, num_bytes))
             node.parts = _Leaf(
-                shapes,
-                seconds.tolist(),
-                num_bytes.tolist(),
-                by_seconds[fits[by_seconds]].tolist(),
-                np.lexsort((seconds, num_bytes)).tolist(),
+                [(shape, choice) for shape, choices in shapes for choice in choices],
+                {"seconds": seconds.tolist(), "num_bytes": num_bytes.tolist()},
+                {"seconds": by_seconds[fits[by_seconds]].tolist(), "num_bytes": by_bytes.tolist()},
                 int((~fits).sum()),
             )
         return node.parts
 
-    def _in_order(
-        self, key: Literal["seconds", "num_bytes"], kind: LayoutFilter
-    ) -> Iterator[tuple[float, float, Layout]]:
+    def _in_order(self, key: BoundName, kind: LayoutFilter) -> Iterator[tuple[float, float, Layout]]:
         """Yield the lower bounds of seconds and bytes, and the layout, for all layouts of a kind, by ascending `key`.
         In the order of seconds, skip layouts that cannot fit."""
         heap: list[tuple[float, tuple[int, ...], _Node, int]] = []
@@ -258,15 +241,15 @@ class Explorer:
                 for part in parts:
                     put(part)
                 continue
-            order = parts.by_seconds if key == "seconds" else parts.by_bytes
-            values = parts.seconds if key == "seconds" else parts.num_bytes
+            order, bounds = parts.orders[key], parts.bounds
             if at + 1 < len(order):
                 following = order[at + 1]
-                heappush(heap, (values[following], (*node.place, following), node, at + 1))
+                heappush(heap, (bounds[key][following], (*node.place, following), node, at + 1))
             if at >= 0:
-                layout = parts.layout(order[at])
+                shape, choice = parts.layouts[order[at]]
+                layout = Layout(shape, *choice)
                 if kind.layout(layout):
-                    yield parts.seconds[order[at]], parts.num_bytes[order[at]], layout
+                    yield bounds["seconds"][order[at]], bounds["num_bytes"][order[at]], layout
 
     def pruned(self) -> dict[str, int]:
         """Return why layouts were never estimated: rule -> number of layouts, including those of whole branches."""
@@ -278,7 +261,7 @@ class Explorer:
             elif node.parts is not None:
                 too_large += node.parts.too_large
             elif node.num_bytes > self._limit:
-                too_large += self._layouts.count(node.branch, node.schedules)
+                too_large += self.layouts.count(node.branch, node.schedules)
         counts = {"memory": too_large, "time": self.count - self.examined - too_large}
         return {rule: count for rule, count in counts.items() if count}
 
@@ -306,6 +289,7 @@ class Explorer:
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
         """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
         best: Estimate | None = None
+        size = attrgetter("peak_bytes", "step_seconds")
         for _, at_least, layout in self._in_order("num_bytes", kind):
             most = math.inf if best is None else best.peak_bytes
             if at_least > most:
@@ -313,8 +297,7 @@ class Explorer:
             if self._num_bytes(layout, too_large=at_least > self._limit) > most:
                 continue
             candidate = self._costs.estimate(layout)
-            if best is None or (candidate.peak_bytes, candidate.step_seconds) < (best.peak_bytes, best.step_seconds):
-                best = candidate
+            best = candidate if best is None else min(best, candidate, key=size)
         return best
 
     def front(self, slowest: float, tolerance: float) -> list[Estimate]:

@@ -4,17 +4,17 @@ are much faster."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.search.explorer import Explorer, LayoutFilter
-from megapipe.planner.search.space import Objective, ZeroStage, divisors
+from megapipe.planner.search.space import Layout, Objective, Shape, ZeroStage, divisors
 
 EXPOSED = ("tensor", "context", "pipeline", "data", "tied", "scalars", "waiting")
 """Terms of a step for communication and waiting, without the bubble."""
@@ -139,11 +139,6 @@ def term_differences(ours: Estimate, theirs: Estimate) -> list[str]:
     return [f"{name} {seconds(abs(changes[name]))} {'more' if changes[name] > 0 else 'less'}" for name in large]
 
 
-def exposed_seconds(estimate: Estimate) -> float:
-    """Return the seconds of exposed communication in a step."""
-    return sum(estimate.seconds_of(name) for name in EXPOSED)
-
-
 def seconds(value: float) -> str:
     """Return a time with three digits, in s, ms or us."""
     if value >= 1.0:
@@ -176,53 +171,38 @@ class LayoutKind:
     example: Callable[[PretrainConfig], PretrainConfig] = lambda config: config
 
 
-def alternatives(
-    explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
-) -> tuple[Alternative, ...]:
+def alternatives(explorer: Explorer, hardware: Hardware, best: Estimate) -> tuple[Alternative, ...]:
     """Compare every kind of layout with the best layout. best: an estimate, because the others are estimates too."""
-    judged = [_judged(explorer, kind, base, devices, best) for kind in _kinds(devices)]
-    rule = _rule_of_megatron(explorer, base, hardware, devices, best)
-    return (*judged[:5], rule, *judged[5:])
+    judged = [_judged(explorer, kind, best) for kind in _kinds(explorer.layouts.devices)]
+    return (*judged[:5], _rule_of_megatron(explorer, hardware, best), *judged[5:])
 
 
 def _kinds(devices: int) -> Iterator[LayoutKind]:
+    plain = ScheduleConfig.name
+
     def only(dimension: str, zero: ZeroStage = 0) -> LayoutKind:
-        others = attrgetter(*(name for name in ("data", "tensor", "pipeline", "context") if name != dimension))
+        sizes = dict.fromkeys(DIMENSIONS, 1) | {dimension: devices}
+        shape = Shape(**sizes, micro_size=1, schedule=plain, chunks=None)
         return LayoutKind(
             f"{dimension} parallelism alone{f' with ZeRO {zero}' if zero else ''}",
-            LayoutFilter(lambda layout: layout.zero == zero, lambda branch: others(branch) == (1, 1, 1)),
-            lambda config: _spread(config, dimension, devices, zero),
+            LayoutFilter(lambda layout: layout.zero == zero, lambda branch: branch[:4] == shape[:4]),
+            lambda base: Layout(shape, 0, zero, base.recompute.method).applied(base),  # type: ignore[arg-type]
         )
 
     yield from (only("data"), only("data", 1), only("data", 3), only("tensor"), only("pipeline"))
-    for dimension in ("tensor", "pipeline"):
-        size = attrgetter(dimension)
-        alone = LayoutFilter(branch=lambda branch, size=size: size(branch) == 1)  # type: ignore[misc]
-        yield LayoutKind(f"without {dimension} parallelism", alone)
+    yield LayoutKind("without tensor parallelism", LayoutFilter(branch=lambda branch: branch.tensor == 1))
+    yield LayoutKind("without pipeline parallelism", LayoutFilter(branch=lambda branch: branch.pipeline == 1))
     yield LayoutKind("without ZeRO", LayoutFilter(lambda layout: layout.zero == 0))
     yield LayoutKind("without recomputation", LayoutFilter(lambda layout: layout.recompute == "none"))
     yield LayoutKind("without sequence parallelism", LayoutFilter(lambda layout: not layout.sequence))
-    plain = ScheduleConfig.name
     yield LayoutKind(f"with plain {plain}", LayoutFilter(lambda layout: layout.shape.schedule == plain))
 
 
-def _spread(config: PretrainConfig, dimension: str, devices: int, zero: ZeroStage) -> PretrainConfig:
-    sizes = dict.fromkeys(("data", "tensor", "pipeline", "context"), 1) | {dimension: devices}
-    return replace(
-        config,
-        parallel=replace(config.parallel, **sizes, sequence=False),  # type: ignore[arg-type]
-        batch=replace(config.batch, micro_size=1),
-        zero=replace(config.zero, stage=zero),
-        schedule=replace(config.schedule, name=ScheduleConfig.name, chunks=None),
-    )
-
-
-def _rule_of_megatron(
-    explorer: Explorer, base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
-) -> Alternative:
+def _rule_of_megatron(explorer: Explorer, hardware: Hardware, best: Estimate) -> Alternative:
     """Compare with takeaways 1 and 2 of Narayanan et al. (2021, arXiv 2104.04473, section 3): tensor ranks up to a
     node's devices, then just enough pipeline ranks to fit, and the remaining ranks for data parallelism; as in the
     paper, everything is recomputed and nothing is sharded."""
+    devices = explorer.layouts.devices
     node = min(group.devices_per_node for group in hardware.nodes(devices))
     tensor = max((branch.tensor for branch in explorer.meshes if branch.tensor <= node), default=1)
     name = f"tensor {tensor}, then as little pipeline as fits, the remaining ranks data (arXiv 2104.04473, section 3)"
@@ -234,20 +214,17 @@ def _rule_of_megatron(
         )
 
     for pipeline in divisors(devices // tensor):
-        fitting = explorer.fastest(1, members(pipeline))
-        if fitting:
+        if fitting := explorer.fastest(1, members(pipeline)):
             return Alternative(name, fitting[0], _why_slower(fitting[0], best))
-    return _judged(explorer, LayoutKind(name, members(None)), base, devices, best)
+    return _judged(explorer, LayoutKind(name, members(None)), best)
 
 
-def _judged(explorer: Explorer, kind: LayoutKind, base: PretrainConfig, devices: int, best: Estimate) -> Alternative:
-    fitting = explorer.fastest(1, kind.members)
-    if fitting:
+def _judged(explorer: Explorer, kind: LayoutKind, best: Estimate) -> Alternative:
+    if fitting := explorer.fastest(1, kind.members):
         return Alternative(kind.name, fitting[0], _why_slower(fitting[0], best))
-    nearest = explorer.nearest(kind.members)
-    if nearest is not None:
+    if (nearest := explorer.nearest(kind.members)) is not None:
         return Alternative(kind.name, nearest, out_of_memory(nearest))
-    problems = run_problems(kind.example(base), devices)
+    problems = run_problems(kind.example(explorer.layouts.base), explorer.layouts.devices)
     why = f"cannot run: {problems[0]}" if problems else "ruled out by pinned fields or by the values to try"
     return Alternative(kind.name, None, why)
 
@@ -263,7 +240,7 @@ def out_of_memory(nearest: Estimate) -> str:
 def _why_slower(estimate: Estimate, best: Estimate) -> str:
     if estimate.config == best.config:
         return "is the best layout"
-    bubble, exposed = estimate.seconds_of("bubble"), exposed_seconds(estimate)
+    bubble, exposed = estimate.seconds_of("bubble"), sum(map(estimate.seconds_of, EXPOSED))
     terms = ", ".join(term_differences(estimate, best))
     return (
         f"{faster_or_slower(estimate, best)}: {terms + '; ' if terms else ''}bubble "
@@ -273,26 +250,20 @@ def _why_slower(estimate: Estimate, best: Estimate) -> str:
 
 def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate, fastest: Fastest) -> Iterator[str]:
     """Yield one sentence for each similar request that is much faster than the best layout of this one."""
+    batch_size = base.batch.global_size
 
-    def gain(config: PretrainConfig, machine: Hardware, count: int) -> float:
+    def gain(count: int, size: int, machine: Hardware = hardware) -> float:
+        config = replace(base, batch=replace(base.batch, global_size=size))
         try:
             return fastest(config, machine, count).tokens_per_second / best.tokens_per_second
         except ConfigError:
             return 0.0
 
-    batch_size = base.batch.global_size
-
-    def gain_of_batch(size: int, count: int) -> float:
-        return gain(replace(base, batch=replace(base.batch, global_size=size)), hardware, count)
-
     def batches(count: int) -> list[int]:
         return neighbour_batches(batch_size, count) if base.batch.ramp_start is None else []
 
-    counts = {
-        (count, size): gain_of_batch(size, count)
-        for count in neighbour_devices(hardware, devices)
-        for size in (batch_size, *batches(count))
-    }
+    others = neighbour_devices(hardware, devices)
+    counts = {(count, size): gain(count, size) for count in others for size in (batch_size, *batches(count))}
     count, size = max(counts, key=lambda each: counts[each], default=(devices, batch_size))
     if counts.get((count, size), 0.0) >= MUCH:
         batch = "" if size == batch_size else f" with --batch.global_size {size}"
@@ -300,7 +271,7 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
             f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which has few "
             "divisors"
         )
-    sizes = {size: gain_of_batch(size, devices) for size in batches(devices)}
+    sizes = {size: gain(devices, size) for size in batches(devices)}
     size = max(sizes, key=lambda each: sizes[each], default=0)
     if sizes.get(size, 0.0) >= MUCH:
         yield (
@@ -308,7 +279,7 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
             "which has few divisors"
         )
     for machine, count in single_groups(hardware, devices):
-        alone, name = gain(base, machine, count), machine.groups[0].device.name
+        alone, name = gain(count, batch_size, machine), machine.groups[0].device.name
         if alone > 1.0:
             yield (
                 f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: each step "

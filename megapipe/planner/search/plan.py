@@ -3,15 +3,17 @@
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from megapipe.config.command_line import Report
 from megapipe.config.errors import ConfigError
+from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.node_order import OrderCost, best_node_order
 from megapipe.layout.prediction import layout_costs
@@ -23,15 +25,7 @@ from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes, shared
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.explorer import Evaluation, Explorer, order
-from megapipe.planner.search.findings import (
-    Findings,
-    Found,
-    NothingFits,
-    Trial,
-    alternatives,
-    hints,
-    out_of_memory,
-)
+from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints, out_of_memory
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
 from megapipe.schedules.balance import balance_layers
 from megapipe.spec.dtypes import FULL_BYTES
@@ -111,7 +105,10 @@ def search_speed(
     ranked = refiner.refined(fastest, stages=movable)
     report(0.8)
     # Estimates have errors, so layouts after the kept ones may be better, or may be the only ones that fit.
-    while len(fastest) == keep and (not ranked or (keep < WIDEST * effort.keep and _beaten(ranked[0], fastest[-1]))):
+    while len(fastest) == keep:
+        beaten = ranked and ranked[0].simulated and ranked[0].estimate.step_seconds > fastest[-1].step_seconds
+        if ranked and not (beaten and keep < WIDEST * effort.keep):
+            break
         keep *= 2
         more = explorer.fastest(keep)
         ranked = refiner.refined(more[len(fastest) :], ranked, stages=movable)
@@ -120,9 +117,15 @@ def search_speed(
         # At least one layout exists, so `nearest` returns one.
         raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
     front = explorer.front(effort.slowest * fastest[0].step_seconds, effort.tolerance) if effort.slowest else []
-    others = alternatives(explorer, base, hardware, devices, fastest[0]) if effort.alternatives else ()
+    others = alternatives(explorer, hardware, fastest[0]) if effort.alternatives else ()
     report(0.9)
-    near = tuple(_hints(base, hardware, devices, pinned, space, assumptions, ranked[0])) if effort.hints else ()
+
+    def quickly(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
+        found = search_speed(config, machine, count, pinned, space=space, effort=QUICK, assumptions=assumptions)
+        return found.best.estimate
+
+    hinted = effort.hints and hardware.measured is None and "parallel.data" not in pinned
+    near = tuple(hints(base, hardware, devices, ranked[0].estimate, quickly)) if hinted else ()
     report(1.0)
     price = hardware.price_per_hour(devices)
     return Findings(
@@ -141,26 +144,6 @@ def search_speed(
     )
 
 
-def _hints(
-    base: PretrainConfig,
-    hardware: Hardware,
-    devices: int,
-    pinned: frozenset[str],
-    space: SearchSpace,
-    assumptions: Assumptions,
-    best: Found,
-) -> Iterator[str]:
-    """Yield the hints of `hints`; none with measured times or if parallel.data is pinned."""
-    if hardware.measured is not None or "parallel.data" in pinned:
-        return
-
-    def fastest(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
-        findings = search_speed(config, machine, count, pinned, space=space, effort=QUICK, assumptions=assumptions)
-        return findings.best.estimate
-
-    yield from hints(base, hardware, devices, best.estimate, fastest)
-
-
 def slowest_times(
     base: PretrainConfig, hardware: Hardware, devices: int, assumptions: Assumptions = ENGINE
 ) -> LayerTimes:
@@ -176,11 +159,6 @@ def slowest_times(
     used_devices = [node.device for node in hardware.nodes(devices)]
     slowest = min(used_devices, key=lambda device: device.peak(base.training.precision))
     return RooflineTimes(slowest, assumptions.megatron_kernels)
-
-
-def _beaten(best: Found, last: Estimate) -> bool:
-    """Return whether a layout after the last kept one might be faster than the best one, which was simulated."""
-    return best.simulated and best.estimate.step_seconds > last.step_seconds
 
 
 def _priced(entry: Found, per_hour: float | None) -> Found:
@@ -236,10 +214,11 @@ class Refiner:
         def by_estimate(each: Found) -> tuple[float, int]:
             return order(each.estimate)
 
-        ranked = [*known, *(self._ordered(self._by_time(each) if stages else each) for each in found)]
-        ranked.sort(key=by_estimate)
+        new = (self._ordered(self._by_time(each) if stages else each) for each in found)
+        ranked = sorted([*known, *new], key=by_estimate)
         while (at := next((at for at, each in enumerate(ranked) if not each.simulated), None)) is not None:
-            needed = _computations(ranked[at].estimate)
+            config = ranked[at].config
+            needed = 2 * num_microbatches(config, ranked[at].estimate.world_size) * num_stages(config)
             if needed > self.actions:
                 break
             self.actions -= needed
@@ -254,8 +233,8 @@ class Refiner:
         if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
             return before
         known: dict[tuple[str, int], float] = {}
-        seconds, layers = [], layers_of(config)
-        for layer in layers:
+        seconds = []
+        for layer in layers_of(config):
             key = layer.kind, layer.index if config.training.fp8 != "none" else 0
             if key not in known:
                 times = self.times.of(config, layer)
@@ -264,8 +243,7 @@ class Refiner:
         sizes = [stop - first for first, stop in balance_layers(seconds, num_stages(config))]
         if sizes == [len(each) for each in StageLayout.of(config).ranges]:
             return before
-        parallel = replace(config.parallel, layers_per_stage=sizes)
-        moved = replace(config, parallel=parallel)
+        moved = replace(config, parallel=replace(config.parallel, layers_per_stage=sizes))
         after = estimate(moved, self.hardware, times=self.times, assumptions=self.assumptions)
         return after if after.fits and after.step_seconds < before.step_seconds else before
 
@@ -274,8 +252,7 @@ class Refiner:
         if self.hardware.link_matrix is None:
             return Found(before)
         config, parallel = before.config, before.config.parallel
-        sizes = {name: getattr(parallel, name) or 1 for name in ("data", "pipeline", "context", "tensor")}
-        message = layout_costs(config).stream
+        sizes, message = MeshShape.of(parallel).sizes, layout_costs(config).stream
         elements = sum(spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values())
         gradients = FULL_BYTES * elements / (parallel.tensor * parallel.pipeline)
         try:
@@ -286,18 +263,9 @@ class Refiner:
         return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
 
     def _simulated(self, candidate: Found) -> Found:
-        config = candidate.estimate.config
-        exact = predict(
-            config, self.hardware, times=self.times, node_order=candidate.node_order, assumptions=self.assumptions
-        )
+        nodes, assumptions = candidate.node_order, self.assumptions
+        exact = predict(candidate.config, self.hardware, times=self.times, node_order=nodes, assumptions=assumptions)
         return replace(candidate, estimate=exact.estimate, simulated=True)
-
-
-def _computations(estimate: Estimate) -> int:
-    """Return the number of forwards and backwards in a step, over all stages of one pipeline."""
-    config = estimate.config
-    count = config.batch.global_size // (config.batch.micro_size * (config.parallel.data or 1))
-    return 2 * count * num_stages(config)
 
 
 MISSES = 3
@@ -384,23 +352,25 @@ def device_counts(devices: int, hardware: Hardware) -> tuple[int, ...]:
     return tuple(sorted({each for each in tried if each <= devices and (each <= node or not each % node)} | {devices}))
 
 
+def _best_of(speed: Callable[..., Findings], **request: Any) -> tuple[Found | None, ConfigError | None]:
+    """Return the best layout of a request, or the reason why there is none."""
+    try:
+        return speed(**request).best, None
+    except ConfigError as error:
+        return None, error
+
+
 def _best_count(
     counts: Iterable[int], value: Callable[[Found], float], speed: Callable[..., Findings]
 ) -> tuple[int, list[Trial]]:
     """Return the number of devices with the lowest value, on a tie the smallest, and all trials."""
     trials, values = [], dict[int, float]()
-    reason: ConfigError | None = None
     for count in counts:
-        try:
-            best = speed(devices=count).best
-        except ConfigError as error:
-            # A failure on few devices says nothing about more devices: if all fail, report the last reason.
-            reason = error
-            trials.append(Trial(f"{count} devices", None, None))
-            continue
-        values[count] = value(best)
-        trials.append(Trial(f"{count} devices", best, values[count]))
-    if not values:
+        best, reason = _best_of(speed, devices=count)
+        if best is not None:
+            values[count] = value(best)
+        trials.append(Trial(f"{count} devices", best, values.get(count)))
+    if not values:  # a failure on few devices says nothing about more devices: report the last reason
         raise cast(ConfigError, reason)
     return min(values, key=lambda count: (values[count], count)), trials
 
@@ -412,23 +382,20 @@ def _largest(
     a larger one does, so the search stops only after `MISSES` models in a row that do not fit."""
     trials: list[Trial] = []
     chosen: PretrainConfig | None = None
-    reason: ConfigError | None = None
+    first_reason: ConfigError | None = None
     missed = 0
     for member in members:
         config = replace(base, model=member.model)
-        try:
-            best = speed(config).best
-        except ConfigError as error:
-            reason = reason or error
-            trials.append(Trial(member.name, None, float(member.parameters)))
-            missed += isinstance(error, NothingFits)
-            if missed == MISSES:
-                break
-            continue
-        missed, chosen = 0, config
+        best, reason = _best_of(speed, base=config)
         trials.append(Trial(member.name, best, float(member.parameters)))
+        if best is not None:
+            missed, chosen = 0, config
+        first_reason = first_reason or reason
+        missed += isinstance(reason, NothingFits)
+        if missed == MISSES:
+            break
     if chosen is None:
-        raise cast(ConfigError, reason)
+        raise cast(ConfigError, first_reason)
     return chosen, trials
 
 
@@ -438,18 +405,12 @@ def family(base: PretrainConfig) -> tuple[Member, ...]:
     The head size, the number of queries per group, and the ratio of a given MLP width to the hidden size stay the
     same. Models that are equal after rounding appear once.
     """
-    model = base.model
-    members: dict[tuple[int, int], Member] = {}
-    for step in range(SMALLEST * STEPS, LARGEST * STEPS + 1):
-        scaled = _scaled(model, 2.0 ** (step / STEPS))
-        key = scaled.num_heads, scaled.num_layers
-        if key not in members:
-            name = f"{scaled.num_layers} layers of {scaled.hidden_size}"
-            members[key] = Member(name, scaled, num_parameters(replace(base, model=scaled)))
-    return tuple(sorted(members.values(), key=lambda each: each.parameters))
+    models = [_scaled(base.model, 2.0 ** (step / STEPS)) for step in range(SMALLEST * STEPS, LARGEST * STEPS + 1)]
+    different = {(each.num_heads, each.num_layers): each for each in models}.values()
+    return given(base, [(f"{each.num_layers} layers of {each.hidden_size}", each) for each in different])
 
 
-def given(base: PretrainConfig, models: Sequence[tuple[str, ModelConfig]]) -> tuple[Member, ...]:
+def given(base: PretrainConfig, models: Iterable[tuple[str, ModelConfig]]) -> tuple[Member, ...]:
     """Return named models as a family, in ascending order of parameters."""
     members = [Member(name, model, num_parameters(replace(base, model=model))) for name, model in models]
     return tuple(sorted(members, key=lambda each: each.parameters))
@@ -461,9 +422,7 @@ def _scaled(model: ModelConfig, factor: float) -> ModelConfig:
     heads = max(1, round(model.num_heads * factor / multiple)) * multiple
     even = math.gcd(LAYERS, model.num_layers)
     layers = max(1, round(model.num_layers * factor / even)) * even
-    channels = model.hidden_size / model.num_heads
-    hidden = round(channels * heads)
-    ffn = model.ffn_hidden_size
+    hidden, ffn = round(model.hidden_size / model.num_heads * heads), model.ffn_hidden_size
     return replace(
         model,
         num_heads=heads,

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.field_types import PositiveInt, bound_problems
+from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_problems
 from megapipe.layout.table import moves_to_host
@@ -25,6 +26,8 @@ ZeroStage = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 Choice = tuple[int, ZeroStage, Recompute]
 """Values of `Layout.sequence`, `zero` and `recompute`."""
+Scheduled = list[tuple[str, int | None, tuple[Recompute, ...]]]
+"""Names of schedules and numbers of chunks, each with methods of recomputation."""
 Value = TypeVar("Value")
 
 Objective = Literal["speed", "cost", "time", "size"]
@@ -60,6 +63,11 @@ class Shape(NamedTuple):
     schedule: str
     chunks: int | None
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Return the number of ranks along each dimension."""
+        return {name: getattr(self, name) for name in DIMENSIONS}
+
 
 class Layout(NamedTuple):
     """A shape with sequence parallelism, sharding and recomputation.
@@ -89,17 +97,10 @@ class Configurations:
 
     def of(self, layout: Layout) -> PretrainConfig:
         """Return the configuration with a layout."""
-        shape = layout.shape
+        shape, chunks = layout.shape, max(1, layout.sequence)
         return replace(
             self._base,
-            parallel=self._parallel(
-                data=shape.data,
-                tensor=shape.tensor,
-                pipeline=shape.pipeline,
-                context=shape.context,
-                sequence=layout.sequence > 0,
-                sequence_chunks=max(1, layout.sequence),
-            ),
+            parallel=self._parallel(**shape.mesh, sequence=layout.sequence > 0, sequence_chunks=chunks),
             batch=self._batch(micro_size=shape.micro_size),
             schedule=self._schedule(name=shape.schedule, chunks=shape.chunks),
             zero=self._zero(stage=layout.zero),
@@ -164,13 +165,10 @@ class SearchSpace:
 
     def problems(self) -> list[str]:
         """Return a message for every limit below 1, every empty list and every unknown name."""
+        lists, names = ("schedules", "zero_stages", "recompute", "sequence"), (*self.schedules, *self.other_schedules)
         problems = bound_problems(self)
-        for name in ("schedules", "zero_stages", "recompute", "sequence"):
-            if not getattr(self, name):
-                problems.append(f"{name} is empty; set at least one value to try")
-        return problems + [
-            problem for name in (*self.schedules, *self.other_schedules) for problem in _unknown("schedules", name)
-        ]
+        problems += [f"{each} is empty; set at least one value to try" for each in lists if not getattr(self, each)]
+        return problems + [problem for name in names for problem in _unknown("schedules", name)]
 
 
 class Layouts:
@@ -193,15 +191,11 @@ class Layouts:
         self._pinned = pinned | ({"schedule.name", "schedule.chunks"} if base.schedule.file else frozenset())
         self._samples = math.gcd(base.batch.global_size, base.batch.ramp_start or base.batch.global_size)
         self._stages = base.model.num_layers + 2
-        schedule_pinned = not {"schedule.name", "schedule.chunks"}.isdisjoint(self._pinned)
+        others = () if {"schedule.name", "schedule.chunks"} & self._pinned else space.other_schedules
         self.schedules = tuple(self._values("schedule.name", base.schedule.name, space.schedules))
-        self.other_schedules = tuple(
-            name for name in space.other_schedules if name not in space.schedules and not schedule_pinned
-        )
-        # _check_request has rejected auto.
-        self._methods = tuple(
-            self._values("recompute.method", cast(Recompute, base.recompute.method), space.recompute)
-        )
+        self.other_schedules = tuple(name for name in others if name not in space.schedules)
+        method = cast(Recompute, base.recompute.method)  # _check_request has rejected auto
+        self._methods = tuple(self._values("recompute.method", method, space.recompute))
         zeros = tuple(self._values("zero.stage", base.zero.stage, space.zero_stages))
         states = {(zero, method): self._state_problems(zero, method) for method in self._methods for zero in zeros}
         if all(states.values()):  # the fields that no layout sets break a rule
@@ -241,17 +235,15 @@ class Layouts:
 
     def shapes(self, branch: Branch, schedules: tuple[str, ...]) -> Iterator[tuple[Shape, tuple[Choice, ...]]]:
         """Yield the shapes of a branch with a micro-batch size, each with the valid choices of the other fields."""
-        for schedule, chunks, methods in self._scheduled(branch.pipeline, self._of_micro(branch), schedules):
-            choices = self.choices(branch, methods)
-            if choices:
+        for schedule, chunks, methods in self._schedules_of(branch, schedules):
+            if choices := self.choices(branch, methods):
                 yield Shape(*branch, schedule, chunks), choices  # type: ignore[arg-type]
 
     def count(self, branch: Branch, schedules: tuple[str, ...]) -> int:
         """Return the number of layouts of a branch without creating any."""
         if branch.micro_size is None:
             return sum(self.count(each, schedules) for each in self.narrowed(branch))
-        scheduled = self._scheduled(branch.pipeline, self._of_micro(branch), schedules)
-        return sum(len(self.choices(branch, methods)) for _, _, methods in scheduled)
+        return sum(len(self.choices(branch, methods)) for _, _, methods in self._schedules_of(branch, schedules))
 
     def choices(self, branch: Branch, methods: tuple[Recompute, ...] | None = None) -> tuple[Choice, ...]:
         """Return the valid choices of a branch. methods: methods of recomputation to allow, by default all."""
@@ -289,37 +281,26 @@ class Layouts:
             return [pinned] if of % pinned == 0 else []
         return [size for size in divisors(of) if most is None or size <= most]
 
-    @staticmethod
-    def _of_micro(branch: Branch) -> int:
-        """Return the samples of a micro-batch over all replicas; schedules depend on no other of these sizes."""
-        return cast(int, branch.micro_size) * branch.data
+    def _schedules_of(self, branch: Branch, names: tuple[str, ...]) -> Scheduled:
+        return self._scheduled(branch.pipeline, cast(int, branch.micro_size) * branch.data, names)
 
     @cached_method
-    def _scheduled(
-        self, pipeline: int, samples: int, names: tuple[str, ...]
-    ) -> list[tuple[str, int | None, tuple[Recompute, ...]]]:
+    def _scheduled(self, pipeline: int, samples: int, names: tuple[str, ...]) -> Scheduled:
         """Return schedules and numbers of chunks that can run, each with the methods of recomputation that it allows.
 
-        Only a schedule file limits the methods.
+        samples: of a micro-batch over all replicas; schedules depend on no other size of the batch.
         """
-        base = self.base
-        scheduled = []
+        base, scheduled = self.base, []
+        parallel, batch = replace(base.parallel, pipeline=pipeline), replace(base.batch, micro_size=samples)
         for name, chunks in self._chunked(pipeline, names):
-            config = replace(
-                base,
-                parallel=replace(base.parallel, pipeline=pipeline),
-                batch=replace(base.batch, micro_size=samples),
-                schedule=replace(base.schedule, name=name, chunks=chunks),
-            )
-            if not base.schedule.file:
-                methods = () if schedule_problems(config, 1) else self._methods
+            schedule = replace(base.schedule, name=name, chunks=chunks)
+            config = replace(base, parallel=parallel, batch=batch, schedule=schedule)
+            if base.schedule.file:  # only a file limits the methods
+                recomputes = [replace(base.recompute, method=each) for each in self._methods]
+                problems = [schedule_problems(replace(config, recompute=each), 1) for each in recomputes]
+                methods = tuple(each for each, broken in zip(self._methods, problems, strict=True) if not broken)
             else:
-                trials = {each: replace(base.recompute, method=each) for each in self._methods}
-                methods = tuple(
-                    method
-                    for method, group in trials.items()
-                    if not schedule_problems(replace(config, recompute=group), 1)
-                )
+                methods = () if schedule_problems(config, 1) else self._methods
             if methods:
                 scheduled.append((name, chunks, methods))
         return scheduled
