@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
-from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.scheduling import schedule_options, splits_backwards
@@ -40,6 +39,8 @@ from megapipe.spec.layers import layer_flops
 from megapipe.spec.parameters import LayerSpec, tied_names
 
 Floats = npt.NDArray[np.float64]
+
+Mesh = tuple[int, int, int, int]
 
 ROUNDING = 1e-9
 """Maximum relative difference between sums of the same terms in different orders."""
@@ -114,36 +115,24 @@ class LayerFigures:
 
     def __init__(self, base: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
         self._base, self._hardware, self._devices, self._times = base, hardware, devices, times
+        self._configurations = Configurations(base)
         self._layers = layers_of(base)
+        self._embedding, *blocks, self._head = self._layers
         self._tied = set(tied_names(self._layers))
         self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
         # Blocks differ only in their times, if some compute in fp8: use the first, a middle one and the last.
         training = base.training
         apart = {0} | ({training.fp8_first_kept, base.model.num_layers - 1} if training.fp8 != "none" else set())
-        self._blocks = [layer for layer in self._layers if layer.kind == "block" and layer.index in apart]
-        self._embedding, self._head = (
-            next(layer for layer in self._layers if layer.kind == kind) for kind in ("embedding", "head")
-        )
+        self._blocks = [layer for layer in blocks if layer.index in apart]
         precision: Precision = training.precision  # type: ignore[assignment]
         self._device = hardware_device_type(hardware)
         self._path = attention_path(base.model, precision, self._device, base.data.sequence_length)
 
-    def traffic(self, shape: Shape | Branch, zero: ZeroStage) -> ReplicaSeconds:
-        """Return the traffic of a block over the replicas of a shape or branch."""
-        return self._traffic(shape.data, shape.pipeline, shape.context, shape.tensor, zero)
-
     def _costs(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> LayoutCosts:
         """Return the sizes of the layers on a single pipeline rank, which has all of them."""
-        base, data = self._base, self._devices // (tensor * context)
-        sizes = {"data": data, "tensor": tensor, "context": context, "pipeline": 1}
-        chunks = {"sequence": sequence > 0, "sequence_chunks": max(1, sequence)}
-        config = replace(
-            base,
-            parallel=replace(base.parallel, **sizes, **chunks),  # type: ignore[arg-type]
-            batch=replace(base.batch, micro_size=micro_size),
-            recompute=replace(base.recompute, method=recompute),
-            zero=replace(base.zero, stage=0),
-        )
+        data, schedule = self._devices // (tensor * context), self._base.schedule
+        shape = Shape(data, tensor, 1, context, micro_size, schedule.name, schedule.chunks)
+        config = self._configurations.of(Layout(shape, sequence, 0, recompute))
         return LayoutCosts(config, self._layers, data, self._path, VOCABULARY_ALIGNMENT, device=self._device)
 
     @cached_method
@@ -153,9 +142,8 @@ class LayerFigures:
         edges = float(costs.kept(self._embedding)), float(costs.kept(self._head))
         if recompute != "full":
             return MicrobatchBytes(whole, *edges, 0.0, stream)
-        return MicrobatchBytes(
-            min(whole, stream / costs.config.recompute.every), *edges, max(0.0, whole - stream), stream
-        )
+        input_bytes = min(whole, stream / costs.config.recompute.every)
+        return MicrobatchBytes(input_bytes, *edges, max(0.0, whole - stream), stream)
 
     @cached_method
     def work(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> MicrobatchWork:
@@ -171,9 +159,7 @@ class LayerFigures:
         again = seconds.recompute if whole and config.recompute.num_blocks is None else 0.0
         if not whole:
             backward += seconds.recompute
-        halves = seconds.backward_input, seconds.backward_weight
-        products = PhaseSeconds(seconds.forward, *halves)
-        waiting = PhaseSeconds()
+        products, waiting = PhaseSeconds(*seconds[:3]), PhaseSeconds()
         parallel, kind = config.parallel, (layer.kind, layer.index)
         key = parallel.tensor, parallel.context, config.batch.micro_size
         if parallel.tensor > 1:
@@ -186,11 +172,8 @@ class LayerFigures:
             traffic = self._waiting(*key, 0, "context")[kind]
             # Rings overlap with attention, which takes no longer than all products together.
             waiting = waiting.plus(_outlasting(traffic, products) if parallel.context_attention == "ring" else traffic)
-        return LayerWork(
-            seconds.forward + waiting.forward,
-            backward + waiting.backward_input,
-            again + (waiting.forward if again else 0.0),
-        )
+        again += waiting.forward if again else 0.0
+        return LayerWork(seconds.forward + waiting.forward, backward + waiting.backward_input, again)
 
     @cached_method
     def _waiting(
@@ -198,16 +181,15 @@ class LayerFigures:
     ) -> dict[tuple[str, int], PhaseSeconds]:
         """Return the exchange times of a group, tensor or context, for each layer by its kind and index."""
         costs = self._costs(tensor, context, micro_size, sequence, "none")
-        placement = self._placement(costs.data, 1, context, tensor)
-        return {
-            (layer.kind, layer.index): layer_exchange_seconds(costs, placement, layer, group)
-            for layer in (self._embedding, *self._blocks, self._head)
-        }
+        placement, layers = (
+            self.placement(costs.data, tensor, 1, context),
+            (self._embedding, *self._blocks, self._head),
+        )
+        return {(each.kind, each.index): layer_exchange_seconds(costs, placement, each, group) for each in layers}
 
     def _units(self, tensor: int, zero: ZeroStage, replicas: int) -> UnitCosts:
-        base = self._base
-        parallel = replace(base.parallel, tensor=tensor, data=replicas, context=1)
-        config = replace(base, parallel=parallel, zero=replace(base.zero, stage=zero))
+        parallel = replace(self._base.parallel, tensor=tensor, data=replicas, context=1)
+        config = replace(self._base, parallel=parallel, zero=replace(self._base.zero, stage=zero))
         return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
 
     def _unit(self, layer: LayerSpec) -> Unit:
@@ -226,25 +208,20 @@ class LayerFigures:
         return StateFigures(lasting, *edges, tied, sharded, units.shards)
 
     @cached_method
-    def _placement(self, data: int, pipeline: int, context: int, tensor: int) -> Placement:
-        sizes = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+    def placement(self, data: int, tensor: int, pipeline: int, context: int) -> Placement:
+        """Return the ranks of a mesh on the nodes."""
+        sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "context": context}
         return Placement(self._hardware, sizes)
 
     @cached_method
-    def _slowest_group(self, data: int, pipeline: int, context: int, tensor: int) -> GroupLinks | None:
-        """Return the slowest group of replicas; None for one replica, for measured links between nodes, or if the mesh
-        does not divide nodes evenly, because finding groups is slow there."""
-        placement = self._placement(data, pipeline, context, tensor)
-        if data * context == 1 or placement.inside is None or self._hardware.link_matrix is not None:
-            return None
-        every = placement.groups("data", "context")
-        return min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
-
-    @cached_method
-    def _traffic(self, data: int, pipeline: int, context: int, tensor: int, zero: ZeroStage) -> ReplicaSeconds:
-        slowest, replicas = self._slowest_group(data, pipeline, context, tensor), data * context
-        if slowest is None:
+    def traffic(self, data: int, tensor: int, pipeline: int, context: int, zero: ZeroStage) -> ReplicaSeconds:
+        """Return the traffic of a block over its replicas; none where finding the slowest group of replicas is slow:
+        for measured links between nodes, or if the mesh does not divide nodes evenly."""
+        placement, replicas = self.placement(data, tensor, pipeline, context), data * context
+        if replicas == 1 or placement.inside is None or self._hardware.link_matrix is not None:
             return ReplicaSeconds()
+        groups = placement.groups("data", "context")
+        slowest = min(groups, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
         units, gather, reduction = self._units(tensor, zero, replicas), 0.0, 0.0
         for unit in layer_units(self._blocks[0], self._tied, units.config.zero):
             shards = units.shards_of(unit)
@@ -343,7 +320,9 @@ class LayoutBounds:
             return 0.0, num_bytes
         seconds = math.inf
         for size in micro_sizes:
-            block, whole = self._least(mesh.tensor, mesh.context, size, methods)
+            embeddings, blocks, heads = self._works(mesh.tensor, mesh.context, size, methods).T[:3]
+            block = float(blocks.min())
+            whole = base.model.num_layers * block + float((embeddings + heads).min())
             on_average = max(self._most_blocks(mesh) * block, whole / mesh.pipeline)
             seconds = min(seconds, base.batch.global_size // (size * mesh.data) * on_average)
         return seconds * (1.0 - ROUNDING), num_bytes * (1.0 - ROUNDING)
@@ -357,16 +336,17 @@ class LayoutBounds:
         if self._base.schedule.file:
             return self.of_mesh(branch, (), choices)
         methods, count, blocks = _methods(choices), self._count(shapes[0]), self._base.model.num_layers
-        work, kept = self._by_method(branch.tensor, branch.context, shapes[0].micro_size, methods)
-        schedules = tuple((each.schedule, each.chunks) for each in shapes)
-        always = np.stack([self._held(*each, branch.pipeline, count).always for each in schedules])
+        micro = branch.tensor, branch.context, shapes[0].micro_size
+        helds = [self._figures.held(*micro, *each) for each in methods]
+        kept = np.array([max(0.0, each.block - each.stream) for each in helds])  # in addition to a block's input
+        always = np.stack([self._held(each.schedule, each.chunks, each.pipeline, count).always for each in shapes])
         each_block = self._least_state(branch, choices) + always[:, None, :] * kept[:, None]
         num_bytes = blocks / (1.0 / each_block).sum(axis=2) * (1.0 - ROUNDING)
         fits = num_bytes <= self._memory_limit
         if not fits.any():
             return math.inf, float(num_bytes.min())
         weights = np.stack([self._cut_of(each).weights(count) for each in shapes])
-        seconds = (work @ weights).max(axis=2)
+        seconds = (self._works(*micro, methods) @ weights).max(axis=2)
         return float(seconds[fits].min() * (1.0 - ROUNDING)), float(num_bytes.min())
 
     def of(self, shape: Shape, choices: tuple[Choice, ...]) -> tuple[Floats, Floats]:
@@ -389,7 +369,7 @@ class LayoutBounds:
         cut = self._cut_of(shape)
         work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
         by_rank = np.array(work.parts()) @ cut.weights(count)
-        traffic = self._figures.traffic(shape, layout.zero) if layout.zero >= 1 else ReplicaSeconds()
+        traffic = self._figures.traffic(*shape[:4], layout.zero) if layout.zero >= 1 else ReplicaSeconds()
         # In steps with several updates, sums overlap with more than one backward.
         if layout.zero >= 2 and any(traffic) and cut.updates_per_step == 1:
             forward = cut.together(*(each.forward for each in work))
@@ -417,23 +397,9 @@ class LayoutBounds:
         return ((zero == 1) | (zero == 2)) & alone
 
     @cached_method
-    def _least(
-        self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]
-    ) -> tuple[float, float]:
-        """Return the minimum seconds of a micro-batch in a block and in all layers."""
-        works = [self._figures.work(tensor, context, micro_size, *each) for each in methods]
-        block = min(each.block.whole for each in works)
-        edges = min(each.embedding.whole + each.head.whole for each in works)
-        return block, self._base.model.num_layers * block + edges
-
-    @cached_method
-    def _by_method(
-        self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]
-    ) -> tuple[Floats, Floats]:
-        """Return `MicrobatchWork.parts` of each method, and the bytes that a block saves in addition to its input."""
-        works = [self._figures.work(tensor, context, micro_size, *each).parts() for each in methods]
-        helds = [self._figures.held(tensor, context, micro_size, *each) for each in methods]
-        return np.array(works), np.array([max(0.0, each.block - each.stream) for each in helds])
+    def _works(self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]) -> Floats:
+        """Return `MicrobatchWork.parts` of each method, shape [methods, 9]."""
+        return np.array([self._figures.work(tensor, context, micro_size, *each).parts() for each in methods])
 
     def _least_state(self, branch: Branch, choices: Sequence[Choice]) -> float:
         """Return the minimum bytes of a block between steps."""
@@ -459,12 +425,12 @@ class LayoutBounds:
         return _Table(work, *np.concatenate(rows, dtype=np.float64)[:, :, None])
 
     @cached_method
-    def _traffic(self, mesh: Branch, choices: tuple[Choice, ...]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+    def _traffic(self, mesh: Mesh, choices: tuple[Choice, ...]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """Return the ZeRO stage of each choice, and the seconds of a block's gather and reduction."""
-        zeros = np.array([zero for _, zero, _ in choices])
-        by_zero = {zero: self._figures.traffic(mesh, zero) if zero else (0.0, 0.0) for _, zero, _ in choices}
-        gather, reduction = np.array([by_zero[zero] for _, zero, _ in choices]).T
-        return zeros, gather, reduction
+        zeros = [zero for _, zero, _ in choices]
+        traffic = [self._figures.traffic(*mesh, zero) if zero else ReplicaSeconds() for zero in zeros]
+        gather, reduction = np.array(traffic).T
+        return np.array(zeros), gather, reduction
 
     def _seconds(self, shape: Shape, table: "_Table", choices: tuple[Choice, ...]) -> Floats:
         """Return the larger of two bounds. The first is each rank's compute and its wait for the first micro-batch.
@@ -477,9 +443,9 @@ class LayoutBounds:
             return np.zeros(len(choices))
         zero, count, most = self._base.zero, self._count(shape), self._most_blocks(shape)
         compute = (table.work @ self._cut_of(shape).weights(count)).max(axis=1)
-        mesh = Branch(shape.data, shape.tensor, shape.pipeline, shape.context)
-        zeros, gather, reduction = self._traffic(mesh, choices)
-        kept, slow = self._chunks(shape) / most, self._assumptions.slow_down
+        zeros, gather, reduction = self._traffic(shape[:4], choices)
+        chunks = find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
+        kept, slow = chunks / most, self._assumptions.slow_down
         gathers = np.where(zeros >= 3, gather * max(0.0, 1.0 - zero.weight_buffers * kept), 0.0)
         # With one micro-batch, the only sum of a step comes after its last backward.
         reduced = max(0.0, 1.0 - zero.gradient_buffers * kept) if count > 1 else 0.0
@@ -512,9 +478,8 @@ class LayoutBounds:
             other -= table.tied
         if held.fewest:
             zero = self._base.zero
-            if (
-                held.ends_last
-            ):  # a block's backward runs after the head's, which has freed its tensors of that micro-batch
+            if held.ends_last:
+                # A block's backward runs after the head's, which has freed its tensors of that micro-batch.
                 other[:, -1:] -= min(held.last, 1.0) * np.minimum(table.kept_head, table.working)
             other += table.working + min(zero.weight_buffers, held.fewest) * table.weights
             other += min(zero.gradient_buffers, held.fewest) * table.gradients
@@ -522,32 +487,23 @@ class LayoutBounds:
         bounds = (held.needed + (other * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
         return np.asarray(bounds.max(axis=1))
 
-    def _chunks(self, shape: Shape) -> int:
-        return find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
-
     @cached_method
     def _held(self, schedule: str, chunks: int | None, pipeline: int, count: int) -> "_Held":
         """Return minimum contents of ranks, which depend neither on replicas nor on tensor ranks."""
         base, generator = self._base, find_generator(schedule)
         stages = generator.chunks if chunks is None else chunks
         ends_last, least = self._placed(schedule, pipeline, stages)
-        options = schedule_options(base)
-        held = np.zeros(least.shape) if generator.held is None else generator.held(pipeline, count, stages, options)
-        always = held.min(axis=1)
+        held = np.zeros(least.shape)
+        if generator.held is not None:
+            held = generator.held(pipeline, count, stages, schedule_options(base))
         limits = self._limits.of(pipeline * stages)
         room = np.full(pipeline, float(stages * limits.most))
         room[-1] += limits.last - limits.most if ends_last else 0
         after = room[::-1].cumsum()[::-1] - room
-        return _Held(
-            always=always,
-            more=((held - always[:, None]) * least).sum(axis=1),
-            slots=1.0 - held.sum(axis=1),
-            first=float(held[0, 0]),
-            last=float(held[-1, -1]),
-            needed=np.maximum(0.0, base.model.num_layers - after),
-            fewest=int(least.sum(axis=1).min()),
-            ends_last=ends_last,
-        )
+        always, fewest = held.min(axis=1), int(least.sum(axis=1).min())
+        more = ((held - always[:, None]) * least).sum(axis=1)
+        first, last, needed = float(held[0, 0]), float(held[-1, -1]), np.maximum(0.0, base.model.num_layers - after)
+        return _Held(always, more, 1.0 - held.sum(axis=1), first, last, needed, fewest, ends_last)
 
     @cached_method
     def _placed(self, schedule: str, pipeline: int, chunks: int) -> tuple[bool, Floats]:
@@ -578,8 +534,8 @@ class LayoutBounds:
         return self._counts[key]
 
     def _laid(self, layout: Layout, like: RunLayout | None = None) -> RunLayout:
-        sizes = {name: getattr(layout.shape, name) for name in ("data", "pipeline", "context", "tensor")}
-        return lay_on(self._configurations.of(layout), Placement(self._hardware, sizes), like)
+        placement = self._figures.placement(*layout.shape[:4])
+        return lay_on(self._configurations.of(layout), placement, like)
 
 
 def _methods(choices: Sequence[Choice]) -> tuple[tuple[int, Recompute], ...]:
