@@ -10,10 +10,10 @@ whole branches of the space by the best figures of their choices, without creati
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.hardware.placement import Placement
-from megapipe.layout.scheduling import schedule_options, splits_backwards
+from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of, predictions_of
 from megapipe.layout.units import Unit, UnitCosts, layer_units
 from megapipe.planner.cached import cached_method
@@ -41,6 +41,12 @@ from megapipe.spec.parameters import LayerSpec, tied_names
 Floats = npt.NDArray[np.float64]
 
 Mesh = tuple[int, int, int, int]
+"""Data, tensor, pipeline and context ranks."""
+Micro = tuple[int, int, int]
+"""Tensor ranks, context ranks and micro-batch size."""
+Method = tuple[int, Recompute]
+"""Values of `Layout.sequence` and `recompute`, on which the figures of a micro-batch depend."""
+Number = TypeVar("Number", float, Floats)
 
 ROUNDING = 1e-9
 """Maximum relative difference between sums of the same terms in different orders."""
@@ -74,30 +80,30 @@ class MicrobatchWork(NamedTuple):
         return [*(each.whole for each in self), *(each.forward for each in self), *(each.backward for each in self)]
 
 
-class MicrobatchBytes(NamedTuple):
+class MicrobatchBytes(NamedTuple, Generic[Number]):
     """Bytes of one micro-batch on one rank. block, embedding, head: activations saved from a layer's forward to its
     backward. working: activations that the backward of a block recomputes. stream: a message between stages."""
 
-    block: float
-    embedding: float
-    head: float
-    working: float
-    stream: float
+    block: Number
+    embedding: Number
+    head: Number
+    working: Number
+    stream: Number
 
 
-class StateFigures(NamedTuple):
+class StateFigures(NamedTuple, Generic[Number]):
     """Bytes between steps of a block, of the embedding and of the head; the latter two include tied weights.
 
-    tied: bytes that a rank with both embedding and head holds only once. elements: elements of a block's sharded flat
-    buffers before sharding. shards: number of ranks that shard most of them.
+    tied: bytes that a rank with both embedding and head holds only once. weights, gradients: bytes of a block before
+    sharding; 0 if not sharded.
     """
 
-    block: float
-    embedding: float
-    head: float
-    tied: float
-    elements: int
-    shards: int
+    block: Number
+    embedding: Number
+    head: Number
+    tied: Number
+    weights: Number
+    gradients: Number
 
 
 class ReplicaSeconds(NamedTuple):
@@ -124,30 +130,31 @@ class LayerFigures:
         training = base.training
         apart = {0} | ({training.fp8_first_kept, base.model.num_layers - 1} if training.fp8 != "none" else set())
         self._blocks = [layer for layer in blocks if layer.index in apart]
-        precision: Precision = training.precision  # type: ignore[assignment]
+        self._precision: Precision = training.precision  # type: ignore[assignment]
         self._device = hardware_device_type(hardware)
-        self._path = attention_path(base.model, precision, self._device, base.data.sequence_length)
+        self._path = attention_path(base.model, self._precision, self._device, base.data.sequence_length)
 
-    def _costs(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> LayoutCosts:
+    def _costs(self, micro: Micro, method: Method) -> LayoutCosts:
         """Return the sizes of the layers on a single pipeline rank, which has all of them."""
+        (tensor, context, micro_size), (sequence, recompute) = micro, method
         data, schedule = self._devices // (tensor * context), self._base.schedule
         shape = Shape(data, tensor, 1, context, micro_size, schedule.name, schedule.chunks)
         config = self._configurations.of(Layout(shape, sequence, 0, recompute))
         return LayoutCosts(config, self._layers, data, self._path, VOCABULARY_ALIGNMENT, device=self._device)
 
     @cached_method
-    def held(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> MicrobatchBytes:
-        costs = self._costs(tensor, context, micro_size, sequence, recompute)
+    def held(self, micro: Micro, method: Method) -> MicrobatchBytes[float]:
+        costs = self._costs(micro, method)
         whole, stream = float(costs.kept(self._blocks[0])), float(costs.stream)
         edges = float(costs.kept(self._embedding)), float(costs.kept(self._head))
-        if recompute != "full":
+        if costs.config.recompute.method != "full":
             return MicrobatchBytes(whole, *edges, 0.0, stream)
-        input_bytes = min(whole, stream / costs.config.recompute.every)
-        return MicrobatchBytes(input_bytes, *edges, max(0.0, whole - stream), stream)
+        block = min(whole, stream / costs.config.recompute.every)
+        return MicrobatchBytes(block, *edges, max(0.0, whole - stream), stream)
 
     @cached_method
-    def work(self, tensor: int, context: int, micro_size: int, sequence: int, recompute: Recompute) -> MicrobatchWork:
-        config = self._costs(tensor, context, micro_size, sequence, recompute).config
+    def work(self, micro: Micro, method: Method) -> MicrobatchWork:
+        config = self._costs(micro, method).config
         block = min((self._of_layer(config, each) for each in self._blocks), key=lambda work: work.whole)
         return MicrobatchWork(self._of_layer(config, self._embedding), block, self._of_layer(config, self._head))
 
@@ -161,30 +168,26 @@ class LayerFigures:
             backward += seconds.recompute
         products, waiting = PhaseSeconds(*seconds[:3]), PhaseSeconds()
         parallel, kind = config.parallel, (layer.kind, layer.index)
-        key = parallel.tensor, parallel.context, config.batch.micro_size
+        micro = parallel.tensor, parallel.context, config.batch.micro_size
         if parallel.tensor > 1:
             chunks = parallel.sequence_chunks
-            traffic = self._waiting(*key, chunks if parallel.sequence else 0, "tensor")[kind]
+            traffic = self._waiting(micro, chunks if parallel.sequence else 0, "tensor")[kind]
             # Chunks of sequence parallelism overlap as in `cost.layer_costs`, but without slow-down.
             exposed = _outlasting(traffic.scaled(1.0 - 1.0 / chunks), products)
             waiting = exposed.plus(traffic.scaled(1.0 / chunks)) if chunks > 1 else traffic
         if parallel.context > 1 and seconds.waits is None:
-            traffic = self._waiting(*key, 0, "context")[kind]
+            traffic = self._waiting(micro, 0, "context")[kind]
             # Rings overlap with attention, which takes no longer than all products together.
             waiting = waiting.plus(_outlasting(traffic, products) if parallel.context_attention == "ring" else traffic)
         again += waiting.forward if again else 0.0
         return LayerWork(seconds.forward + waiting.forward, backward + waiting.backward_input, again)
 
     @cached_method
-    def _waiting(
-        self, tensor: int, context: int, micro_size: int, sequence: int, group: str
-    ) -> dict[tuple[str, int], PhaseSeconds]:
+    def _waiting(self, micro: Micro, sequence: int, group: str) -> dict[tuple[str, int], PhaseSeconds]:
         """Return the exchange times of a group, tensor or context, for each layer by its kind and index."""
-        costs = self._costs(tensor, context, micro_size, sequence, "none")
-        placement, layers = (
-            self.placement(costs.data, tensor, 1, context),
-            (self._embedding, *self._blocks, self._head),
-        )
+        (tensor, context, _), layers = micro, (self._embedding, *self._blocks, self._head)
+        costs = self._costs(micro, (sequence, "none"))
+        placement = self.placement(costs.data, tensor, 1, context)
         return {(each.kind, each.index): layer_exchange_seconds(costs, placement, each, group) for each in layers}
 
     def _units(self, tensor: int, zero: ZeroStage, replicas: int) -> UnitCosts:
@@ -192,20 +195,22 @@ class LayerFigures:
         config = replace(self._base, parallel=parallel, zero=replace(self._base.zero, stage=zero))
         return UnitCosts(config, replicas, VOCABULARY_ALIGNMENT)
 
-    def _unit(self, layer: LayerSpec) -> Unit:
-        """Return the state unit of a layer without its tied weights."""
-        return Unit(tuple(spec for spec in layer.parameters.values() if spec.name not in self._tied))
-
     @cached_method
-    def state(self, tensor: int, zero: ZeroStage, replicas: int) -> StateFigures:
+    def state(self, tensor: int, zero: ZeroStage, replicas: int) -> StateFigures[float]:
         units = self._units(tensor, zero, replicas)
-        embedding, head = self._unit(self._embedding), self._unit(self._head)
-        tied = float(sum(units.state(Unit((self._specs[name],), tied=True)).total for name in self._tied))
-        edges = units.state(embedding).total + tied, units.state(head).total + tied
-        blocks = layer_units(self._blocks[0], self._tied, units.config.zero)
-        lasting = float(sum(units.state(unit).total for unit in blocks))
-        sharded = sum(units.elements(unit) for unit in blocks if units.shards_of(unit) > 1 or units.shards == 1)
-        return StateFigures(lasting, *edges, tied, sharded, units.shards)
+        embedding, blocks, head = (
+            layer_units(layer, self._tied, units.config.zero)
+            for layer in (self._embedding, self._blocks[0], self._head)
+        )
+
+        def lasting(members: Iterable[Unit]) -> float:
+            return float(sum(units.state(unit).total for unit in members))
+
+        tied = lasting(Unit((self._specs[name],), tied=True) for name in self._tied)
+        sharded = sum(units.elements(unit) for unit in blocks if units.shards_of(unit) > 1) if units.shards > 1 else 0
+        weights = float(sharded * ELEMENT_BYTES[self._precision] if zero >= 3 else 0)
+        gradients = float(sharded * FULL_BYTES if zero >= 2 else 0)
+        return StateFigures(lasting(blocks), lasting(embedding) + tied, lasting(head) + tied, tied, weights, gradients)
 
     @cached_method
     def placement(self, data: int, tensor: int, pipeline: int, context: int) -> Placement:
@@ -252,11 +257,11 @@ class StageLimiter:
     def __init__(self, base: PretrainConfig) -> None:
         self._by_hand, self._blocks = base.parallel.layers_per_stage, base.model.num_layers
         length, predictions = base.data.sequence_length, predictions_of(base)
-        flops = {
-            layer.kind: layer_flops(base.model, layer, 1, length, predictions, base.recompute.logits).executed
-            for layer in {layer.kind: layer for layer in layers_of(base)}.values()
-        }
-        self._embedding, self._block, self._head = (float(flops[kind]) for kind in ("embedding", "block", "head"))
+        embedding, block, *_, head = layers_of(base)
+        self._embedding, self._block, self._head = (
+            float(layer_flops(base.model, layer, 1, length, predictions, base.recompute.logits).executed)
+            for layer in (embedding, block, head)
+        )
 
     def least(self, pipeline: int, chunks: int) -> Floats:
         """Return the minimum number of blocks of every stage, shape [pipeline, chunks]: the number that does not
@@ -283,10 +288,9 @@ class StageLimiter:
         return StageLimits(self._room(least, 0.0), self._room(least, self._head))
 
     def _fits(self, bottleneck: float, num_stages: int) -> bool:
-        if bottleneck < max(self._embedding, self._head):
-            return False
-        room = (num_stages - 2) * self._room(bottleneck, 0.0)
-        return room + self._room(bottleneck, self._embedding) + self._room(bottleneck, self._head) >= self._blocks
+        room = self._room(bottleneck, self._embedding) + self._room(bottleneck, self._head)
+        room += (num_stages - 2) * self._room(bottleneck, 0.0)
+        return bottleneck >= max(self._embedding, self._head) and room >= self._blocks
 
     def _room(self, bottleneck: float, taken: float) -> int:
         # Round towards more blocks, to compensate for rounding errors in sums of FLOPs.
@@ -308,6 +312,8 @@ class LayoutBounds:
         self._memory_limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
         self._figures, self._limits = LayerFigures(base, hardware, devices, times), StageLimiter(base)
         self._configurations = Configurations(base)
+        # With these ZeRO stages, a step ends with exposed gathers of updated weights.
+        self._gathers_after = () if assumptions.gathers_beside_forward else (1, 2)
         self._cuts: dict[tuple[object, ...], _Cut] = {}
         self._counts: dict[tuple[object, ...], TrafficCounts] = {}
 
@@ -320,7 +326,7 @@ class LayoutBounds:
             return 0.0, num_bytes
         seconds = math.inf
         for size in micro_sizes:
-            embeddings, blocks, heads = self._works(mesh.tensor, mesh.context, size, methods).T[:3]
+            embeddings, blocks, heads = self._works((mesh.tensor, mesh.context, size), methods).T[:3]
             block = float(blocks.min())
             whole = base.model.num_layers * block + float((embeddings + heads).min())
             on_average = max(self._most_blocks(mesh) * block, whole / mesh.pipeline)
@@ -336,8 +342,8 @@ class LayoutBounds:
         if self._base.schedule.file:
             return self.of_mesh(branch, (), choices)
         methods, count, blocks = _methods(choices), self._count(shapes[0]), self._base.model.num_layers
-        micro = branch.tensor, branch.context, shapes[0].micro_size
-        helds = [self._figures.held(*micro, *each) for each in methods]
+        micro = _micro(shapes[0])
+        helds = [self._figures.held(micro, each) for each in methods]
         kept = np.array([max(0.0, each.block - each.stream) for each in helds])  # in addition to a block's input
         always = np.stack([self._held(each.schedule, each.chunks, each.pipeline, count).always for each in shapes])
         each_block = self._least_state(branch, choices) + always[:, None, :] * kept[:, None]
@@ -346,7 +352,7 @@ class LayoutBounds:
         if not fits.any():
             return math.inf, float(num_bytes.min())
         weights = np.stack([self._cut_of(each).weights(count) for each in shapes])
-        seconds = (self._works(*micro, methods) @ weights).max(axis=2)
+        seconds = (self._works(micro, methods) @ weights).max(axis=2)
         return float(seconds[fits].min() * (1.0 - ROUNDING)), float(num_bytes.min())
 
     def of(self, shape: Shape, choices: tuple[Choice, ...]) -> tuple[Floats, Floats]:
@@ -354,7 +360,7 @@ class LayoutBounds:
 
         The seconds are infinite for choices whose bytes exceed the memory limit.
         """
-        table = self._table(shape.tensor, shape.context, shape.micro_size, shape.data * shape.context, choices)
+        table = self._table(_micro(shape), shape.data * shape.context, choices)
         num_bytes = self._num_bytes(shape, table)
         fits = num_bytes <= self._memory_limit
         if not fits.any():
@@ -367,7 +373,7 @@ class LayoutBounds:
             return 0.0
         shape, count, slow = layout.shape, self._count(layout.shape), self._assumptions.slow_down
         cut = self._cut_of(shape)
-        work = self._figures.work(shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute)
+        work = self._figures.work(_micro(shape), (layout.sequence, layout.recompute))
         by_rank = np.array(work.parts()) @ cut.weights(count)
         traffic = self._figures.traffic(*shape[:4], layout.zero) if layout.zero >= 1 else ReplicaSeconds()
         # In steps with several updates, sums overlap with more than one backward.
@@ -380,7 +386,7 @@ class LayoutBounds:
             more = side_by_side(forward, gathers, slow) - forward
             more += side_by_side(backward, gathers + sums, slow) - backward
             by_rank += count * np.bincount(cut.ranks, more)
-        after = traffic.gather * self._gathers_after(np.array(layout.zero)) * self._most_blocks(shape)
+        after = traffic.gather * self._most_blocks(shape) if layout.zero in self._gathers_after else 0.0
         return float((by_rank.max() + after) * (1.0 - ROUNDING))
 
     def _count(self, shape: Shape) -> int:
@@ -391,15 +397,10 @@ class LayoutBounds:
         """Return a lower bound of the number of blocks on the rank that has the most."""
         return -(-self._base.model.num_layers // shape.pipeline)
 
-    def _gathers_after(self, zero: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether a step ends with exposed gathers of updated weights."""
-        alone = not self._assumptions.gathers_beside_forward
-        return ((zero == 1) | (zero == 2)) & alone
-
     @cached_method
-    def _works(self, tensor: int, context: int, micro_size: int, methods: tuple[tuple[int, Recompute], ...]) -> Floats:
+    def _works(self, micro: Micro, methods: tuple[Method, ...]) -> Floats:
         """Return `MicrobatchWork.parts` of each method, shape [methods, 9]."""
-        return np.array([self._figures.work(tensor, context, micro_size, *each).parts() for each in methods])
+        return np.array([self._figures.work(micro, each).parts() for each in methods])
 
     def _least_state(self, branch: Branch, choices: Sequence[Choice]) -> float:
         """Return the minimum bytes of a block between steps."""
@@ -407,30 +408,21 @@ class LayoutBounds:
         return min(self._figures.state(branch.tensor, zero, replicas).block for zero in zeros)
 
     @cached_method
-    def _table(
-        self, tensor: int, context: int, micro_size: int, replicas: int, choices: tuple[Choice, ...]
-    ) -> "_Table":
-        figures = self._figures
-        precision: Precision = self._base.training.precision  # type: ignore[assignment]
-        methods = [(tensor, context, micro_size, sequence, method) for sequence, _, method in choices]
-        helds = [figures.held(*each) for each in methods]
-        states = [figures.state(tensor, zero, replicas) for _, zero, _ in choices]
-        shared = [state.elements if state.shards > 1 else 0 for state in states]
-        pairs = [(elements, zero) for elements, (_, zero, _) in zip(shared, choices, strict=True)]
-
-        weights = [elements * ELEMENT_BYTES[precision] if zero >= 3 else 0 for elements, zero in pairs]
-        gradients = [elements * FULL_BYTES if zero >= 2 else 0 for elements, zero in pairs]
-        rows = np.array(helds).T, np.array([each[:4] for each in states]).T, [weights, gradients]
-        work = np.array([figures.work(*each).parts() for each in methods])
-        return _Table(work, *np.concatenate(rows, dtype=np.float64)[:, :, None])
+    def _table(self, micro: Micro, replicas: int, choices: tuple[Choice, ...]) -> "_Table":
+        methods = [(sequence, method) for sequence, _, method in choices]
+        works = np.array([self._figures.work(micro, each).parts() for each in methods])
+        helds = np.array([self._figures.held(micro, each) for each in methods])
+        states = np.array([self._figures.state(micro[0], zero, replicas) for _, zero, _ in choices])
+        return _Table(works, MicrobatchBytes(*helds.T[:, :, None]), StateFigures(*states.T[:, :, None]))
 
     @cached_method
-    def _traffic(self, mesh: Mesh, choices: tuple[Choice, ...]) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-        """Return the ZeRO stage of each choice, and the seconds of a block's gather and reduction."""
+    def _traffic(self, mesh: Mesh, choices: tuple[Choice, ...]) -> tuple[Floats, ...]:
+        """Return for each choice the ZeRO stage, and the seconds of a block's gather in the passes, of its exposed
+        gather after the step, and of its reduction."""
         zeros = [zero for _, zero, _ in choices]
         traffic = [self._figures.traffic(*mesh, zero) if zero else ReplicaSeconds() for zero in zeros]
         gather, reduction = np.array(traffic).T
-        return np.array(zeros), gather, reduction
+        return np.array(zeros), gather, gather * np.isin(zeros, self._gathers_after), reduction
 
     def _seconds(self, shape: Shape, table: "_Table", choices: tuple[Choice, ...]) -> Floats:
         """Return the larger of two bounds. The first is each rank's compute and its wait for the first micro-batch.
@@ -442,10 +434,10 @@ class LayoutBounds:
         if self._base.schedule.file:
             return np.zeros(len(choices))
         zero, count, most = self._base.zero, self._count(shape), self._most_blocks(shape)
-        compute = (table.work @ self._cut_of(shape).weights(count)).max(axis=1)
-        zeros, gather, reduction = self._traffic(shape[:4], choices)
-        chunks = find_generator(shape.schedule).chunks if shape.chunks is None else shape.chunks
-        kept, slow = chunks / most, self._assumptions.slow_down
+        cut, slow = self._cut_of(shape), self._assumptions.slow_down
+        compute = (table.work @ cut.weights(count)).max(axis=1)
+        zeros, gather, after, reduction = self._traffic(shape[:4], choices)
+        kept = cut.run.chunks / most
         gathers = np.where(zeros >= 3, gather * max(0.0, 1.0 - zero.weight_buffers * kept), 0.0)
         # With one micro-batch, the only sum of a step comes after its last backward.
         reduced = max(0.0, 1.0 - zero.gradient_buffers * kept) if count > 1 else 0.0
@@ -453,8 +445,7 @@ class LayoutBounds:
         whole, forward = table.work[:, 1], table.work[:, 4]
         block = side_by_side(forward, gathers, slow) + side_by_side(whole - forward, gathers + sums, slow)
         seconds = np.where(zeros >= 2, np.maximum(compute, count * most * block), compute)
-        gathers = most * gather * self._gathers_after(zeros)
-        return np.asarray((seconds + gathers) * (1.0 - ROUNDING))
+        return np.asarray((seconds + most * after) * (1.0 - ROUNDING))
 
     def _num_bytes(self, shape: Shape, table: "_Table") -> Floats:
         """Return a lower bound of the bytes of the fullest rank.
@@ -464,25 +455,24 @@ class LayoutBounds:
         1 / c_r, each rank holds R / sum(1 / c_r) bytes, and no division has a fullest rank below that. The result is
         the maximum over j.
         """
-        pipeline = shape.pipeline
+        zero, kept, state = self._base.zero, table.held, table.state
         if self._base.schedule.file:  # its stages may be on any rank
-            return self._base.model.num_layers * table.state[:, 0] / pipeline
-        held = self._held(shape.schedule, shape.chunks, pipeline, self._count(shape))
-        each_block = table.state + held.always * table.kept
+            return self._base.model.num_layers * state.block[:, 0] / shape.pipeline
+        held = self._held(shape.schedule, shape.chunks, shape.pipeline, self._count(shape))
+        each_block = state.block + held.always * kept.block
         # A stage's input stays in the message slot in which it arrived; slots are counted once for all layers.
-        other = held.more * table.kept + held.slots * table.stream
-        other[:, :1] += table.state_embedding + held.first * table.kept_embedding
+        other = held.more * kept.block + held.slots * kept.stream
+        other[:, :1] += state.embedding + held.first * kept.embedding
         if held.ends_last:
-            other[:, -1:] += table.state_head + held.last * table.kept_head
-        if pipeline == 1:
-            other -= table.tied
+            other[:, -1:] += state.head + held.last * kept.head
+        if shape.pipeline == 1:
+            other -= state.tied
         if held.fewest:
-            zero = self._base.zero
             if held.ends_last:
                 # A block's backward runs after the head's, which has freed its tensors of that micro-batch.
-                other[:, -1:] -= min(held.last, 1.0) * np.minimum(table.kept_head, table.working)
-            other += table.working + min(zero.weight_buffers, held.fewest) * table.weights
-            other += min(zero.gradient_buffers, held.fewest) * table.gradients
+                other[:, -1:] -= min(held.last, 1.0) * np.minimum(kept.head, kept.working)
+            other += kept.working + min(zero.weight_buffers, held.fewest) * state.weights
+            other += min(zero.gradient_buffers, held.fewest) * state.gradients
         shares = 1.0 / each_block
         bounds = (held.needed + (other * shares).cumsum(axis=1)) / shares.cumsum(axis=1)
         return np.asarray(bounds.max(axis=1))
@@ -521,8 +511,8 @@ class LayoutBounds:
             blocks[-1] -= 1
             generator = find_generator(shape.schedule)
             policy = generator.policy_of(shape.pipeline, run.num_microbatches, schedule_options(run.config))
-            splits = splits_backwards(run.config)
-            self._cuts[key] = _Cut(run, blocks, np.array(run.ranks), policy.flushes, splits, policy.updates_per_step)
+            ranks, updates = np.array(run.ranks), policy.updates_per_step
+            self._cuts[key] = _Cut(run, blocks, ranks, policy.flushes, run.splits, updates)
         return self._cuts[key]
 
     def _counts_of(self, layout: Layout, num_microbatches: int) -> TrafficCounts:
@@ -538,8 +528,11 @@ class LayoutBounds:
         return lay_on(self._configurations.of(layout), placement, like)
 
 
-def _methods(choices: Sequence[Choice]) -> tuple[tuple[int, Recompute], ...]:
-    """Return the pairs of sequence parallelism and recomputation, on which the figures of a micro-batch depend."""
+def _micro(shape: Shape) -> Micro:
+    return shape.tensor, shape.context, shape.micro_size
+
+
+def _methods(choices: Sequence[Choice]) -> tuple[Method, ...]:
     return tuple(dict.fromkeys((sequence, method) for sequence, _, method in choices))
 
 
@@ -563,24 +556,12 @@ class _Held(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Figures of a rank for each choice of a shape: bytes with shape [choices, 1], and `work`.
-
-    work: `MicrobatchWork.parts`, shape [choices, 9]. kept to stream: the fields of `MicrobatchBytes`. state to tied:
-    the first fields of `StateFigures`. weights, gradients: bytes of a block before sharding; 0 if not sharded.
-    """
+    """Figures of a rank for each choice of a shape. work: `MicrobatchWork.parts`, shape [choices, 9]. held, state:
+    bytes, shape [choices, 1]."""
 
     work: Floats
-    kept: Floats
-    kept_embedding: Floats
-    kept_head: Floats
-    working: Floats
-    stream: Floats
-    state: Floats
-    state_embedding: Floats
-    state_head: Floats
-    tied: Floats
-    weights: Floats
-    gradients: Floats
+    held: MicrobatchBytes[Floats]
+    state: StateFigures[Floats]
 
 
 @dataclass(frozen=True)
@@ -617,9 +598,8 @@ class _Cut:
     def _layers(self) -> tuple[Floats, Floats]:
         """Return the numbers of embeddings, blocks and heads on each rank, and in the stages before its first one;
         both have shape [3, ranks]."""
-        size = int(self.ranks.max()) + 1
         layers = np.zeros((3, len(self.blocks)))
         layers[0, 0], layers[1], layers[2, -1] = 1.0, self.blocks, 1.0
-        by_rank = np.stack([np.bincount(self.ranks, each, size) for each in layers]).astype(np.float64)
+        by_rank = np.stack([np.bincount(self.ranks, each, self.run.pipeline) for each in layers]).astype(np.float64)
         before: Floats = np.concatenate([np.zeros((3, 1)), layers.cumsum(axis=1)], axis=1)
         return by_rank, before[:, np.unique(self.ranks, return_index=True)[1]]

@@ -20,7 +20,6 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
-from megapipe.layout.scheduling import splits_backwards
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory
 from megapipe.planner.cost.layer_costs import LayerCost
@@ -49,9 +48,7 @@ class Evaluation:
     """Computes `planner.cost.model.estimate` of valid layouts of one run on one machine, in two steps: first the
     bytes, then everything. Parts that layouts have in common are computed once; results equal those of `estimate`.
 
-    Args:
-        base: configuration of all fields that layouts do not set.
-        hardware, times, assumptions: as in `estimate`.
+    base: configuration of all fields that layouts do not set. hardware, times, assumptions: as in `estimate`.
     """
 
     def __init__(
@@ -70,16 +67,13 @@ class Evaluation:
 
     def num_bytes(self, layout: Layout) -> int:
         """Return the bytes of the fullest rank. Raises ConfigError like `estimate`."""
-        if self._base.schedule.file:
-            return self.estimate(layout).peak_bytes
         return max(memory.total for memory in self._memory(layout))
 
     def fits(self, layout: Layout) -> bool:
         """Return whether every rank fits the smallest device at its pipeline coordinate. Raises like `estimate`."""
-        if self._base.schedule.file:
-            return self.estimate(layout).fits
+        memory = self._memory(layout)  # raises before `_run` if a schedule file does not fit the run
         limits = self._run(layout).placement.memory_limits
-        return all(each.total <= limit for each, limit in zip(self._memory(layout), limits, strict=True))
+        return all(each.total <= limit for each, limit in zip(memory, limits, strict=True))
 
     @cached_method
     def estimate(self, layout: Layout) -> Estimate:
@@ -103,6 +97,8 @@ class Evaluation:
 
     @cached_method
     def _memory(self, layout: Layout) -> tuple[RankMemory, ...]:
+        if self._base.schedule.file:
+            return self.estimate(layout).memory
         run, shape = self._run(layout), layout.shape
         of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
         of_state = shape.tensor, shape.data * shape.context, layout.zero
@@ -111,7 +107,7 @@ class Evaluation:
 
     def _layers(self, layout: Layout, run: RunLayout) -> tuple[LayerCost, ...]:
         """Return the costs of layers. They depend on the schedule only through whether it splits backwards."""
-        key = layout.shape[:5], layout[1:], splits_backwards(run.config)
+        key = layout.shape[:5], layout[1:], run.splits
         return self._once(key, layer_costs, run, self._times, self._assumptions)
 
 
@@ -147,13 +143,8 @@ class _Leaf(NamedTuple):
 class Explorer:
     """Finds the best layouts of one space, and remembers their costs.
 
-    Args:
-        layouts: valid layouts of a run.
-        bounds: lower bounds of their costs.
-        costs: costs of each layout.
-        memory_limit: bytes of the largest device.
-
-    count: number of layouts.
+    layouts: valid layouts of a run. bounds: lower bounds of their costs. costs: costs of each layout. memory_limit:
+    bytes of the largest device. count: number of layouts.
     """
 
     def __init__(self, layouts: Layouts, bounds: LayoutBounds, costs: Evaluation, memory_limit: float) -> None:

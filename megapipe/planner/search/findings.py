@@ -117,8 +117,13 @@ class Findings:
 class NothingFits(ConfigError):
     """No layout fits the devices. nearest: the layout that needs the least memory."""
 
-    def __init__(self, problem: str, nearest: Estimate) -> None:
-        super().__init__(problem)
+    def __init__(self, nearest: Estimate, hardware: Hardware, devices: int) -> None:
+        layout = ", ".join(f"{name} {value}" for name, value in nearest.as_json()["layout"].items())
+        super().__init__(
+            f"no layout fits {devices} devices of {hardware.name!r}; the layout that needs the least memory is "
+            f"{out_of_memory(nearest)} ({layout}); use more devices or devices with more memory, a smaller model or "
+            "shorter samples, or set fewer fields"
+        )
         self.nearest = nearest
 
 
@@ -301,14 +306,10 @@ def neighbour_batches(samples: int, devices: int) -> list[int]:
     """Return similar batch sizes with more divisors; none if batch size or number of devices divides the other."""
     if samples % devices == 0 or devices % samples == 0:
         return []
-    sizes = [near] if abs((near := round(samples / devices) * devices) - samples) <= BATCH_CHANGE * samples else []
-    power = 2 ** (samples.bit_length() - 1)
-    while power > 1:
-        near = max(1, round(samples / power)) * power
-        if near != samples and abs(near - samples) <= BATCH_CHANGE * samples:
-            sizes.append(near)
-        power //= 2
-    return list(dict.fromkeys(sizes))[:NEIGHBOURS]
+    powers = [2**power for power in range(samples.bit_length() - 1, 0, -1)]
+    tried = [round(samples / devices) * devices, *(max(1, round(samples / each)) * each for each in powers)]
+    near = [size for size in tried if size != samples and abs(size - samples) <= BATCH_CHANGE * samples]
+    return list(dict.fromkeys(near))[:NEIGHBOURS]
 
 
 def single_groups(hardware: Hardware, devices: int) -> Iterator[tuple[Hardware, int]]:

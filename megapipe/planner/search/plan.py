@@ -25,7 +25,7 @@ from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes, shared
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.explorer import Evaluation, Explorer, order
-from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints, out_of_memory
+from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
 from megapipe.schedules.balance import balance_layers
 from megapipe.spec.dtypes import FULL_BYTES
@@ -115,7 +115,7 @@ def search_speed(
         fastest = more
     if not ranked:
         # At least one layout exists, so `nearest` returns one.
-        raise _nothing_fits(cast(Estimate, explorer.nearest()), hardware, devices)
+        raise NothingFits(cast(Estimate, explorer.nearest()), hardware, devices)
     front = explorer.front(effort.slowest * fastest[0].step_seconds, effort.tolerance) if effort.slowest else []
     others = alternatives(explorer, hardware, fastest[0]) if effort.alternatives else ()
     report(0.9)
@@ -168,16 +168,6 @@ def _priced(entry: Found, per_hour: float | None) -> Found:
     )
 
 
-def _nothing_fits(nearest: Estimate, hardware: Hardware, devices: int) -> NothingFits:
-    layout = ", ".join(f"{name} {value}" for name, value in nearest.as_json()["layout"].items())
-    return NothingFits(
-        f"no layout fits {devices} devices of {hardware.name!r}; the layout that needs the least memory is "
-        f"{out_of_memory(nearest)} ({layout}); use more devices or devices with more memory, a smaller model or "
-        "shorter samples, or set fewer fields",
-        nearest,
-    )
-
-
 def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]) -> list[str]:
     """Return the rules that the given configuration breaks; if none, a message that no sizes divide the devices."""
     left_open = replace(base, parallel=replace(base.parallel, data=None)) if "parallel.data" not in pinned else base
@@ -217,14 +207,15 @@ class Refiner:
         new = (self._ordered(self._by_time(each) if stages else each) for each in found)
         ranked = sorted([*known, *new], key=by_estimate)
         while (at := next((at for at, each in enumerate(ranked) if not each.simulated), None)) is not None:
-            config = ranked[at].config
+            config, nodes = ranked[at].config, ranked[at].node_order
             needed = 2 * num_microbatches(config, ranked[at].estimate.world_size) * num_stages(config)
             if needed > self.actions:
                 break
             self.actions -= needed
-            exact = self._simulated(ranked.pop(at))
+            candidate = ranked.pop(at)
+            exact = predict(config, self.hardware, times=self.times, node_order=nodes, assumptions=self.assumptions)
             if exact.estimate.fits:
-                insort(ranked, exact, key=by_estimate)
+                insort(ranked, replace(candidate, estimate=exact.estimate, simulated=True), key=by_estimate)
         return tuple(ranked)
 
     def _by_time(self, before: Estimate) -> Estimate:
@@ -262,11 +253,8 @@ class Refiner:
         after = estimate(config, self.hardware, times=self.times, node_order=order, assumptions=self.assumptions)
         return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
 
-    def _simulated(self, candidate: Found) -> Found:
-        nodes, assumptions = candidate.node_order, self.assumptions
-        exact = predict(candidate.config, self.hardware, times=self.times, node_order=nodes, assumptions=assumptions)
-        return replace(candidate, estimate=exact.estimate, simulated=True)
 
+Speed = Callable[..., Findings]
 
 MISSES = 3
 """Number of models in a row that do not fit, after which the search stops."""
@@ -352,7 +340,7 @@ def device_counts(devices: int, hardware: Hardware) -> tuple[int, ...]:
     return tuple(sorted({each for each in tried if each <= devices and (each <= node or not each % node)} | {devices}))
 
 
-def _best_of(speed: Callable[..., Findings], **request: Any) -> tuple[Found | None, ConfigError | None]:
+def _best_of(speed: Speed, **request: Any) -> tuple[Found | None, ConfigError | None]:
     """Return the best layout of a request, or the reason why there is none."""
     try:
         return speed(**request).best, None
@@ -360,9 +348,7 @@ def _best_of(speed: Callable[..., Findings], **request: Any) -> tuple[Found | No
         return None, error
 
 
-def _best_count(
-    counts: Iterable[int], value: Callable[[Found], float], speed: Callable[..., Findings]
-) -> tuple[int, list[Trial]]:
+def _best_count(counts: Iterable[int], value: Callable[[Found], float], speed: Speed) -> tuple[int, list[Trial]]:
     """Return the number of devices with the lowest value, on a tie the smallest, and all trials."""
     trials, values = [], dict[int, float]()
     for count in counts:
@@ -375,9 +361,7 @@ def _best_count(
     return min(values, key=lambda count: (values[count], count)), trials
 
 
-def _largest(
-    base: PretrainConfig, members: Iterable[Member], speed: Callable[..., Findings]
-) -> tuple[PretrainConfig, list[Trial]]:
+def _largest(base: PretrainConfig, members: Iterable[Member], speed: Speed) -> tuple[PretrainConfig, list[Trial]]:
     """Return the run with the largest model that fits, and all trials. A model with few divisors may not fit although
     a larger one does, so the search stops only after `MISSES` models in a row that do not fit."""
     trials: list[Trial] = []

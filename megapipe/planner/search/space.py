@@ -174,12 +174,9 @@ class SearchSpace:
 class Layouts:
     """The valid layouts of a run on a number of devices, each exactly once.
 
-    Args:
-        base: configuration with the values of pinned fields, and of fields that no layout sets.
-        devices: number of ranks.
-        pinned: paths of fields that keep the value in `base`, such as `parallel.tensor`. If parallel.data is null, the
-            search sets it even if it is pinned.
-        space: values to try.
+    base: configuration with the values of pinned fields, and of fields that no layout sets. devices: number of ranks.
+    pinned: paths of fields that keep the value in `base`, such as `parallel.tensor`. If parallel.data is null, the
+    search sets it even if it is pinned. space: values to try.
 
     Raises:
         ConfigError: a pinned path is not a field, a size is below 1, or a schedule is unknown.
@@ -194,8 +191,8 @@ class Layouts:
         others = () if {"schedule.name", "schedule.chunks"} & self._pinned else space.other_schedules
         self.schedules = tuple(self._values("schedule.name", base.schedule.name, space.schedules))
         self.other_schedules = tuple(name for name in others if name not in space.schedules)
-        method = cast(Recompute, base.recompute.method)  # _check_request has rejected auto
-        self._methods = tuple(self._values("recompute.method", method, space.recompute))
+        pinned_method = cast(Recompute, base.recompute.method)  # _check_request has rejected auto
+        self._methods = tuple(self._values("recompute.method", pinned_method, space.recompute))
         zeros = tuple(self._values("zero.stage", base.zero.stage, space.zero_stages))
         states = {(zero, method): self._state_problems(zero, method) for method in self._methods for zero in zeros}
         if all(states.values()):  # the fields that no layout sets break a rule
@@ -262,8 +259,7 @@ class Layouts:
 
     def _find_sequences(self) -> tuple[int, ...]:
         """Return the values of `Layout.sequence` to try."""
-        parallel, pinned = self.base.parallel, self._pinned
-        values = self.space.sequence
+        parallel, pinned, values = self.base.parallel, self._pinned, self.space.sequence
         if "parallel.sequence" in pinned:
             values = tuple(each for each in values if (each > 0) == parallel.sequence)
         if "parallel.sequence_chunks" in pinned:
@@ -321,24 +317,18 @@ class Layouts:
 
     @cached_method
     def _sequence_valid(self, tensor: int, context: int, sequence: int) -> bool:
-        chunks = max(1, sequence)
-        sizes = {"tensor": tensor, "context": context, "sequence": sequence > 0, "sequence_chunks": chunks}
-        parallel = replace(self.base.parallel, **sizes)  # type: ignore[arg-type]
+        on, chunks = sequence > 0, max(1, sequence)
+        parallel = replace(self.base.parallel, tensor=tensor, context=context, sequence=on, sequence_chunks=chunks)
         return not parallel.sequence_problems(self.base.data.sequence_length)
 
     def _state_problems(self, zero: ZeroStage, recompute: Recompute) -> list[str]:
         """Return the rules of fields that this sharding and recomputation break on any mesh. A corpus is filled in,
         because it need not be named yet."""
         base = self.base
-        prefix = base.data.prefix or ("" if base.data.blend else "corpus")
-        config = replace(
-            base,
-            data=replace(base.data, prefix=prefix),
-            parallel=replace(base.parallel, tensor=1, context=1, pipeline=1, sequence=False, sequence_chunks=1),
-            zero=replace(base.zero, stage=zero),
-            recompute=replace(base.recompute, method=recompute),
-        )
-        return config.problems()
+        data = replace(base.data, prefix=base.data.prefix or ("" if base.data.blend else "corpus"))
+        parallel = replace(base.parallel, tensor=1, context=1, pipeline=1, sequence=False, sequence_chunks=1)
+        state = {"zero": replace(base.zero, stage=zero), "recompute": replace(base.recompute, method=recompute)}
+        return replace(base, data=data, parallel=parallel, **state).problems()  # type: ignore[arg-type]
 
 
 def divisors(number: int) -> list[int]:
@@ -352,21 +342,16 @@ def _check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], s
     known = set(_paths(base))
     problems = [
         f"pinned field {path!r} is not a field of a configuration{nearest(path, known)}"
-        for path in sorted(pinned)
-        if path not in known
+        for path in sorted(pinned - known)
     ]
     problems += [f"the number of devices is {devices}; it must be at least 1"] if devices < 1 else []
     problems += space.problems() + base.model.problems()
+    later = "leave it out here, and use it with megapipe plan predict on the best layout"
     if moves_to_host(base):
-        problems.append(
-            "offload is set, but a search does not model copies to host memory; leave it out here, and use it with "
-            "megapipe plan predict on the best layout"
-        )
+        problems.append(f"offload is set, but a search does not model copies to host memory; {later}")
     if any((each.recompute, each.offload, each.fp8) != (None, None, None) for each in base.parallel.layers.values()):
-        problems.append(
-            "parallel.layers sets recompute, offload or fp8, but a search treats all blocks alike; leave it out here, "
-            "and use it with megapipe plan predict on the best layout"
-        )
+        apart = "parallel.layers sets recompute, offload or fp8"
+        problems.append(f"{apart}, but a search treats all blocks alike; {later}")
     if base.recompute.method == "auto":
         problems.append(
             "recompute.method auto must be resolved before a search: call planner.recompute.limited, or set "
