@@ -106,13 +106,6 @@ class StateFigures(NamedTuple, Generic[Number]):
     gradients: Number
 
 
-class ReplicaSeconds(NamedTuple):
-    """Seconds to gather a block's weights, and to reduce its gradients, over its replicas."""
-
-    gather: float = 0.0
-    reduction: float = 0.0
-
-
 class LayerFigures:
     """Time and memory figures of the layers of one run on one machine.
 
@@ -160,12 +153,10 @@ class LayerFigures:
 
     def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
         seconds = self._times.of(config, layer)
-        backward = seconds.backward_input + seconds.backward_weight
         # With recompute.num_blocks, only some of the blocks are recomputed.
         whole = config.recompute.method == "full" and layer.kind == "block"
         again = seconds.recompute if whole and config.recompute.num_blocks is None else 0.0
-        if not whole:
-            backward += seconds.recompute
+        backward = seconds.backward_input + seconds.backward_weight + (0.0 if whole else seconds.recompute)
         products, waiting = PhaseSeconds(*seconds[:3]), PhaseSeconds()
         parallel, kind = config.parallel, (layer.kind, layer.index)
         micro = parallel.tensor, parallel.context, config.batch.micro_size
@@ -219,23 +210,23 @@ class LayerFigures:
         return Placement(self._hardware, sizes)
 
     @cached_method
-    def traffic(self, data: int, tensor: int, pipeline: int, context: int, zero: ZeroStage) -> ReplicaSeconds:
-        """Return the traffic of a block over its replicas; none where finding the slowest group of replicas is slow:
-        for measured links between nodes, or if the mesh does not divide nodes evenly."""
+    def traffic(self, data: int, tensor: int, pipeline: int, context: int, zero: ZeroStage) -> tuple[float, float]:
+        """Return the seconds to gather a block's weights, and to reduce its gradients, over its replicas. They are 0
+        where it would take long to find the slowest group: for measured links, or a mesh that divides nodes unevenly.
+        """
         placement, replicas = self.placement(data, tensor, pipeline, context), data * context
-        if replicas == 1 or placement.inside is None or self._hardware.link_matrix is not None:
-            return ReplicaSeconds()
+        if zero == 0 or replicas == 1 or placement.inside is None or self._hardware.link_matrix is not None:
+            return 0.0, 0.0
         groups = placement.groups("data", "context")
         slowest = min(groups, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
         units, gather, reduction = self._units(tensor, zero, replicas), 0.0, 0.0
         for unit in layer_units(self._blocks[0], self._tied, units.config.zero):
-            shards = units.shards_of(unit)
-            if zero > 0 and shards == 1:  # whole experts are reduced once per step
+            if units.shards_of(unit) == 1:  # whole experts are reduced once per step
                 continue
-            group, _ = shard_groups(slowest, replicas if shards == 1 else shards)
+            group, _ = shard_groups(slowest, units.shards_of(unit))
             gather += group_seconds([each for calls in units.gather(unit).values() for each in calls], group)
             reduction += group_seconds([each for calls in units.reduction(unit).values() for each in calls], group)
-        return ReplicaSeconds(gather, reduction)
+        return gather, reduction
 
 
 def _outlasting(traffic: PhaseSeconds, work: PhaseSeconds) -> PhaseSeconds:
@@ -278,10 +269,9 @@ class StageLimiter:
 
     @cached_method
     def of(self, num_stages: int) -> StageLimits:
-        if self._by_hand is not None:
-            return StageLimits(max(self._by_hand), max(self._by_hand))
-        if num_stages == 1:
-            return StageLimits(self._blocks, self._blocks)
+        if self._by_hand is not None or num_stages == 1:
+            most = max(self._by_hand or [self._blocks])
+            return StageLimits(most, most)
         edges = (0.0, self._embedding, self._head)
         tried = sorted({edge + count * self._block for edge in edges for count in range(self._blocks + 1)})
         least = next(each for each in tried if self._fits(each, num_stages))
@@ -375,18 +365,22 @@ class LayoutBounds:
         cut = self._cut_of(shape)
         work = self._figures.work(_micro(shape), (layout.sequence, layout.recompute))
         by_rank = np.array(work.parts()) @ cut.weights(count)
-        traffic = self._figures.traffic(*shape[:4], layout.zero) if layout.zero >= 1 else ReplicaSeconds()
+        gather, reduction = self._figures.traffic(*shape[:4], layout.zero)
         # In steps with several updates, sums overlap with more than one backward.
-        if layout.zero >= 2 and any(traffic) and cut.updates_per_step == 1:
+        if layout.zero >= 2 and (gather or reduction) and cut.updates_per_step == 1:
             forward = cut.together(*(each.forward for each in work))
             backward = cut.together(*(each.backward + each.again for each in work))
-            counts = self._counts_of(layout, count)
-            gathers = cut.blocks * traffic.gather * counts.gathers / 2
-            sums = cut.blocks * traffic.reduction * counts.sums
+            # Counts per micro-batch are the same for any number of replicas.
+            key = shape.schedule, shape.chunks, shape.pipeline, count, layout.zero
+            if key not in self._counts:
+                self._counts[key] = traffic_counts(self._laid(layout, cut.run))
+            counts = self._counts[key]
+            gathers = cut.blocks * gather * counts.gathers / 2
+            sums = cut.blocks * reduction * counts.sums
             more = side_by_side(forward, gathers, slow) - forward
             more += side_by_side(backward, gathers + sums, slow) - backward
             by_rank += count * np.bincount(cut.ranks, more)
-        after = traffic.gather * self._most_blocks(shape) if layout.zero in self._gathers_after else 0.0
+        after = gather * self._most_blocks(shape) if layout.zero in self._gathers_after else 0.0
         return float((by_rank.max() + after) * (1.0 - ROUNDING))
 
     def _count(self, shape: Shape) -> int:
@@ -420,8 +414,7 @@ class LayoutBounds:
         """Return for each choice the ZeRO stage, and the seconds of a block's gather in the passes, of its exposed
         gather after the step, and of its reduction."""
         zeros = [zero for _, zero, _ in choices]
-        traffic = [self._figures.traffic(*mesh, zero) if zero else ReplicaSeconds() for zero in zeros]
-        gather, reduction = np.array(traffic).T
+        gather, reduction = np.array([self._figures.traffic(*mesh, zero) for zero in zeros]).T
         return np.array(zeros), gather, gather * np.isin(zeros, self._gathers_after), reduction
 
     def _seconds(self, shape: Shape, table: "_Table", choices: tuple[Choice, ...]) -> Floats:
@@ -482,8 +475,10 @@ class LayoutBounds:
         """Return minimum contents of ranks, which depend neither on replicas nor on tensor ranks."""
         base, generator = self._base, find_generator(schedule)
         stages = generator.chunks if chunks is None else chunks
-        ends_last, least = self._placed(schedule, pipeline, stages)
-        held = np.zeros(least.shape)
+        ends_last = generator.placement(pipeline, stages).stages[-1].rank == pipeline - 1
+        held = least = np.zeros((pipeline, stages))
+        if ends_last and base.parallel.layers_per_stage is None:
+            least = self._limits.least(pipeline, stages)
         if generator.held is not None:
             held = generator.held(pipeline, count, stages, schedule_options(base))
         limits = self._limits.of(pipeline * stages)
@@ -494,13 +489,6 @@ class LayoutBounds:
         more = ((held - always[:, None]) * least).sum(axis=1)
         first, last, needed = float(held[0, 0]), float(held[-1, -1]), np.maximum(0.0, base.model.num_layers - after)
         return _Held(always, more, 1.0 - held.sum(axis=1), first, last, needed, fewest, ends_last)
-
-    @cached_method
-    def _placed(self, schedule: str, pipeline: int, chunks: int) -> tuple[bool, Floats]:
-        """Return whether the head is on the last rank, and the minimum number of blocks of every stage."""
-        ends_last = find_generator(schedule).placement(pipeline, chunks).stages[-1].rank == pipeline - 1
-        known = ends_last and self._base.parallel.layers_per_stage is None
-        return ends_last, self._limits.least(pipeline, chunks) if known else np.zeros((pipeline, chunks))
 
     def _cut_of(self, shape: Shape) -> "_Cut":
         key = shape.schedule, shape.chunks, shape.pipeline
@@ -514,14 +502,6 @@ class LayoutBounds:
             ranks, updates = np.array(run.ranks), policy.updates_per_step
             self._cuts[key] = _Cut(run, blocks, ranks, policy.flushes, run.splits, updates)
         return self._cuts[key]
-
-    def _counts_of(self, layout: Layout, num_microbatches: int) -> TrafficCounts:
-        """Return the traffic counts per micro-batch, which are the same for any number of replicas."""
-        shape = layout.shape
-        key = shape.schedule, shape.chunks, shape.pipeline, num_microbatches, layout.zero
-        if key not in self._counts:
-            self._counts[key] = traffic_counts(self._laid(layout, self._cut_of(shape).run))
-        return self._counts[key]
 
     def _laid(self, layout: Layout, like: RunLayout | None = None) -> RunLayout:
         placement = self._figures.placement(*layout.shape[:4])

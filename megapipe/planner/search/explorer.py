@@ -31,6 +31,7 @@ from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
 from megapipe.schedules import ScheduleError
 
+BoundName = Literal["seconds", "num_bytes"]
 Part = TypeVar("Part")
 
 
@@ -111,9 +112,6 @@ class Evaluation:
         return self._once(key, layer_costs, run, self._times, self._assumptions)
 
 
-BoundName = Literal["seconds", "num_bytes"]
-
-
 @dataclass(eq=False)
 class _Node:
     """A branch with its bounds. place: position in the order of the space. parts: branches or layouts of the branch;
@@ -131,13 +129,12 @@ class _Leaf(NamedTuple):
     """All layouts of a branch with a micro-batch size, each as a shape and the values of a choice.
 
     bounds: both lower bounds of each layout. orders: numbers of layouts by ascending bound; in the order of seconds,
-    only layouts that may fit. too_large: number of the other ones.
+    only layouts that may fit.
     """
 
     layouts: list[tuple[Shape, Choice]]
     bounds: dict[BoundName, list[float]]
     orders: dict[BoundName, list[int]]
-    too_large: int
 
 
 class Explorer:
@@ -209,7 +206,6 @@ class Explorer:
                 [(shape, choice) for shape, choices in shapes for choice in choices],
                 {"seconds": seconds.tolist(), "num_bytes": num_bytes.tolist()},
                 {"seconds": by_seconds[fits[by_seconds]].tolist(), "num_bytes": by_bytes.tolist()},
-                int((~fits).sum()),
             )
         return node.parts
 
@@ -250,7 +246,7 @@ class Explorer:
             if isinstance(node.parts, list):
                 waiting += node.parts
             elif node.parts is not None:
-                too_large += node.parts.too_large
+                too_large += len(node.parts.layouts) - len(node.parts.orders["seconds"])
             elif node.num_bytes > self._limit:
                 too_large += self.layouts.count(node.branch, node.schedules)
         counts = {"memory": too_large, "time": self.count - self.examined - too_large}

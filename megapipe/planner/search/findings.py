@@ -4,7 +4,7 @@ are much faster."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS
@@ -20,6 +20,14 @@ EXPOSED = ("tensor", "context", "pipeline", "data", "tied", "scalars", "waiting"
 """Terms of a step for communication and waiting, without the bubble."""
 WORTH_NAMING = 0.005
 """Minimum difference of a term, as a fraction of the step time, that a reason mentions."""
+Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
+"""Function that returns the best layout of a run on a number of devices. It raises ConfigError if none can run."""
+MUCH = 1.1
+"""Minimum ratio of tokens per second for a hint about the number of devices or the batch size."""
+NEIGHBOURS = 2
+"""Maximum number of other device counts, and of other batch sizes, to try."""
+BATCH_CHANGE = 0.1
+"""Maximum relative change of the batch size."""
 
 
 @dataclass(frozen=True)
@@ -156,19 +164,7 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-Fastest = Callable[[PretrainConfig, Hardware, int], Estimate]
-"""Function that returns the best layout of a run on a number of devices. It raises ConfigError if none can run."""
-
-MUCH = 1.1
-"""Minimum ratio of tokens per second for a hint about the number of devices or the batch size."""
-NEIGHBOURS = 2
-"""Maximum number of other device counts, and of other batch sizes, to try."""
-BATCH_CHANGE = 0.1
-"""Maximum relative change of the batch size."""
-
-
-@dataclass(frozen=True)
-class LayoutKind:
+class LayoutKind(NamedTuple):
     """A kind of layout. members: filter of its layouts. example: builds one, to report the rule that forbids all."""
 
     name: str
@@ -270,12 +266,9 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
     others = neighbour_devices(hardware, devices)
     counts = {(count, size): gain(count, size) for count in others for size in (batch_size, *batches(count))}
     count, size = max(counts, key=lambda each: counts[each], default=(devices, batch_size))
-    if counts.get((count, size), 0.0) >= MUCH:
+    if (ratio := counts.get((count, size), 0.0)) >= MUCH:
         batch = "" if size == batch_size else f" with --batch.global_size {size}"
-        yield (
-            f"{count:,} devices{batch} are {counts[count, size]:.1f} times as fast as {devices:,}, which has few "
-            "divisors"
-        )
+        yield f"{count:,} devices{batch} are {ratio:.1f} times as fast as {devices:,}, which has few divisors"
     sizes = {size: gain(devices, size) for size in batches(devices)}
     size = max(sizes, key=lambda each: sizes[each], default=0)
     if sizes.get(size, 0.0) >= MUCH:

@@ -32,6 +32,16 @@ from megapipe.spec.dtypes import FULL_BYTES
 
 WIDEST = 8
 """Maximum number of layouts to refine, in multiples of `Effort.keep`, if simulation makes the first ones slower."""
+MISSES = 3
+"""Number of models in a row that do not fit, after which the search stops."""
+STEPS = 4
+"""Number of models per doubling of width and depth."""
+SMALLEST, LARGEST = -2, 5
+"""Smallest and largest power of 2 by which width and depth are scaled."""
+HEADS, LAYERS = 8, 4
+"""Heads and layers are multiples of these, or of their greatest common divisor with the model's own numbers, so that
+tensor and pipeline sizes divide them."""
+Speed = Callable[..., Findings]
 
 
 @dataclass(frozen=True)
@@ -228,8 +238,7 @@ class Refiner:
         for layer in layers_of(config):
             key = layer.kind, layer.index if config.training.fp8 != "none" else 0
             if key not in known:
-                times = self.times.of(config, layer)
-                known[key] = times.forward + times.backward_input + times.backward_weight + times.recompute
+                known[key] = sum(self.times.of(config, layer)[:4])  # all phases
             seconds.append(known[key])
         sizes = [stop - first for first, stop in balance_layers(seconds, num_stages(config))]
         if sizes == [len(each) for each in StageLayout.of(config).ranges]:
@@ -252,19 +261,6 @@ class Refiner:
             return Found(before)
         after = estimate(config, self.hardware, times=self.times, node_order=order, assumptions=self.assumptions)
         return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
-
-
-Speed = Callable[..., Findings]
-
-MISSES = 3
-"""Number of models in a row that do not fit, after which the search stops."""
-STEPS = 4
-"""Number of models per doubling of width and depth."""
-SMALLEST, LARGEST = -2, 5
-"""Smallest and largest power of 2 by which width and depth are scaled."""
-HEADS, LAYERS = 8, 4
-"""Heads and layers are multiples of these, or of their greatest common divisor with the model's own numbers, so that
-tensor and pipeline sizes divide them."""
 
 
 class Member(NamedTuple):
@@ -322,12 +318,8 @@ def search(
         members = given(base, models) if models else family(base)
         base, trials = _largest(base, members, partial(speed, devices=devices, effort=QUICK))
     else:
-
-        def value(layout: Found) -> float:
-            days = (tokens or 0.0) / layout.estimate.tokens_per_second / 86400.0
-            return days if objective == "time" else layout.price or 0.0
-
-        devices, trials = _best_count(device_counts(devices, hardware), value, partial(speed, base, effort=QUICK))
+        wanted, counts = tokens if objective == "time" else None, device_counts(devices, hardware)
+        devices, trials = _best_count(counts, wanted, partial(speed, base, effort=QUICK))
     findings = speed(base, devices=devices, effort=effort, report=report)
     return replace(findings, objective=objective, trials=tuple(trials), seconds=time.perf_counter() - started)
 
@@ -348,13 +340,15 @@ def _best_of(speed: Speed, **request: Any) -> tuple[Found | None, ConfigError | 
         return None, error
 
 
-def _best_count(counts: Iterable[int], value: Callable[[Found], float], speed: Speed) -> tuple[int, list[Trial]]:
-    """Return the number of devices with the lowest value, on a tie the smallest, and all trials."""
+def _best_count(counts: Iterable[int], tokens: float | None, speed: Speed) -> tuple[int, list[Trial]]:
+    """Return the number of devices with the lowest price, or that trains on `tokens` in the fewest days, on a tie the
+    smallest, and all trials."""
     trials, values = [], dict[int, float]()
     for count in counts:
         best, reason = _best_of(speed, devices=count)
         if best is not None:
-            values[count] = value(best)
+            days = None if tokens is None else tokens / best.estimate.tokens_per_second / 86400.0
+            values[count] = (best.price or 0.0) if days is None else days
         trials.append(Trial(f"{count} devices", best, values.get(count)))
     if not values:  # a failure on few devices says nothing about more devices: report the last reason
         raise cast(ConfigError, reason)

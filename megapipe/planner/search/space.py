@@ -72,7 +72,7 @@ class Shape(NamedTuple):
 class Layout(NamedTuple):
     """A shape with sequence parallelism, sharding and recomputation.
 
-    sequence: 0 for no sequence parallelism, else parallel.sequence_chunks, where 1 means no overlap.
+    sequence: 0 for no sequence parallelism, else parallel.sequence_chunks: above 1, traffic overlaps with products.
     """
 
     shape: Shape
@@ -121,9 +121,8 @@ class SearchSpace:
     schedules: names of pipeline schedules to try with every division of ranks. other_schedules: names to try only with
     the `PROMISING` best divisions. The defaults come from the schedule generators; schedules that train with older
     weights must be named explicitly.
-    sequence: 0 for no sequence parallelism, 1 for sequence parallelism, n above 1 for sequence parallelism with
-    parallel.sequence_chunks n, whose traffic overlaps with products. max_context: by default, each context rank has
-    at least `MIN_CONTEXT_TOKENS` tokens.
+    sequence: values of `Layout.sequence`. max_context: by default, each context rank has at least
+    `MIN_CONTEXT_TOKENS` tokens.
     """
 
     schedules: tuple[str, ...] = field(default_factory=lambda: searched("all"))
@@ -282,10 +281,8 @@ class Layouts:
 
     @cached_method
     def _scheduled(self, pipeline: int, samples: int, names: tuple[str, ...]) -> Scheduled:
-        """Return schedules and numbers of chunks that can run, each with the methods of recomputation that it allows.
-
-        samples: of a micro-batch over all replicas; schedules depend on no other size of the batch.
-        """
+        """Return the schedules that can run, each with the methods that it allows. samples: of a micro-batch over all
+        replicas; schedules depend on no other size of the batch."""
         base, scheduled = self.base, []
         parallel, batch = replace(base.parallel, pipeline=pipeline), replace(base.batch, micro_size=samples)
         for name, chunks in self._chunked(pipeline, names):
@@ -340,10 +337,8 @@ def divisors(number: int) -> list[int]:
 def _check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], space: SearchSpace) -> None:
     """Raise one ConfigError with all problems of a request before any layout is tried."""
     known = set(_paths(base))
-    problems = [
-        f"pinned field {path!r} is not a field of a configuration{nearest(path, known)}"
-        for path in sorted(pinned - known)
-    ]
+    wrong = sorted(pinned - known)
+    problems = [f"pinned field {path!r} is not a field of a configuration{nearest(path, known)}" for path in wrong]
     problems += [f"the number of devices is {devices}; it must be at least 1"] if devices < 1 else []
     problems += space.problems() + base.model.problems()
     later = "leave it out here, and use it with megapipe plan predict on the best layout"
