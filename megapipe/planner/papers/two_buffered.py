@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from megapipe.config.errors import ConfigError
@@ -27,6 +28,10 @@ from megapipe.schedules.registry import find_published
 from megapipe.spec.dtypes import FULL_BYTES
 
 PAPER = "arXiv 2006.09503"
+SETTINGS = (
+    "parallel.data", "parallel.pipeline", "parallel.tensor", "batch.micro_size", "schedule.name", "recompute.method",
+)  # fmt: skip
+"""Configuration fields that run a plan."""
 Execution = Literal["no_pipelining", "pipelined", "recomputed"]
 """The planner's r: one micro-batch in the pipeline at a time, a full pipeline, or a full one with recomputation."""
 
@@ -178,20 +183,17 @@ def two_buffered_plan(
         chosen = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
     except ValueError as error:
         raise ConfigError(f"2bw plan: {error}") from error
-    by_cost_model = estimate(_configured(config, chosen), hardware, times=times)
+    configured = _configured(config, chosen)
+    names = ("width", "depth", "micro_size", "execution", "accumulation")
     return {
         "source": f"PipeDream-2BW's planner, {PAPER}, algorithm 1",
-        "width": chosen.width,
-        "depth": chosen.depth,
-        "micro_size": chosen.micro_size,
-        "execution": chosen.execution,
-        "accumulation": chosen.accumulation,
+        **{name: getattr(chosen, name) for name in names},
         "devices": chosen.width * chosen.depth,
         "memory_bytes": chosen.memory_bytes,
         "tokens_per_s": chosen.sequences_per_second * config.data.sequence_length,
         "step_time_s": chosen.batch_size / chosen.sequences_per_second,
-        "settings": _settings(chosen),
-        "by_cost_model": by_cost_model.as_json(),
+        "settings": {name: attrgetter(name)(configured) for name in SETTINGS},
+        "by_cost_model": estimate(configured, hardware, times=times).as_json(),
     }
 
 
@@ -212,15 +214,12 @@ def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) 
         run = _configured(config, Configuration(1, depth, micro_size, execution, batch_size))
         return max(each.total for each in rank_memories(lay_run(run, hardware)))
 
+    def boundary(micro_size: int) -> int:
+        return layout_costs(single_device(config, micro_size), device=hardware_device_type(hardware)).stream
+
     layers = layers_of(single_device(config, 1))
     elements = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
-    return BlockModel(
-        blocks,
-        seconds,
-        lambda size: layout_costs(single_device(config, size), device=hardware_device_type(hardware)).stream,
-        memory,
-        FULL_BYTES * sum(elements.values()),
-    )
+    return BlockModel(blocks, seconds, boundary, memory, FULL_BYTES * sum(elements.values()))
 
 
 def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
@@ -233,55 +232,32 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
             "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 for "
             "planning"
         )
-    fixed = config.parallel.layers
-    parallel = replace(
-        config.parallel,
-        data=1,
-        tensor=1,
-        pipeline=1,
-        context=1,
-        sequence=False,
-        sequence_chunks=1,
-        layers_per_stage=None,
-        layers={name: LayerStrategy(fp8=strategy.fp8) for name, strategy in fixed.items() if strategy.fp8 is not None},
-    )
+    layers = {name: LayerStrategy(fp8=own.fp8) for name, own in config.parallel.layers.items() if own.fp8 is not None}
+    parallel = replace(config.parallel, data=1, tensor=1, pipeline=1, context=1, sequence=False, sequence_chunks=1)
+    schedule = replace(config.schedule, name=ScheduleConfig.name, chunks=None, group_size=None, update=None, file="")
     return replace(
         config,
-        parallel=parallel,
+        parallel=replace(parallel, layers_per_stage=None, layers=layers),
         zero=ZeroConfig(),
         recompute=RecomputeConfig(logits=config.recompute.logits),
-        schedule=replace(
-            config.schedule, name=ScheduleConfig.name, chunks=None, group_size=None, update=None, file=""
-        ),
+        schedule=schedule,
         batch=replace(config.batch, micro_size=micro_size),
     )
 
 
 def _configured(config: PretrainConfig, chosen: Configuration) -> PretrainConfig:
-    """Return the run with `_settings`, without any other field that changes its layout."""
-    settings = _settings(chosen)
-    whole = single_device(config, chosen.micro_size)
-    return replace(
-        whole,
-        batch=replace(whole.batch, global_size=chosen.batch_size),
-        parallel=replace(whole.parallel, data=chosen.width, pipeline=chosen.depth),
-        schedule=replace(whole.schedule, name=settings["schedule.name"]),
-        recompute=replace(whole.recompute, method=settings["recompute.method"]),
-    )
-
-
-def _settings(chosen: Configuration) -> dict[str, Any]:
-    """Return the configuration fields that run a plan.
+    """Return the run with the fields `SETTINGS` of a plan, without any other field that changes its layout.
 
     No schedule here keeps one micro-batch at a time in the pipeline. So plans without pipelining use the default
     schedule, which is never slower; with depth 1 it is plain gradient accumulation.
     """
-    pipelined = chosen.execution != "no_pipelining"
-    return {
-        "parallel.data": chosen.width,
-        "parallel.pipeline": chosen.depth,
-        "parallel.tensor": 1,
-        "batch.micro_size": chosen.micro_size,
-        "schedule.name": find_published(PAPER).name if pipelined else ScheduleConfig.name,
-        "recompute.method": "full" if chosen.execution == "recomputed" else "none",
-    }
+    whole = single_device(config, chosen.micro_size)
+    if chosen.execution != "no_pipelining":
+        whole = replace(whole, schedule=replace(whole.schedule, name=find_published(PAPER).name))
+    method: Literal["full", "none"] = "full" if chosen.execution == "recomputed" else "none"
+    return replace(
+        whole,
+        batch=replace(whole.batch, global_size=chosen.batch_size),
+        parallel=replace(whole.parallel, data=chosen.width, pipeline=chosen.depth),
+        recompute=replace(whole.recompute, method=method),
+    )
