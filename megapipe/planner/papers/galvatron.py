@@ -12,10 +12,11 @@ same number of replicas; their sharding and recomputation may differ (`parallel.
 shows whether supporting them would be worthwhile.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise, permutations
+from itertools import chain, permutations, product
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -88,25 +89,15 @@ def stage_strategies(
     and traffic (the paper's takeaways). recompute: return each strategy with and without recomputation.
     """
     power = (devices // pipeline).bit_length() - 1
-    leaves = []
-    for count in range(len(METHODS) + 1):
-        for methods in permutations(METHODS, count):
-            if pruned and {"data", "sharded"} <= set(methods):
-                continue
-            for powers in _compositions(power, count):
-                levels = tuple((method, 2**part) for method, part in zip(methods, powers, strict=True))
-                leaves += [Strategy(pipeline, levels, again) for again in ((False, True) if recompute else (False,))]
-    return tuple(leaves)
-
-
-def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ordered ways to write `total` as a sum of `parts` numbers of at least 1."""
-    if total == parts == 0:
-        yield ()
-    if not 1 <= parts <= total:
-        return
-    for cuts in combinations(range(1, total), parts - 1):
-        yield tuple(last - first for first, last in pairwise((0, *cuts, total)))
+    return tuple(
+        Strategy(pipeline, tuple(zip(methods, (2**part for part in powers), strict=True)), again)
+        for count in range(len(METHODS) + 1)
+        for methods in permutations(METHODS, count)
+        if not (pruned and {"data", "sharded"} <= set(methods))
+        for powers in product(range(1, power + 1), repeat=count)
+        if sum(powers) == power
+        for again in ((False, True) if recompute else (False,))
+    )
 
 
 Floats = npt.NDArray[np.float64]
@@ -168,20 +159,19 @@ def search(costs: "OpCosts", batch_sizes: Iterable[int], *, recompute: bool = Tr
     """
     if costs.devices & (costs.devices - 1):
         raise ValueError(f"devices must be a power of 2, got {costs.devices}")
-    best: Plan | None = None
+    plans: list[Plan] = []
     sizes = sorted(set(batch_sizes))
     for batch_size in sizes:
         fastest = _fastest(costs, batch_size, recompute, units)
         if fastest is None:
             break
-        if best is None or fastest.sequences_per_second > best.sequences_per_second:
-            best = fastest
-    if best is None:
+        plans.append(fastest)
+    if not plans:
         raise ValueError(
             f"no strategy of {costs.devices} devices fits {costs.memory_bytes:.4g} bytes per device at a batch of "
             f"{min(sizes, default=0)}; use more memory or devices, or smaller batch sizes with more factors of 2"
         )
-    return best
+    return max(plans, key=lambda plan: plan.sequences_per_second)
 
 
 def iteration_seconds(
@@ -202,21 +192,21 @@ def _fastest(costs: "OpCosts", batch_size: int, recompute: bool, units: int) -> 
     """Return the fastest plan of one batch size, over all pipeline degrees and numbers of micro-batches; on a tie the
     first plan, and None if none fits. Shapes whose lower bound is too slow are skipped."""
     shapes = [
-        _Shape(costs, _options(costs, depth, batch_size // microbatches, recompute), depth, microbatches, batch_size)
+        _Shape(costs, options, depth, microbatches, batch_size // microbatches)
         for depth in (2**power for power in range(costs.devices.bit_length()))
         if depth <= len(costs.kinds)
         for microbatches in (2**power for power in range(batch_size.bit_length()))
         if batch_size % microbatches == 0
+        if (options := _options(costs, depth, batch_size // microbatches, recompute))
     ]
     bounds = [shape.least_seconds() for shape in shapes]
-    best: Plan | None = None
-    place = len(shapes)
+    best, seconds, place = None, inf, len(shapes)
     for at in sorted(range(len(shapes)), key=bounds.__getitem__):
-        if best is not None and bounds[at] > best.seconds:
+        if bounds[at] > seconds:
             break
-        plan = shapes[at].plan(units, float("inf") if best is None else best.seconds)
-        if plan is not None and (best is None or (plan.seconds, at) < (best.seconds, place)):
-            best, place = plan, at
+        plan = shapes[at].plan(units, seconds)
+        if plan is not None and (plan.seconds, at) < (seconds, place):
+            best, seconds, place = plan, plan.seconds, at
     return best
 
 
@@ -228,29 +218,25 @@ def _options(costs: "OpCosts", depth: int, micro_size: int, recompute: bool) -> 
 
 @dataclass(frozen=True)
 class _Shape:
-    """One pipeline degree and number of micro-batches."""
+    """One pipeline degree and number of micro-batches, with its strategies, of which there is at least one."""
 
     costs: "OpCosts"
     options: tuple[Strategy, ...]
     depth: int
     microbatches: int
-    batch_size: int
+    micro_size: int
 
     def least_seconds(self) -> float:
         """Return a lower bound of the seconds of all plans, from the first stage without its memory and transitions.
 
         An iteration takes at least as long as all micro-batches in the first stage and the reduction that follows.
         """
-        if not self.options:
-            return float("inf")
         seconds = self._tables(0).seconds
         return self.microbatches * float(seconds.min(axis=1).sum()) * (1.0 - ROUNDING)
 
     def plan(self, units: int, most: float) -> Plan | None:
         """Return the plan, with each stage chosen by dynamic programming; None if a stage does not fit, or would need
         more than `most` seconds for the iteration."""
-        if not self.options:
-            return None
         limit = most / self.microbatches * (1.0 + ROUNDING)
         stages, times = [], []
         known: dict[tuple[object, ...], LayerStrategies | None] = {}
@@ -268,7 +254,7 @@ class _Shape:
             stages.append(StagePlan(first, last, strategies, choice.memory_bytes))
         forwards, backwards, reductions = np.array(times).T
         seconds = iteration_seconds(forwards, backwards, reductions, self.microbatches)
-        return Plan(self.batch_size, self.microbatches, tuple(stages), seconds)
+        return Plan(self.microbatches * self.micro_size, self.microbatches, tuple(stages), seconds)
 
     @cached_property
     def _cuts(self) -> tuple[tuple[int, int], ...]:
@@ -277,19 +263,15 @@ class _Shape:
     def _in_flight(self, stage: int) -> int:
         return min(self.depth - stage, self.microbatches)
 
-    @property
-    def _micro_size(self) -> int:
-        return self.batch_size // self.microbatches
-
     @cached_property
     def _by_kind(self) -> Floats:
         """Return the fields of `StrategyCost`, shape [kinds, strategies, fields]."""
         kinds = range(max(self.costs.kinds) + 1)
-        return np.array([[self.costs.of(kind, each, self._micro_size) for each in self.options] for kind in kinds])
+        return np.array([[self.costs.of(kind, each, self.micro_size) for each in self.options] for kind in kinds])
 
     @cached_property
     def _transitions(self) -> Floats:
-        return self.costs.transitions(self.options, self._micro_size)
+        return self.costs.transitions(self.options, self.micro_size)
 
     def _tables(self, stage: int) -> "Tables":
         """Return the costs from which the dynamic programming chooses. All stages except the last one also send."""
@@ -297,7 +279,7 @@ class _Shape:
         forward, backward, reduction, state, activations, working = np.moveaxis(fields, 2, 0)
         seconds = forward + backward + reduction / self.microbatches
         if stage < self.depth - 1:
-            seconds[-1] += [self.costs.send(each, self._micro_size) for each in self.options]
+            seconds[-1] += [self.costs.send(each, self.micro_size) for each in self.options]
         return Tables(seconds, state + self._in_flight(stage) * activations, working, self._transitions)
 
 
@@ -325,9 +307,7 @@ class Tables:
     transitions: Floats
 
 
-def choose(
-    tables: Tables, budget_bytes: float, units: int = 512, most: float = float("inf")
-) -> LayerStrategies | None:
+def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = inf) -> LayerStrategies | None:
     """Return the fastest strategies within the budget; None if no strategies fit and take at most `most` seconds.
 
     C(L, E) = min over S_j of [ min over S_i of ( C(L - 1, E - O(L, S_j)) + R(L, S_i, S_j) ) + c(L, S_j) ]. In addition
@@ -336,8 +316,8 @@ def choose(
     and kept bytes are rounded up to whole parts. The result never exceeds the budget, is exact if kept bytes are whole
     parts, and leaves at most the fraction layers / units of it unused.
     """
-    best: LayerStrategies | None = None
-    nothing = np.zeros(tables.kept.shape, dtype=np.int64)
+    best, limit = None, np.nextafter(most, inf)  # better strategies take less than `limit` seconds
+    nothing, layers = np.zeros(tables.kept.shape, dtype=np.int64), np.arange(len(tables.kept))
     classes = _classes(tables.transitions)
     for working in np.unique(tables.working[np.isfinite(tables.seconds)]):
         left = budget_bytes - working
@@ -349,16 +329,13 @@ def choose(
         least = seconds.min(axis=1).sum()
         if least * (1 - ROUNDING) > most or (best is not None and least >= best.seconds):
             continue  # too slow even if transitions took no time
-        picked = _within(seconds, nothing, tables.transitions, classes, units=1)
-        if picked is None or picked[1] > most or (best is not None and picked[1] >= best.seconds):
-            continue  # too slow even without the bound on memory
-        layers = np.arange(len(picked[0]))
-        if tables.kept[layers, picked[0]].sum() > left:
-            picked = _within(seconds, _in_units(tables.kept, left, units), tables.transitions, classes, units)
-        if picked is None or picked[1] > most or (best is not None and picked[1] >= best.seconds):
-            continue
-        memory = tables.kept[layers, picked[0]].sum() + tables.working[layers, picked[0]].max()
-        best = LayerStrategies(tuple(picked[0]), picked[1], float(memory))
+        # First without the bound on memory, which the fastest strategies often keep.
+        picked, total = _within(seconds, nothing, tables.transitions, classes, units=1)
+        if total < limit and tables.kept[layers, picked].sum() > left:
+            picked, total = _within(seconds, _in_units(tables.kept, left, units), tables.transitions, classes, units)
+        if total < limit:
+            memory = tables.kept[layers, picked].sum() + tables.working[layers, picked].max()
+            best, limit = LayerStrategies(tuple(picked), total, float(memory)), total
     return best
 
 
@@ -371,33 +348,30 @@ def _in_units(kept: Floats, left: float, units: int) -> Counts:
 
 
 def _within(
-    seconds: Floats,
-    kept: Counts,
-    transitions: Floats,
-    alike: tuple[Counts, Floats],
-    units: int,
-) -> tuple[list[int], float] | None:
-    """Return the fastest strategies within a number of units, and their seconds. alike: result of `_classes`."""
+    seconds: Floats, kept: Counts, transitions: Floats, alike: tuple[Counts, Floats], units: int
+) -> tuple[list[int], float]:
+    """Return the fastest strategies within a number of units, and their seconds: infinite if none fit.
+
+    alike: result of `_classes`.
+    """
     classes, between = alike
     num_layers, num_strategies = seconds.shape
     order = np.argsort(classes, kind="stable")
     first_of_class = np.searchsorted(classes[order], np.arange(len(between)))
-    places = np.arange(units + 1)
+    before = np.zeros((num_strategies, units + 1))
     # fastest[l][j, e]: seconds of the layers up to l, where l uses strategy j, in at most e units.
     fastest: list[Floats] = []
     for layer in range(num_layers):
-        if layer == 0:
-            before = np.zeros((num_strategies, units + 1))
-        else:
+        if layer > 0:
             grouped = np.minimum.reduceat(fastest[-1][order], first_of_class, axis=0)
             before = (grouped[:, None] + between[:, :, None]).min(axis=0)[classes]
-        left = places - kept[layer, :, None]
+        left = np.arange(units + 1) - kept[layer, :, None]
         spent = np.take_along_axis(before, np.maximum(left, 0), axis=1) + seconds[layer, :, None]
         fastest.append(np.where(left >= 0, spent, np.inf))
     strategy, left_units = int(fastest[-1][:, units].argmin()), units
     total = float(fastest[-1][strategy, units])
-    if np.isinf(total):
-        return None
+    if total == inf:
+        return [], inf
     picked = [strategy]
     for layer in range(num_layers - 1, 0, -1):
         left_units -= int(kept[layer, strategy])
@@ -449,6 +423,10 @@ def per_layer(
     return _as_json(plan, [each.name for each in costs.layers], config)
 
 
+_Exchanges = Mapping[str, Sequence[Exchange]]
+"""Exchanges by the dimension of their groups."""
+
+
 class OpCosts:
     """Costs of layers under strategies. All devices count as equal, with the memory of the smallest one.
 
@@ -489,44 +467,43 @@ class OpCosts:
         """Return the costs of a layer for a micro-batch of `micro_size` sequences on all replicas together."""
         per_replica, tensor = micro_size // strategy.replicas, strategy.degree("tensor")
         again = strategy.recompute and self._one_of[kind].kind == "block"
-        sizes = self._sizes(kind, tensor, per_replica, strategy.recompute)
-        kernels = sizes.kernels
+        kernels, exchanges, kept, stream, temporaries = self._sizes(kind, tensor, per_replica, strategy.recompute)
         computed = kernels.backward_input + kernels.backward_weight + (kernels.recompute if again else 0.0)
-        once, twice = (self._exchanged(strategy, "tensor", each) for each in (sizes.once, sizes.twice))
-        sharded = strategy.degree("sharded") > 1
-        replicas: Method = "sharded" if sharded else "data"
-        state = self._state(kind, tensor, strategy.replicas, sharded)
+        once, twice = (self._exchanged(strategy, "tensor", each) for each in exchanges)
+        method: Method = "sharded" if strategy.degree("sharded") > 1 else "data"
+        gathers, sums, state, gathered = self._state(kind, tensor, method, strategy.replicas)
         # Sharded weights are gathered before the forward and before the backward.
-        gather = self._exchanged(strategy, replicas, state.gather)
-        reduction = self._exchanged(strategy, replicas, state.reduction)
+        gather, reduction = (self._exchanged(strategy, method, each) for each in (gathers, sums))
         return StrategyCost(
             kernels.forward + twice - once + gather,
             computed + (once if again else 2 * once - twice) + gather,
             overlapped(computed, reduction, self.slow_down) - computed,
-            state.num_bytes,
-            sizes.stream if again else sizes.kept,
-            sizes.stream + sizes.temporaries + (sizes.kept if again else 0) + state.working,
+            state,
+            stream if again else kept,
+            stream + temporaries + (kept if again else 0) + gathered,
         )
 
     @cached_method
-    def _sizes(self, kind: int, tensor: int, sequences: int, recompute: bool) -> "_Sizes":
-        """Return the sizes of a micro-batch with some `sequences` in a layer. They do not depend on the replicas."""
+    def _sizes(
+        self, kind: int, tensor: int, sequences: int, recompute: bool
+    ) -> tuple[LayerSeconds, list[_Exchanges], int, int, int]:
+        """Return the kernels' seconds in a layer, its exchanges of a backward with one forward and with two, and the
+        bytes of its saved activations, its input, and temporaries. They do not depend on the replicas."""
         layer = self._one_of[kind]
-        costs = self._laid(Strategy(1, _levels(("tensor", tensor)), recompute), sequences)
-        once, twice = (costs.within_layer(layer, forwards=forwards, halves=False) for forwards in (1, 2))
-        temporaries = costs.temporaries(layer, "backward")
-        kernels = self.times.of(costs.config, layer)
-        return _Sizes(kernels, once, twice, costs.kept(layer), costs.stream, temporaries)
+        costs = self._laid(Strategy(1, (("tensor", tensor),), recompute), sequences)
+        exchanges: list[_Exchanges] = [costs.within_layer(layer, forwards=count, halves=False) for count in (1, 2)]
+        kernels, temporaries = self.times.of(costs.config, layer), costs.temporaries(layer, "backward")
+        return kernels, exchanges, costs.kept(layer), costs.stream, temporaries
 
     @cached_method
-    def _state(self, kind: int, tensor: int, replicas: int, sharded: bool) -> "_State":
-        """Return the traffic and bytes of a layer's weights, which do not depend on the micro-batch."""
-        method: Method = "sharded" if sharded else "data"
-        costs = self._laid(Strategy(1, _levels(("tensor", tensor), (method, replicas))), 1)
+    def _state(self, kind: int, tensor: int, method: Method, replicas: int) -> tuple[_Exchanges, _Exchanges, int, int]:
+        """Return the gathers of a layer's weights, the sums of its gradients, its bytes between steps, and the bytes
+        of its gathered weights and gradients. They do not depend on the micro-batch."""
+        costs = self._laid(Strategy(1, (("tensor", tensor), (method, replicas))), 1)
         unit, units, zero = Unit(tuple(self._one_of[kind].parameters.values())), costs.of_units, costs.config.zero
         whole = zero.weight_buffers * ELEMENT_BYTES[costs.precision] + zero.gradient_buffers * FULL_BYTES
-        working = units.elements(unit) * whole if sharded else 0
-        return _State(units.gather(unit), units.reduction(unit), units.state(unit).total, working)
+        gathered = units.elements(unit) * whole if method == "sharded" else 0
+        return units.gather(unit), units.reduction(unit), units.state(unit).total, gathered
 
     @cached_method
     def _laid(self, strategy: Strategy, sequences: int) -> LayoutCosts:
@@ -548,40 +525,13 @@ class OpCosts:
         degrees = [degree for _, degree in reversed(strategy.levels)]
         return Placement(self.hardware, {"pipeline": strategy.pipeline} | dict(zip(INSIDE, degrees, strict=False)))
 
-    def _exchanged(self, strategy: Strategy, method: Method, exchanges: "_Exchanges") -> float:
+    def _exchanged(self, strategy: Strategy, method: Method, exchanges: _Exchanges) -> float:
         """Return the seconds of exchanges within the groups of a method; 0 if the strategy does not use it."""
-        place = [name for name, _ in reversed(strategy.levels)].index(method) if strategy.degree(method) > 1 else None
-        if place is None:
+        methods = [name for name, _ in reversed(strategy.levels)]
+        if method not in methods:
             return 0.0
-        every = [each for group in exchanges.values() for each in group]
-        return exchanges_seconds(self._placed(strategy), every, INSIDE[place])
-
-
-_Exchanges = Mapping[str, Sequence[Exchange]]
-
-
-class _Sizes(NamedTuple):
-    """Sizes of a micro-batch in a layer. once, twice: exchanges of a backward with one forward, and with two."""
-
-    kernels: LayerSeconds
-    once: _Exchanges
-    twice: _Exchanges
-    kept: int
-    stream: int
-    temporaries: int
-
-
-class _State(NamedTuple):
-    """Weights of a layer. num_bytes: bytes between steps. working: bytes of gathered weights and gradients."""
-
-    gather: _Exchanges
-    reduction: _Exchanges
-    num_bytes: int
-    working: int
-
-
-def _levels(*degrees: tuple[Method, int]) -> tuple[tuple[Method, int], ...]:
-    return tuple(each for each in degrees if each[1] > 1)
+        dimension = INSIDE[methods.index(method)]
+        return exchanges_seconds(self._placed(strategy), chain.from_iterable(exchanges.values()), dimension)
 
 
 def missing_shares(options: Sequence[Strategy], extent: int) -> Floats:
@@ -601,13 +551,8 @@ def _as_json(plan: Plan, names: list[str], config: PretrainConfig) -> dict[str, 
     stages = []
     for stage in plan.stages:
         members = zip(names[stage.first : stage.last], stage.strategies, strict=True)
-        stages.append(
-            {
-                "memory_bytes": stage.memory_bytes,
-                "layers": [{"name": name} | _strategy(strategy) for name, strategy in members],
-            }
-        )
-    strategies = {(each.levels, each.recompute) for stage in plan.stages for each in stage.strategies}
+        layers = [{"name": name} | _strategy(strategy) for name, strategy in members]
+        stages.append({"memory_bytes": stage.memory_bytes, "layers": layers})
     return {
         "note": ADVICE,
         "source": "Galvatron's search, arXiv 2211.13878",
@@ -615,7 +560,7 @@ def _as_json(plan: Plan, names: list[str], config: PretrainConfig) -> dict[str, 
         "tokens_per_s": plan.sequences_per_second * config.data.sequence_length,
         "pipeline": len(plan.stages),
         "microbatches": plan.microbatches,
-        "one_strategy": len(strategies) == 1,
+        "one_strategy": len({strategy for stage in plan.stages for strategy in stage.strategies}) == 1,
         "stages": stages,
     }
 
