@@ -111,11 +111,7 @@ class RowResult:
         """Return the figures of the row as JSON data, with the assumed micro-batch size and chunks of the run."""
         config = self.estimate.config
         return {
-            "name": self.name,
-            "source": self.source,
-            "measured": self.measured,
-            "predicted": self.predicted,
-            "error": self.error,
+            **{name: getattr(self, name) for name in ("name", "source", "measured", "predicted", "error")},
             "leave_one_out_error": self.left_out,
             "micro_size": config.batch.micro_size,
             "chunks": config.schedule.chunks,
@@ -175,10 +171,8 @@ class FitResult:
 
 def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
     """Return the machine with these values of `PARAMETERS` in the efficiency of every device, otherwise unchanged."""
-    groups = []
-    for group in hardware.groups:
-        efficiency = replace(group.device.efficiency, **shares)
-        groups.append(replace(group, device=replace(group.device, efficiency=efficiency)))
+    devices = (replace(each.device, efficiency=replace(each.device.efficiency, **shares)) for each in hardware.groups)
+    groups = (replace(group, device=device) for group, device in zip(hardware.groups, devices, strict=True))
     return replace(hardware, groups=tuple(groups))
 
 
@@ -194,11 +188,8 @@ def fit(
 
     half_size and launch do not change. unfitted: rows that are only predicted. prior: prior knowledge of the shares;
     their distance from it counts like a row's error. leave_one_out: also fit without each row, to measure how well the
-    other rows predict it.
-
-    Raises:
-        ConfigError: there are fewer rows than parameters (with leave_one_out, than parameters plus 1), or no layout of
-            a row fits in memory.
+    other rows predict it. Raises ConfigError if there are fewer rows than parameters (with leave_one_out, than
+    parameters plus 1), or no layout of a row fits in memory.
     """
     needed = len(PARAMETERS) + leave_one_out
     if len(rows) < needed:
@@ -206,24 +197,17 @@ def fit(
             f"{len(rows)} rows given: {len(PARAMETERS)} parameters ({', '.join(each.name for each in PARAMETERS)}) "
             f"need {needed} or more; measure more layouts"
         )
-    errors = _errors_of(rows, hardware, prior)
-    best = fit_parameters(errors, PARAMETERS)
+    best = _best_shares(rows, hardware, prior)
     machine = _machine(hardware, best.point)
-    left_out: list[float | None] = [None] * len(rows)
-    if leave_one_out:
-        for index, row in enumerate(rows):
-            others = [*rows[:index], *rows[index + 1 :]]
-            without = fit_parameters(_errors_of(others, hardware, prior), PARAMETERS)
-            left_out[index] = judge(row, _machine(hardware, without.point)).error
-    fitted = (judge(row, machine, left) for row, left in zip(rows, left_out, strict=True))
-    return FitResult(
-        machine,
-        machine.groups[0].device.efficiency,
-        best.spreads(ROW_ERROR),
-        tuple(fitted),
-        tuple(judge(row, machine) for row in unfitted),
-        prior,
-    )
+    fitted = []
+    for index, row in enumerate(rows):
+        left_out = None
+        if leave_one_out:
+            without = _best_shares([*rows[:index], *rows[index + 1 :]], hardware, prior)
+            left_out = judge(row, _machine(hardware, without.point)).error
+        fitted.append(judge(row, machine, left_out))
+    efficiency, predicted = machine.groups[0].device.efficiency, (judge(row, machine) for row in unfitted)
+    return FitResult(machine, efficiency, best.spreads(ROW_ERROR), tuple(fitted), tuple(predicted), prior)
 
 
 def judge(row: FittingRow, hardware: Hardware, left_out: float | None = None) -> RowResult:
@@ -237,18 +221,16 @@ def _machine(hardware: Hardware, point: Floats) -> Hardware:
     return with_shares(hardware, {each.name: float(value) for each, value in zip(PARAMETERS, point, strict=True)})
 
 
-def _errors_of(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | None) -> Callable[[Floats], Floats]:
-    """Return a function from a point to the rows' log errors, followed by the point's distances from the prior."""
+def _best_shares(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | None) -> Optimum:
+    """Return the shares with the least sum of squared log errors of rows, and of distances from the prior."""
 
     def errors(point: Floats) -> Floats:
         machine = _machine(hardware, point)
         speeds = (row.speeds(row.predict(machine)) for row in rows)
-        log_errors = np.array([np.log(predicted / measured) for predicted, measured in speeds])
-        if prior is None:
-            return log_errors
-        return np.concatenate([log_errors, prior.errors(point)])
+        log_errors = [np.log(predicted / measured) for predicted, measured in speeds]
+        return np.concatenate([log_errors, [] if prior is None else prior.errors(point)])
 
-    return errors
+    return fit_parameters(errors, PARAMETERS)
 
 
 def report_lines(result: FitResult, unit: str) -> Iterator[str]:
@@ -257,16 +239,14 @@ def report_lines(result: FitResult, unit: str) -> Iterator[str]:
     yield f"{len(PARAMETERS)} free parameters of {result.hardware.name}: {values}"
     yield from parameter_lines(result)
     yield f"{'row':<10}{unit:>10}{'predicted':>11}{'error':>9}{'left out':>10}  assumed"
-    for row in result.fitted:
-        yield _row_line(row)
+    yield from map(_row_line, result.fitted)
     yield f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
     left_out = result.left_out_errors
     if left_out:
         yield f"left out: mean error {sum(left_out) / len(left_out):.1%}, worst {max(left_out):.1%}"
     if result.unfitted:
         yield "not fitted, only predicted:"
-    for row in result.unfitted:
-        yield f"{_row_line(row)}; {row.source}"
+        yield from (f"{_row_line(row)}; {row.source}" for row in result.unfitted)
 
 
 def parameter_lines(result: FitResult) -> Iterator[str]:
@@ -285,10 +265,9 @@ def parameter_lines(result: FitResult) -> Iterator[str]:
 def _row_line(row: RowResult) -> str:
     config = row.estimate.config
     left_out = "" if row.left_out is None else f"{row.left_out:+.1%}"
-    assumed = f"micro-batch {config.batch.micro_size}"
-    if config.schedule.chunks is not None:
-        assumed += f", {config.schedule.chunks} chunks"
-    return f"{row.name:<10}{row.measured:>10.4g}{row.predicted:>11.4g}{row.error:>+9.1%}{left_out:>10}  {assumed}"
+    chunks = "" if config.schedule.chunks is None else f", {config.schedule.chunks} chunks"
+    figures = f"{row.name:<10}{row.measured:>10.4g}{row.predicted:>11.4g}{row.error:>+9.1%}{left_out:>10}"
+    return f"{figures}  micro-batch {config.batch.micro_size}{chunks}"
 
 
 H100_TABLE = "Megatron-LM, table of training speed on H100"
@@ -355,40 +334,34 @@ class PublishedRun:
         """Yield the row's run with every possible micro-batch size and number of chunks; the tables omit them."""
         base = self.conditions.base
         data = self.devices // (self.tensor * self.pipeline)
-        model = replace(base.model, num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads)
         sequence = base.parallel.sequence and self.tensor > 1
+        pieces = self.tensor if self.conditions.pieces and sequence else 1
+        model = replace(base.model, num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads)
+        parallel = ParallelConfig(
+            tensor=self.tensor, pipeline=self.pipeline, data=data, sequence=sequence, sequence_chunks=pieces
+        )
+        run, interleaved = replace(base, model=model), find_generator(ScheduleConfig.name).looped
         for micro_size in MICRO_SIZES:
-            if self.batch % (micro_size * data):
+            microbatches, rest = divmod(self.batch, micro_size * data)
+            if rest:
                 continue
-            for chunks in self._chunk_counts(self.batch // (micro_size * data)):
-                parallel = ParallelConfig(
-                    tensor=self.tensor,
-                    pipeline=self.pipeline,
-                    data=data,
-                    sequence=sequence,
-                    sequence_chunks=self.tensor if self.conditions.pieces and sequence else 1,
-                    layers_per_stage=self._even_stages(chunks),
-                )
-                interleaved = ScheduleConfig(name=find_generator(ScheduleConfig.name).looped, chunks=chunks)
+            for chunks in self._chunk_counts(microbatches):
                 yield replace(
-                    base,
-                    model=model,
+                    run,
                     batch=BatchConfig(global_size=self.batch, micro_size=micro_size),
-                    parallel=parallel,
-                    schedule=interleaved if self.pipeline > 1 else ScheduleConfig(),
+                    parallel=replace(parallel, layers_per_stage=self._even_stages(chunks)),
+                    schedule=ScheduleConfig(name=interleaved, chunks=chunks) if chunks > 1 else ScheduleConfig(),
                 )
 
-    def _chunk_counts(self, microbatches: int) -> tuple[int, ...]:
+    def _chunk_counts(self, microbatches: int) -> list[int]:
         """Return the possible numbers of chunks per rank: 1 without a pipeline, otherwise 2 or more. Empty if layers
         or micro-batches do not divide evenly, as interleaving requires."""
         if self.pipeline == 1:
-            return (1,)
-        several = [
-            chunks
-            for chunks in range(2, self.layers // self.pipeline + 1)
-            if self.layers % (self.pipeline * chunks) == 0
-        ]
-        return tuple(several) if several and microbatches % self.pipeline == 0 else ()
+            return [1]
+        blocks, rest = divmod(self.layers, self.pipeline)
+        if rest or microbatches % self.pipeline:
+            return []
+        return [chunks for chunks in range(2, blocks + 1) if blocks % chunks == 0]
 
     def _even_stages(self, chunks: int) -> list[int]:
         """Return the layers of each stage: the same number of blocks, plus embedding (first stage) and head (last)."""
@@ -397,18 +370,6 @@ class PublishedRun:
         sizes[0] += 1
         sizes[-1] += 1
         return sizes
-
-
-def _model(vocabulary: int, positions: int, *, attention: Literal["unfused", "sdpa"], dropout: float) -> ModelConfig:
-    return ModelConfig(
-        vocabulary_size=vocabulary,
-        max_positions=positions,
-        activation="gelu_tanh",
-        attention=attention,
-        attention_dropout=dropout,
-        hidden_dropout=dropout,
-        embedding_dropout=dropout,
-    )
 
 
 @dataclass(frozen=True)
@@ -422,12 +383,14 @@ class PublishedTable:
     unfitted: tuple[PublishedRun, ...] = ()
 
 
+_A100_MODEL = ModelConfig(vocabulary_size=51200, max_positions=2048, activation="gelu_tanh", attention="unfused")
+_H100_MODEL = ModelConfig(vocabulary_size=131072, max_positions=4096, activation="gelu_tanh", attention="sdpa")
 _on_a100 = partial(
     PublishedRun,
     Conditions(
         "executed",
         PretrainConfig(
-            model=_model(51200, 2048, attention="unfused", dropout=0.1),
+            model=replace(_A100_MODEL, attention_dropout=0.1, hidden_dropout=0.1, embedding_dropout=0.1),
             data=DataConfig(sequence_length=2048),
             training=TrainingConfig(precision="fp16"),
             recompute=RecomputeConfig(method="full"),
@@ -441,7 +404,7 @@ _on_h100 = partial(
     Conditions(
         "model",
         PretrainConfig(
-            model=_model(131072, 4096, attention="sdpa", dropout=0.0),
+            model=_H100_MODEL,
             data=DataConfig(sequence_length=4096),
             training=TrainingConfig(precision="bf16"),
             zero=ZeroConfig(stage=1),

@@ -48,6 +48,7 @@ class Rate:
 A100_40_BANDWIDTH, A100_80_BANDWIDTH, H100_BANDWIDTH = 1555e9, 2039e9, 3.35e12
 """Memory bandwidths in bytes per second, from the manufacturers' data sheets (SXM)."""
 _APEX = "github.com/NVIDIA/apex, pull request 1037, on a GA100 (taken to be the A100 of 40 GB)"
+_PYTORCH = "github.com/pytorch/pytorch, pull request 168335"
 _QUACK = "github.com/Dao-AILab/quack, media/2025-07-10-membound-sol.md"
 _LIGER = "github.com/linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, megatron-unfused, vocabulary 131072"
 _LOSS_LOGITS, _LOSS_SECONDS = 8192 * 131072, 21.25e-3
@@ -64,15 +65,8 @@ MEMORY: Mapping[str, tuple[Rate, ...]] = {
     "h100": (
         Rate("softmax over 131072, written by hand", 3.01e12, H100_BANDWIDTH, _QUACK),
         Rate("softmax over 262144, compiled", 1.89e12, H100_BANDWIDTH, _QUACK),
-        Rate(
-            "layer norm, forward, compiled", 1600e9, H100_BANDWIDTH, "github.com/pytorch/pytorch, pull request 168335"
-        ),
-        Rate(
-            "layer norm, forward, compiled, tuned",
-            2000e9,
-            H100_BANDWIDTH,
-            "github.com/pytorch/pytorch, pull request 168335",
-        ),
+        Rate("layer norm, forward, compiled", 1600e9, H100_BANDWIDTH, _PYTORCH),
+        Rate("layer norm, forward, compiled, tuned", 2000e9, H100_BANDWIDTH, _PYTORCH),
         Rate("Megatron-LM's loss", _LOSS_LOGITS * UNFUSED_LOSS_BYTES / _LOSS_SECONDS, H100_BANDWIDTH, _LIGER),
     ),
 }
@@ -132,13 +126,8 @@ class Prior:
 
 def prior_of(name: str) -> Prior:
     """Return the prior of a preset, one of the keys of `MEMORY`."""
-    return Prior(
-        {
-            "ceiling": _products(name),
-            "memory": _middle(MEMORY[name], "kernels that read and write"),
-            "links": _middle(LINKS[name], "collectives alone"),
-        }
-    )
+    memory = _middle(MEMORY[name], "kernels that read and write")
+    return Prior({"ceiling": _products(name), "memory": memory, "links": _middle(LINKS[name], "collectives alone")})
 
 
 def _middle(rates: Sequence[Rate], what: str) -> Belief:
