@@ -1,6 +1,6 @@
 """Times of layers from the measurements in a machine's hardware file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -10,8 +10,8 @@ from typing import TypeVar, cast
 from megapipe.config.memory import RecomputedPart
 from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware, IntraNodeLink, NodeGroup
-from megapipe.layout.hardware.measured import MeasuredLayer, MeasuredWait, Measurements
+from megapipe.layout.hardware.description import Hardware, IntraNodeLink
+from megapipe.layout.hardware.measured import LayerRow, MeasuredLayer, MeasuredWait, Measurements
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
@@ -61,38 +61,33 @@ class MeasuredTimes:
         why = self._why_not(config, layer)
         if why:
             return self._roofline(config, layer, why)
-        rows = self._rows(config, layer)
-        parallel, size = config.parallel, float(config.batch.micro_size)
-        busy = self._busy(config)
-        slower = self.measured.slowdown(busy) if self.contended else 1.0
-
-        def seconds(name: str) -> float:
-            return slower * between([(row.micro_size, getattr(row, name)) for row in rows], size)
-
-        backward_input, backward_weight = seconds("backward_input"), seconds("backward_weight")
+        rows, parallel, slower = _of_layer(self.measured.layers, config, layer), config.parallel, self._slower(config)
+        names = ("forward", "backward_input", "backward_weight", "backward", "recompute")
+        forward, backward_input, backward_weight, backward, again = _seconds(rows, config, names, slower)
         if not splits_backwards(config):
             # Separate halves repeat some work, so scale them to the time of a whole backward.
-            share = seconds("backward") / (backward_input + backward_weight)
+            share = backward / (backward_input + backward_weight)
             backward_input, backward_weight = share * backward_input, share * backward_weight
-        again = seconds("recompute") if recompute_method(config, layer.name) == "full" else 0.0
-        beside = f", with {busy} ranks of a node computing" if self.contended and slower > 1.0 else ""
+        if recompute_method(config, layer.name) != "full":
+            again = 0.0
+        beside = f", with {self._busy(config)} ranks of a node computing" if slower > 1.0 else ""
         source = (
             f"measured {self.measured.date} on {self.hardware.name}: tensor {parallel.tensor}, context "
             f"{parallel.context}{beside}"
         )
         waits = self._waits(config, layer, slower)
-        return LayerSeconds(seconds("forward"), backward_input, backward_weight, again, source, waits)
+        return LayerSeconds(forward, backward_input, backward_weight, again, source, waits)
 
     def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
         """Return the seconds that a rank takes to update its part of a state unit: the measured time per element, or
         the roofline's time if no similar layer was measured."""
-        now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
+        slower = self._slower(config)
         if self._why_not(config, layer) and self._like(config, layer) is None:
             seconds = RooflineTimes(self.hardware.groups[0].device).update(config, layer, unit)
-            return seconds * now / self.measured.contention[-1].factor
+            return seconds * slower / self.measured.contention[-1].factor
         replicas = (config.parallel.data or 1) * config.parallel.context
         elements = UnitCosts(config, replicas, VOCABULARY_ALIGNMENT).own_elements(unit, 1)
-        return now * elements * self.measured.update_seconds
+        return slower * elements * self.measured.update_seconds
 
     def _busy(self, config: PretrainConfig) -> int:
         """Return the number of the run's ranks on one node."""
@@ -100,37 +95,30 @@ class MeasuredTimes:
         ranks = (parallel.data or 1) * parallel.pipeline * parallel.context * parallel.tensor
         return min(ranks, self.hardware.groups[0].devices_per_node)
 
+    def _slower(self, config: PretrainConfig) -> float:
+        """Return how many times longer work takes than while all other ranks are idle."""
+        return self.measured.slowdown(self._busy(config)) if self.contended else 1.0
+
     def _why_not(self, config: PretrainConfig, layer: LayerSpec) -> str:
         """Return why no row applies to a layer; empty if one does."""
-        parallel = config.parallel
-        measured, shape = dict(self.measured.shape), shape_of(config)
+        parallel, shape = config.parallel, shape_of(config)
         for name, dimension in ONLY_SHARED.items():
             if getattr(parallel, dimension) == 1:
                 shape.pop(name)
         if layer.kind != "head":  # the only layer that computes logits
             shape.pop("recompute_logits")
-        different = differences(measured, shape)
+        different = differences(self.measured.shape, shape)
         if different:
             return f"measured for another shape ({', '.join(different)})"
-        if not self._rows(config, layer):
+        if not _of_layer(self.measured.layers, config, layer):
             return f"tensor {parallel.tensor} with context {parallel.context} was not measured"
         return ""
-
-    def _rows(self, config: PretrainConfig, layer: LayerSpec) -> list[MeasuredLayer]:
-        return _of_layer(self.measured.layers, config, layer)
 
     def _waits(self, config: PretrainConfig, layer: LayerSpec, slower: float) -> PhaseSeconds | None:
         """Return the waits between ranks of the same layer; None if they were not measured."""
         rows = _of_layer(self.measured.waits, config, layer)
-        if not rows:
-            return None
-        names = (
-            ("forward", "backward_input", "backward_weight") if splits_backwards(config) else ("forward", "backward")
-        )
-        size = float(config.batch.micro_size)
-        return PhaseSeconds(
-            *(slower * between([(row.micro_size, getattr(row, name)) for row in rows], size) for name in names)
-        )
+        backward = ("backward_input", "backward_weight") if splits_backwards(config) else ("backward",)
+        return PhaseSeconds(*_seconds(rows, config, ("forward", *backward), slower)) if rows else None
 
     def _roofline(self, config: PretrainConfig, layer: LayerSpec, why: str) -> LayerSeconds:
         """Return the times of a layer to which no row applies.
@@ -140,30 +128,22 @@ class MeasuredTimes:
         such rows, the roofline is scaled by the slow-down of the busy ranks relative to a fully busy machine, because
         the device figures in the hardware file are those of a fully busy machine.
         """
-        roofline = RooflineTimes(self.hardware.groups[0].device).of(config, layer)
-        now = self.measured.slowdown(self._busy(config)) if self.contended else 1.0
-        like = self._like(config, layer)
+        times = RooflineTimes(self.hardware.groups[0].device)
+        roofline, slower, like = times.of(config, layer), self._slower(config), self._like(config, layer)
         if like is None:
-            ease = now / self.measured.contention[-1].factor
-            eased = (ease * each for each in roofline[:4])
-            forward, backward_input, backward_weight, again = eased
-            return LayerSeconds(forward, backward_input, backward_weight, again, f"{roofline.source}; {why}")
-        measured = replace(self, contended=False).of(like, layer)
-        expected = RooflineTimes(self.hardware.groups[0].device).of(like, layer)
-        forward = now * measured.forward / expected.forward
-        backward = now * (measured.backward_input + measured.backward_weight)
-        # The measured backward includes the recomputation within it.
-        backward /= expected.backward_input + expected.backward_weight + expected.recompute
-        parallel = replace(like.parallel, tensor=config.parallel.tensor, context=config.parallel.context)
-        waits = self._waits(config, layer, now) if parallel == config.parallel else None
-        return LayerSeconds(
-            forward * roofline.forward,
-            backward * roofline.backward_input,
-            backward * roofline.backward_weight,
-            forward * roofline.recompute,
-            f"{roofline.source}, scaled by times {measured.source}; {why}",
-            waits,
-        )
+            forward = backward = slower / self.measured.contention[-1].factor
+            source, waits = f"{roofline.source}; {why}", None
+        else:
+            measured, expected = replace(self, contended=False).of(like, layer), times.of(like, layer)
+            forward = slower * measured.forward / expected.forward
+            backward = slower * (measured.backward_input + measured.backward_weight)
+            # The measured backward includes the recomputation within it.
+            backward /= expected.backward_input + expected.backward_weight + expected.recompute
+            source = f"{roofline.source}, scaled by times {measured.source}; {why}"
+            parallel = replace(like.parallel, tensor=config.parallel.tensor, context=config.parallel.context)
+            waits = self._waits(config, layer, slower) if parallel == config.parallel else None
+        halves = backward * roofline.backward_input, backward * roofline.backward_weight
+        return LayerSeconds(forward * roofline.forward, *halves, forward * roofline.recompute, source, waits)
 
     def _like(self, config: PretrainConfig, layer: LayerSpec) -> PretrainConfig | None:
         """Return the run in the layout in which the layer was measured, with the most similar number of ranks; None if
@@ -178,23 +158,21 @@ class MeasuredTimes:
         )
         remade = shape["recomputed_parts"]
         parts = cast(list[RecomputedPart], remade.split() if remade != "none" else [])
-        like = replace(
-            config,
-            parallel=replace(
-                parallel,
-                tensor=tensor,
-                context=context,
-                sequence=shape["sequence_parallel"] == "True",
-                sequence_chunks=int(shape["sequence_chunks"]),
-                context_attention=shape["context_attention"],  # type: ignore[arg-type]
-            ),
-            recompute=replace(
-                config.recompute,
-                method="selective" if parts else "none",
-                parts=parts or config.recompute.parts,
-                logits=shape["recompute_logits"] == "True",
-            ),
+        similar = replace(
+            parallel,
+            tensor=tensor,
+            context=context,
+            sequence=shape["sequence_parallel"] == "True",
+            sequence_chunks=int(shape["sequence_chunks"]),
+            context_attention=shape["context_attention"],  # type: ignore[arg-type]
         )
+        recompute = replace(
+            config.recompute,
+            method="selective" if parts else "none",
+            parts=parts or config.recompute.parts,
+            logits=shape["recompute_logits"] == "True",
+        )
+        like = replace(config, parallel=similar, recompute=recompute)
         return None if self._why_not(like, layer) else like
 
 
@@ -206,6 +184,12 @@ def _of_layer(rows: Iterable[Row], config: PretrainConfig, layer: LayerSpec) -> 
     key = layer.kind, config.parallel.tensor, config.parallel.context
     matching = [row for row in rows if (row.kind, row.tensor, row.context) == key]
     return sorted(matching, key=lambda row: row.micro_size)
+
+
+def _seconds(rows: Sequence[LayerRow], config: PretrainConfig, names: Iterable[str], slower: float) -> list[float]:
+    """Return the columns `names` of a layer's rows at the run's micro-batch size, times `slower`."""
+    size = float(config.batch.micro_size)
+    return [slower * between([(row.micro_size, getattr(row, name)) for row in rows], size) for name in names]
 
 
 def between(points: list[tuple[int, float]], at: float) -> float:
@@ -241,16 +225,15 @@ def at_ease(hardware: Hardware) -> Hardware:
     measured = hardware.measured
     if measured is None:
         return hardware
-
-    def eased(group: NodeGroup) -> NodeGroup:
+    groups = []
+    for group in hardware.groups:
         rows = tuple(
             replace(row, latency=row.latency / factor, bandwidth=row.bandwidth * factor)
             for row in group.inside.collectives
             for factor in (measured.slowdown(row.ranks) if row.operation != "send" else 1.0,)
         )
-        return replace(group, inside=replace(group.inside, collectives=rows))
-
-    return replace(hardware, groups=tuple(eased(group) for group in hardware.groups))
+        groups.append(replace(group, inside=replace(group.inside, collectives=rows)))
+    return replace(hardware, groups=tuple(groups))
 
 
 def shape_of(config: PretrainConfig) -> dict[str, str]:
@@ -285,20 +268,14 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
     return {name: str(value) for name, value in settings.items()}
 
 
-def differences(measured: dict[str, str], wanted: dict[str, str]) -> list[str]:
+def differences(measured: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
     """Return a phrase such as `hidden_size 512 instead of 256` for each value that differs from the measured one."""
     names = [name for name in wanted if measured.get(name) != wanted[name]]
     return [f"{name} {wanted[name]} instead of {measured.get(name, 'nothing')}" for name in names]
 
 
 def simulate_measured(
-    schedule: Schedule,
-    costs: Costs,
-    measured: Measurements,
-    *,
-    processes: int,
-    traffic_share: float,
-    steps: int = 1,
+    schedule: Schedule, costs: Costs, measured: Measurements, *, processes: int, traffic_share: float, steps: int = 1
 ) -> Simulation:
     """Run `simulate_contended` with a machine's measured figures. Every action includes the engine's overhead."""
     computing = {place: time for place, time in costs.times.items() if place.kind in COMPUTE_STREAM and time > 0}
