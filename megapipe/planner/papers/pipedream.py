@@ -81,49 +81,37 @@ def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
 
 def _best(layers: Sequence[Layer], levels: Sequence[Level], passes: Callable[[int], float]) -> Partition:
     """Return the best partition. passes: number of replicas -> how often weights cross a link in a gradient sum."""
-    seconds, weights = (
-        list(accumulate((getattr(layer, name) for layer in layers), initial=0.0))
-        for name in ("seconds", "weight_bytes")
-    )
+    seconds = list(accumulate((layer.seconds for layer in layers), initial=0.0))
+    weights = list(accumulate((layer.weight_bytes for layer in layers), initial=0.0))
 
-    def on_one(first: int, last: int) -> Partition:
-        return Partition(math.fsum((seconds[last], -seconds[first])), ())
-
-    inner: Callable[[int, int], Partition] = on_one
-    for level in levels:
-        inner = _level(layers, level, inner, weights, passes)
-    return inner(0, len(layers))
-
-
-def _level(
-    layers: Sequence[Layer],
-    level: Level,
-    inner: Callable[[int, int], Partition],
-    weights: Sequence[float],
-    passes: Callable[[int], float],
-) -> Callable[[int, int], Partition]:
-    """Return A^k on the full width of a level, as a function of (first, last) layers. weights: cumulative bytes."""
+    def best(k: int, first: int, last: int) -> Partition:
+        """Return A^k(first..last) on the full width of level k; level 0 is one device."""
+        if k == 0:
+            return Partition(math.fsum((seconds[last], -seconds[first])), ())
+        return best_from(k, first)[last, levels[k - 1].width]
 
     @cache
-    def stage(first: int, last: int, count: int) -> Partition:
-        of_one = inner(first, last)
-        synchronised = passes(count) * math.fsum((weights[last], -weights[first])) / level.bytes_per_second
-        seconds = max(of_one.seconds, synchronised) / count
-        return Partition(seconds, (PartitionStage(first, last, count, of_one.stages),))
+    def stage(k: int, first: int, last: int, count: int) -> Partition:
+        """Return T^k(first..last, m): the layers as one stage."""
+        of_one = best(k - 1, first, last)
+        synchronised = passes(count) * math.fsum((weights[last], -weights[first])) / levels[k - 1].bytes_per_second
+        slowest = max(of_one.seconds, synchronised) / count
+        return Partition(slowest, (PartitionStage(first, last, count, of_one.stages),))
 
     @cache
-    def best_from(first: int) -> dict[tuple[int, int], Partition]:
-        """Return A(first..last, m) by (last, m): the best partition of the first layers, then a last stage."""
-        best: dict[tuple[int, int], Partition] = {}
+    def best_from(k: int, first: int) -> dict[tuple[int, int], Partition]:
+        """Return A^k(first..last, m) by (last, m): the best partition of the first layers, then a last stage."""
+        level = levels[k - 1]
+        partitions: dict[tuple[int, int], Partition] = {}
         for last, count in product(range(first + 1, len(layers) + 1), range(1, level.width + 1)):
-            fastest = stage(first, last, count)
+            fastest = stage(k, first, last, count)
             for cut, workers in product(range(first + 1, last), range(1, count)):
-                before, after = best[cut, count - workers], stage(cut, last, workers)
+                before, after = partitions[cut, count - workers], stage(k, cut, last, workers)
                 transfer = 2 * layers[cut - 1].activation_bytes / level.bytes_per_second
-                seconds = max(before.seconds, transfer, after.seconds)
-                if seconds < fastest.seconds:
-                    fastest = Partition(seconds, before.stages + after.stages)
-            best[last, count] = fastest
-        return best
+                slowest = max(before.seconds, transfer, after.seconds)
+                if slowest < fastest.seconds:
+                    fastest = Partition(slowest, before.stages + after.stages)
+            partitions[last, count] = fastest
+        return partitions
 
-    return lambda first, last: best_from(first)[last, level.width]
+    return best(len(levels), 0, len(layers))
