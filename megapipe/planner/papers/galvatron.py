@@ -36,7 +36,7 @@ from megapipe.planner.cost.estimate import ENGINE
 from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, RooflineTimes, shared
 from megapipe.planner.cost.step_time import step_seconds
-from megapipe.planner.papers.two_buffered import single_device
+from megapipe.planner.papers.two_buffered import uniform_run
 from megapipe.schedules.balance import balance_layers
 from megapipe.schedules.simulation.order_times import OrderCosts
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES
@@ -152,10 +152,8 @@ def search(costs: "OpCosts", batch_sizes: Iterable[int], *, recompute: bool = Tr
     first one that does not fit.
 
     recompute: also try strategies with recomputation. units: number of parts into which the dynamic programming
-    divides the memory. The numbers of micro-batches are powers of 2.
-
-    Raises:
-        ValueError: the number of devices is not a power of 2, or there is no batch size for which a plan fits.
+    divides the memory. The numbers of micro-batches are powers of 2. Raises ValueError if the number of devices is not
+    a power of 2, or there is no batch size for which a plan fits.
     """
     if costs.devices & (costs.devices - 1):
         raise ValueError(f"devices must be a power of 2, got {costs.devices}")
@@ -408,11 +406,8 @@ def per_layer(
     """Return the plan of Galvatron's search (`papers.galvatron.search`) for batches of batch.global_size, for JSON.
 
     times: times of layers; by default the roofline of the first group's device. recompute: also try strategies with
-    recomputation. units: number of parts into which memory is divided.
-
-    Raises:
-        ConfigError: the number of devices is not a power of 2, the device has no peak for the precision, or nothing
-            fits.
+    recomputation. units: number of parts into which memory is divided. Raises ConfigError if the number of devices is
+    not a power of 2, the device has no peak for the precision, or nothing fits.
     """
     times = shared(RooflineTimes(hardware.groups[0].device) if times is None else times)
     costs = OpCosts(config, hardware, devices, times)
@@ -435,7 +430,7 @@ class OpCosts:
     """
 
     def __init__(self, config: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
-        self.whole, self.hardware, self.devices, self.times = single_device(config, 1), hardware, devices, times
+        self.whole, self.hardware, self.devices, self.times = uniform_run(config, 1), hardware, devices, times
         self.memory_bytes = min(node.device.memory_bytes for node in hardware.nodes(devices))
         self.layers = layers_of(self.whole)
         self.slow_down = ENGINE.on(hardware).slow_down
@@ -509,15 +504,10 @@ class OpCosts:
     def _laid(self, strategy: Strategy, sequences: int) -> LayoutCosts:
         """Return the sizes of a model in which all layers use one strategy. sequences: number of sequences of a
         micro-batch on one device."""
-        method: Literal["full", "none"] = "full" if strategy.recompute else "none"
-        config = replace(
-            self.whole,
-            parallel=replace(self.whole.parallel, data=strategy.replicas, tensor=strategy.degree("tensor")),
-            zero=ZeroConfig(stage=3 if strategy.degree("sharded") > 1 else 0),
-            recompute=replace(self.whole.recompute, method=method),
-            batch=replace(self.whole.batch, micro_size=sequences),
-        )
-        return layout_costs(config, device=hardware_device_type(self.hardware))
+        replicas, tensor = strategy.replicas, strategy.degree("tensor")
+        run = uniform_run(self.whole, sequences, data=replicas, tensor=tensor, recompute=strategy.recompute)
+        run = replace(run, zero=ZeroConfig(stage=3 if strategy.degree("sharded") > 1 else 0))
+        return layout_costs(run, device=hardware_device_type(self.hardware))
 
     @cached_method
     def _placed(self, strategy: Strategy) -> Placement:
@@ -548,11 +538,19 @@ def missing_shares(options: Sequence[Strategy], extent: int) -> Floats:
 
 
 def _as_json(plan: Plan, names: list[str], config: PretrainConfig) -> dict[str, Any]:
-    stages = []
-    for stage in plan.stages:
-        members = zip(names[stage.first : stage.last], stage.strategies, strict=True)
-        layers = [{"name": name} | _strategy(strategy) for name, strategy in members]
-        stages.append({"memory_bytes": stage.memory_bytes, "layers": layers})
+    """Return a plan for JSON. placement: methods from the widest groups to groups of neighbors."""
+    strategies = [strategy for stage in plan.stages for strategy in stage.strategies]
+    layers = [
+        {
+            "name": name,
+            "data": strategy.degree("data"),
+            "sharded_data": strategy.degree("sharded"),
+            "tensor": strategy.degree("tensor"),
+            "placement": [method for method, _ in strategy.levels],
+            "recompute": strategy.recompute,
+        }
+        for name, strategy in zip(names, strategies, strict=True)
+    ]
     return {
         "note": ADVICE,
         "source": "Galvatron's search, arXiv 2211.13878",
@@ -560,17 +558,8 @@ def _as_json(plan: Plan, names: list[str], config: PretrainConfig) -> dict[str, 
         "tokens_per_s": plan.sequences_per_second * config.data.sequence_length,
         "pipeline": len(plan.stages),
         "microbatches": plan.microbatches,
-        "one_strategy": len({strategy for stage in plan.stages for strategy in stage.strategies}) == 1,
-        "stages": stages,
-    }
-
-
-def _strategy(strategy: Strategy) -> dict[str, Any]:
-    """Return the degrees by method, and the order of methods from the widest groups to groups of neighbors."""
-    return {
-        "data": strategy.degree("data"),
-        "sharded_data": strategy.degree("sharded"),
-        "tensor": strategy.degree("tensor"),
-        "placement": [method for method, _ in strategy.levels],
-        "recompute": strategy.recompute,
+        "one_strategy": len(set(strategies)) == 1,
+        "stages": [
+            {"memory_bytes": stage.memory_bytes, "layers": layers[stage.first : stage.last]} for stage in plan.stages
+        ],
     }

@@ -19,7 +19,7 @@ from megapipe.config.parallel import LayerStrategy, ScheduleConfig, ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.stages import layers_of
+from megapipe.layout.stages import layers_of, num_parameters
 from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.model import estimate
@@ -65,14 +65,6 @@ class Machine:
     memory_bytes: float
     fast: float
     slow: float
-
-    def width_bandwidth(self, width: int) -> float:
-        """Return the bandwidth between replicas of a stage: B_high if there are fewer than a server's devices."""
-        return self.fast if width < self.devices_per_server else self.slow
-
-    def depth_bandwidth(self, depth: int) -> float:
-        """Return the bandwidth between stages, which are on different servers if there are several."""
-        return self.fast if self.devices <= self.devices_per_server or depth == 1 else self.slow
 
     @classmethod
     def of(cls, hardware: Hardware, devices: int) -> "Machine":
@@ -120,9 +112,13 @@ def sequences_per_second(
     pipelining, a micro-batch takes the sum of all stages. Sends are `2 |A_in + A_out|` bytes. The paper's b / t is the
     throughput of one pipeline; to compare different widths, this function returns the sum over replicas.
     """
+    # If there are several servers, stages are on different ones; so are replicas, unless they are fewer than a
+    # server's devices.
+    between_stages = machine.fast if machine.devices <= machine.devices_per_server else machine.slow
+    between_replicas = machine.fast if width < machine.devices_per_server else machine.slow
     compute = model.num_blocks // depth * model.block_seconds(micro_size, execution == "recomputed")
-    sends = 2 * 2 * model.boundary_bytes(micro_size) / machine.depth_bandwidth(depth) if depth > 1 else 0.0
-    reduced = 2 * (width - 1) / width * model.gradient_bytes / depth / machine.width_bandwidth(width)
+    sends = 2 * 2 * model.boundary_bytes(micro_size) / between_stages if depth > 1 else 0.0
+    reduced = 2 * (width - 1) / width * model.gradient_bytes / depth / between_replicas
     stage = max(compute + sends, reduced * width * micro_size / batch_size)
     return width * micro_size / (depth * stage if execution == "no_pipelining" else stage)
 
@@ -151,9 +147,7 @@ def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     """Return the fastest configuration for a global batch of `batch_size` sequences (algorithm 1).
 
     Trying all micro-batch sizes gives the same result if a block's time per sequence does not increase with the size.
-
-    Raises:
-        ValueError: nothing fits into memory.
+    Raises ValueError if nothing fits into memory.
     """
     fastest = max(configurations(model, machine, batch_size), key=lambda each: each.sequences_per_second, default=None)
     if fastest is None:
@@ -173,10 +167,8 @@ def two_buffered_plan(
     fullest stage. `settings` are the configuration fields that run the plan. `by_cost_model` is the estimate of
     this project's cost model; it differs, because the paper's model ignores the update before the next forwards.
 
-    times: times of layers; by default the roofline of the first group's device.
-
-    Raises:
-        ConfigError: nothing fits, or the device has no peak for the precision.
+    times: times of layers; by default the roofline of the first group's device. Raises ConfigError if nothing fits, or
+    the device has no peak for the precision.
     """
     times = RooflineTimes(hardware.groups[0].device) if times is None else times
     try:
@@ -203,8 +195,7 @@ def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) 
 
     @cache
     def seconds(micro_size: int, recomputed: bool) -> float:
-        whole = single_device(config, micro_size)
-        whole = replace(whole, recompute=replace(whole.recompute, method="full" if recomputed else "none"))
+        whole = uniform_run(config, micro_size, recompute=recomputed)
         layers = [times.of(whole, layer) for layer in layers_of(whole)]
         return sum(sum(each[:4]) for each in layers) / blocks  # forward, both halves of the backward, forward again
 
@@ -215,15 +206,21 @@ def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) 
         return max(each.total for each in rank_memories(lay_run(run, hardware)))
 
     def boundary(micro_size: int) -> int:
-        return layout_costs(single_device(config, micro_size), device=hardware_device_type(hardware)).stream
+        return layout_costs(uniform_run(config, micro_size), device=hardware_device_type(hardware)).stream
 
-    layers = layers_of(single_device(config, 1))
-    elements = {spec.name: spec.num_elements for layer in layers for spec in layer.parameters.values()}
-    return BlockModel(blocks, seconds, boundary, memory, FULL_BYTES * sum(elements.values()))
+    return BlockModel(blocks, seconds, boundary, memory, FULL_BYTES * num_parameters(config))
 
 
-def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
-    """Return the same model on one device, without the sharding and recomputation that a planner chooses.
+def uniform_run(
+    config: PretrainConfig,
+    micro_size: int,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    recompute: bool = False,
+) -> PretrainConfig:
+    """Return the same model with one strategy in all layers, by default on one device, without sharding.
 
     `parallel.layers` keeps only the fp8 setting of layers. Raises ConfigError if training.precision is auto.
     """
@@ -233,13 +230,13 @@ def single_device(config: PretrainConfig, micro_size: int) -> PretrainConfig:
             "planning"
         )
     layers = {name: LayerStrategy(fp8=own.fp8) for name, own in config.parallel.layers.items() if own.fp8 is not None}
-    parallel = replace(config.parallel, data=1, tensor=1, pipeline=1, context=1, sequence=False, sequence_chunks=1)
+    parallel = replace(config.parallel, data=data, tensor=tensor, pipeline=pipeline, context=1, sequence=False)
     schedule = replace(config.schedule, name=ScheduleConfig.name, chunks=None, group_size=None, update=None, file="")
     return replace(
         config,
-        parallel=replace(parallel, layers_per_stage=None, layers=layers),
+        parallel=replace(parallel, sequence_chunks=1, layers_per_stage=None, layers=layers),
         zero=ZeroConfig(),
-        recompute=RecomputeConfig(logits=config.recompute.logits),
+        recompute=RecomputeConfig(method="full" if recompute else "none", logits=config.recompute.logits),
         schedule=schedule,
         batch=replace(config.batch, micro_size=micro_size),
     )
@@ -251,13 +248,8 @@ def _configured(config: PretrainConfig, chosen: Configuration) -> PretrainConfig
     No schedule here keeps one micro-batch at a time in the pipeline. So plans without pipelining use the default
     schedule, which is never slower; with depth 1 it is plain gradient accumulation.
     """
-    whole = single_device(config, chosen.micro_size)
+    recompute = chosen.execution == "recomputed"
+    run = uniform_run(config, chosen.micro_size, data=chosen.width, pipeline=chosen.depth, recompute=recompute)
     if chosen.execution != "no_pipelining":
-        whole = replace(whole, schedule=replace(whole.schedule, name=find_published(PAPER).name))
-    method: Literal["full", "none"] = "full" if chosen.execution == "recomputed" else "none"
-    return replace(
-        whole,
-        batch=replace(whole.batch, global_size=chosen.batch_size),
-        parallel=replace(whole.parallel, data=chosen.width, pipeline=chosen.depth),
-        recompute=replace(whole.recompute, method=method),
-    )
+        run = replace(run, schedule=replace(run.schedule, name=find_published(PAPER).name))
+    return replace(run, batch=replace(run.batch, global_size=chosen.batch_size))

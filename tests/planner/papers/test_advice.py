@@ -14,7 +14,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.files import load_hardware
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.papers.galvatron import Method, OpCosts, Strategy, iteration_seconds, per_layer
-from megapipe.planner.papers.two_buffered import Machine, single_device, two_buffered_plan
+from megapipe.planner.papers.two_buffered import Machine, two_buffered_plan, uniform_run
 from megapipe.planner.search.plan import slowest_times
 from tests.planner.search.runs import machine, run
 
@@ -38,7 +38,7 @@ def test_costs_of_one_strategy_are_those_of_the_cost_model(
     layers = [costs.of(kind, strategy, size) for kind in costs.kinds]
     forward, backward, reduction, state, activations, _ = np.sum(layers, axis=0)
     config = replace(
-        single_device(base, 1),
+        uniform_run(base, 1),
         parallel=replace(base.parallel, data=size, tensor=strategy.degree("tensor")),
         zero=ZeroConfig(stage=3 if strategy.degree("sharded") > 1 else 0),
         recompute=RecomputeConfig(method="full" if recompute else "none"),
@@ -113,7 +113,7 @@ def test_layers_choose_fp8_themselves_and_planners_their_sharding() -> None:
     base = run(num_layers=4)
     base = replace(base, training=replace(base.training, fp8="tensorwise"))
     layers = {"blocks.1": LayerStrategy(fp8=False, recompute="full", zero=1), "head": LayerStrategy(zero=1)}
-    whole = single_device(replace(base, parallel=replace(base.parallel, layers=layers)), 1)
+    whole = uniform_run(replace(base, parallel=replace(base.parallel, layers=layers)), 1)
     assert whole.parallel.layers == {"blocks.1": LayerStrategy(fp8=False)}
     assert OpCosts(whole, machine(), 4, slowest_times(run(), machine(), 1)).kinds == (0, 1, 2, 1, 1, 3)
 

@@ -20,7 +20,7 @@ from megapipe.planner.papers.two_buffered import (
     configurations,
     plan,
     sequences_per_second,
-    single_device,
+    uniform_run,
 )
 from megapipe.schedules.simulation.order_times import OrderCosts
 from megapipe.spec.layers import layer_flops
@@ -60,7 +60,7 @@ def papers_model(num_layers: int, hidden: int, heads: int) -> PretrainConfig:
         attention_dropout=0.1,
         hidden_dropout=0.1,
     )
-    return single_device(
+    return uniform_run(
         PretrainConfig(model=model, data=DataConfig(sequence_length=512), training=TrainingConfig(precision="fp16")), 1
     )
 
@@ -75,11 +75,11 @@ def blocks_of(config: PretrainConfig) -> BlockModel:
         return flops / V100_FLOPS * (4 / 3 if recomputed else 1)
 
     def memory(depth: int, size: int, execution: Execution) -> float:
-        costs = layout_costs(single_device(config, size), device=hardware_device_type(hardware))
+        costs = layout_costs(uniform_run(config, size), device=hardware_device_type(hardware))
         return appendix_a(VERSION_BYTES * parameters, blocks * costs.kept(block), costs.stream, depth, execution)
 
     def boundary(size: int) -> int:
-        return layout_costs(single_device(config, size), device=hardware_device_type(hardware)).stream
+        return layout_costs(uniform_run(config, size), device=hardware_device_type(hardware)).stream
 
     return BlockModel(blocks, seconds, boundary, memory, GRADIENT_BYTES * parameters)
 
