@@ -280,30 +280,21 @@ MICRO_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """Common properties of the runs of a table.
-
-    counts: FLOPs that the table counts: those of the model, or all executed ones, including recomputation. base:
-    configuration fields that all runs share. pieces: tensor ranks gather and scatter tokens in one piece per rank,
-    and these transfers overlap with matrix products.
-    """
-
-    counts: Literal["model", "executed"]
-    base: PretrainConfig
-    assumptions: Assumptions
-    pieces: bool = False
-
-
-@dataclass(frozen=True)
 class PublishedRun:
     """One row of a table, as `fit` accepts it.
 
+    Common to all rows of a table: counts: FLOPs that it counts: those of the model, or all executed ones, including
+    recomputation. base: configuration fields. pieces: tensor ranks gather and scatter tokens in one piece per rank,
+    and these transfers overlap with matrix products. source: publication of the speed.
+
     heads, hidden, layers: sizes of the model. tensor, pipeline, devices, batch: sizes of the run; batch in samples per
-    step. tflops: speed in TFLOP/s per device, counted as in `Conditions.counts`. source: publication of the speed.
+    step. tflops: speed in TFLOP/s per device.
     """
 
-    conditions: Conditions
     source: str
+    counts: Literal["model", "executed"]
+    base: PretrainConfig
+    assumptions: Assumptions
     name: str
     heads: int
     hidden: int
@@ -313,10 +304,11 @@ class PublishedRun:
     devices: int
     batch: int
     tflops: float
+    pieces: bool = field(default=False, kw_only=True)
 
     def predict(self, hardware: Hardware) -> Estimate:
         """Return the fastest of the candidates that fit in memory. Raises ConfigError if none fits."""
-        estimates = [estimate(each, hardware, assumptions=self.conditions.assumptions) for each in self.candidates()]
+        estimates = [estimate(each, hardware, assumptions=self.assumptions) for each in self.candidates()]
         fitting = [each for each in estimates if each.fits]
         if not fitting:
             raise ConfigError(
@@ -327,20 +319,19 @@ class PublishedRun:
 
     def speeds(self, estimate: Estimate) -> tuple[float, float]:
         """Return predicted and published TFLOP/s per device."""
-        flops = estimate.model_flops if self.conditions.counts == "model" else estimate.executed_flops
+        flops = estimate.model_flops if self.counts == "model" else estimate.executed_flops
         return flops / estimate.step_seconds / estimate.world_size / 1e12, self.tflops
 
     def candidates(self) -> Iterator[PretrainConfig]:
         """Yield the row's run with every possible micro-batch size and number of chunks; the tables omit them."""
-        base = self.conditions.base
         data = self.devices // (self.tensor * self.pipeline)
-        sequence = base.parallel.sequence and self.tensor > 1
-        pieces = self.tensor if self.conditions.pieces and sequence else 1
-        model = replace(base.model, num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads)
+        sequence = self.base.parallel.sequence and self.tensor > 1
+        pieces = self.tensor if self.pieces and sequence else 1
+        model = replace(self.base.model, num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads)
         parallel = ParallelConfig(
             tensor=self.tensor, pipeline=self.pipeline, data=data, sequence=sequence, sequence_chunks=pieces
         )
-        run, interleaved = replace(base, model=model), find_generator(ScheduleConfig.name).looped
+        run, interleaved = replace(self.base, model=model), find_generator(ScheduleConfig.name).looped
         for micro_size in MICRO_SIZES:
             microbatches, rest = divmod(self.batch, micro_size * data)
             if rest:
@@ -387,33 +378,29 @@ _A100_MODEL = ModelConfig(vocabulary_size=51200, max_positions=2048, activation=
 _H100_MODEL = ModelConfig(vocabulary_size=131072, max_positions=4096, activation="gelu_tanh", attention="sdpa")
 _on_a100 = partial(
     PublishedRun,
-    Conditions(
-        "executed",
-        PretrainConfig(
-            model=replace(_A100_MODEL, attention_dropout=0.1, hidden_dropout=0.1, embedding_dropout=0.1),
-            data=DataConfig(sequence_length=2048),
-            training=TrainingConfig(precision="fp16"),
-            recompute=RecomputeConfig(method="full"),
-        ),
-        Assumptions(scattered_sends=True, waits_for_sends=True, megatron_kernels=True),
-    ),
     SC21,
+    "executed",
+    PretrainConfig(
+        model=replace(_A100_MODEL, attention_dropout=0.1, hidden_dropout=0.1, embedding_dropout=0.1),
+        data=DataConfig(sequence_length=2048),
+        training=TrainingConfig(precision="fp16"),
+        recompute=RecomputeConfig(method="full"),
+    ),
+    Assumptions(scattered_sends=True, waits_for_sends=True, megatron_kernels=True),
 )
 _on_h100 = partial(
     PublishedRun,
-    Conditions(
-        "model",
-        PretrainConfig(
-            model=_H100_MODEL,
-            data=DataConfig(sequence_length=4096),
-            training=TrainingConfig(precision="bf16"),
-            zero=ZeroConfig(stage=1),
-            parallel=ParallelConfig(sequence=True),
-        ),
-        Assumptions(gathers_beside_forward=True, megatron_kernels=True),
-        pieces=True,
-    ),
     H100_TABLE,
+    "model",
+    PretrainConfig(
+        model=_H100_MODEL,
+        data=DataConfig(sequence_length=4096),
+        training=TrainingConfig(precision="bf16"),
+        zero=ZeroConfig(stage=1),
+        parallel=ParallelConfig(sequence=True),
+    ),
+    Assumptions(gathers_beside_forward=True, megatron_kernels=True),
+    pieces=True,
 )
 A100 = PublishedTable(
     name="sc21",

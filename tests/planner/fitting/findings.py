@@ -16,7 +16,7 @@ from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import A100
 from megapipe.schedules.registry import find_generator
 
-EARLY_ZERO = replace(A100.rows[0].conditions.assumptions, slow_down=2.0, tensor_by_tensor=True)
+EARLY_ZERO = replace(A100.rows[0].assumptions, slow_down=2.0, tensor_by_tensor=True)
 """ZeRO-3 as it was run beside Megatron-LM in 2021: DeepSpeed 0.3, which waits for the device before each tensor's
 gather, so that nothing overlaps (a slow-down of 2 is turn by turn). That is our own deduction from its code and from
 what its pull request 1188 mends, not the paper's; no number of it is fitted."""
@@ -60,7 +60,7 @@ def speed(found: Estimate) -> float:
 
 def run(shape: Shape, layout: Layout) -> Estimate:
     """What the model says of a layout; of ZeRO-3 with `EARLY_ZERO`."""
-    base = A100.rows[0].conditions.base
+    base = A100.rows[0].base
     stages = layout.pipeline * layout.chunks
     layers = [shape.layers // stages] * stages
     layers[0] += 1
@@ -75,7 +75,7 @@ def run(shape: Shape, layout: Layout) -> Estimate:
         recompute=RecomputeConfig(method="full" if layout.recompute else "none"),
         zero=ZeroConfig(stage=3 if layout.zero else 0),
     )
-    assumptions = EARLY_ZERO if layout.zero else A100.rows[0].conditions.assumptions
+    assumptions = EARLY_ZERO if layout.zero else A100.rows[0].assumptions
     return estimate(config, load_hardware("a100-80"), world_size=layout.devices, assumptions=assumptions)
 
 

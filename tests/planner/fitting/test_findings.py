@@ -82,7 +82,7 @@ def test_this_projects_own_zero_is_not_taken_for_that_one() -> None:
     """Units in place of tensors, rings inside nodes beside rings between them, and traffic beside compute."""
     layout = Layout(1, 1, 1536, 1536, zero=True)
     early = run(GPT_175B, layout)
-    own = estimate(early.config, load_hardware("a100-80"), assumptions=A100.rows[0].conditions.assumptions)
+    own = estimate(early.config, load_hardware("a100-80"), assumptions=A100.rows[0].assumptions)
     assert own.step_seconds < 0.6 * early.step_seconds
     assert own.seconds_of("compute") == pytest.approx(early.seconds_of("compute"))
 
