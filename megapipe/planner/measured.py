@@ -1,17 +1,17 @@
 """Times of layers from the measurements in a machine's hardware file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from math import log
-from typing import TypeVar, cast
+from typing import cast
 
 from megapipe.config.memory import RecomputedPart
 from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, IntraNodeLink
-from megapipe.layout.hardware.measured import LayerRow, MeasuredLayer, MeasuredWait, Measurements
+from megapipe.layout.hardware.measured import LayerRow, Measurements
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
@@ -107,9 +107,11 @@ class MeasuredTimes:
                 shape.pop(name)
         if layer.kind != "head":  # the only layer that computes logits
             shape.pop("recompute_logits")
-        different = differences(self.measured.shape, shape)
+        measured = self.measured.shape
+        different = [name for name, value in shape.items() if measured.get(name) != value]
         if different:
-            return f"measured for another shape ({', '.join(different)})"
+            phrases = (f"{name} {shape[name]} instead of {measured.get(name, 'nothing')}" for name in different)
+            return f"measured for another shape ({', '.join(phrases)})"
         if not _of_layer(self.measured.layers, config, layer):
             return f"tensor {parallel.tensor} with context {parallel.context} was not measured"
         return ""
@@ -176,10 +178,7 @@ class MeasuredTimes:
         return None if self._why_not(like, layer) else like
 
 
-Row = TypeVar("Row", MeasuredLayer, MeasuredWait)
-
-
-def _of_layer(rows: Iterable[Row], config: PretrainConfig, layer: LayerSpec) -> list[Row]:
+def _of_layer(rows: Iterable[LayerRow], config: PretrainConfig, layer: LayerSpec) -> list[LayerRow]:
     """Return the rows of a layer on the run's tensor and context ranks, by micro-batch size."""
     key = layer.kind, config.parallel.tensor, config.parallel.context
     matching = [row for row in rows if (row.kind, row.tensor, row.context) == key]
@@ -247,18 +246,15 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
         for each in fields(model)
         if each.name not in WITHOUT_EFFECT and (model.num_experts is not None or each.name not in OF_EXPERTS)
     }
-    remade = " ".join(config.recompute.parts) if config.recompute.method == "selective" else "none"
+    selective = config.recompute.method == "selective"
+    settings["kind"] = config.kind
+    settings |= {name: getattr(config.data, name) for name in ("sequence_length", "isolate_documents")}
+    settings |= {name: getattr(config.training, name) for name in ("precision", "fp8", "compile")}
     settings |= {
-        "kind": config.kind,
-        "sequence_length": config.data.sequence_length,
-        "isolate_documents": config.data.isolate_documents,
-        "precision": config.training.precision,
-        "fp8": config.training.fp8,
-        "compile": config.training.compile,
         "sequence_parallel": config.parallel.sequence,
         "sequence_chunks": config.parallel.sequence_chunks,
         "context_attention": config.parallel.context_attention,
-        "recomputed_parts": remade,
+        "recomputed_parts": " ".join(config.recompute.parts) if selective else "none",
         "recompute_logits": config.recompute.logits,
         "optimizer": config.optimizer.name,
         "kernels": " ".join(f"{op}={name}" for op, name in sorted(config.kernels.backends.items())) or "default",
@@ -266,12 +262,6 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
     if config.parallel.layers:
         settings["layers"] = config.parallel.layers
     return {name: str(value) for name, value in settings.items()}
-
-
-def differences(measured: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """Return a phrase such as `hidden_size 512 instead of 256` for each value that differs from the measured one."""
-    names = [name for name in wanted if measured.get(name) != wanted[name]]
-    return [f"{name} {wanted[name]} instead of {measured.get(name, 'nothing')}" for name in names]
 
 
 def simulate_measured(

@@ -71,7 +71,11 @@ def resolved(
     """
     if config.recompute.method != "auto":
         return Resolved(config)
-    budget, where = _budget(config, hardware, world_size, device_bytes)
+    if device_bytes is None:
+        device_bytes = min(node.device.memory_bytes for node in hardware.nodes(world_size))
+    budget, memory = allowed_bytes(config, device_bytes), config.recompute.memory
+    device_share = f"{1 - RESERVE:.0%} of a device's {device_bytes / GIB:.3g} GiB"
+    where = device_share if memory is None else f"recompute.memory {memory:g} GiB"
     try:
         chosen = least_recomputation(config, hardware, budget, world_size=world_size, amx=amx)
     except ConfigError as error:
@@ -85,8 +89,7 @@ def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig,
         replace(group, device=replace(group.device, memory_bytes=allowed_bytes(config, group.device.memory_bytes)))
         for group in hardware.groups
     )
-    plain = RecomputeConfig(logits=config.recompute.logits)
-    memory = config.recompute.memory
+    plain, memory = RecomputeConfig(logits=config.recompute.logits), config.recompute.memory
     share = f"{1 - RESERVE:.0%} of its memory" if memory is None else f"recompute.memory {memory:g} GiB"
     return replace(config, recompute=plain), replace(hardware, name=f"{hardware.name}, {share}", groups=groups)
 
@@ -97,41 +100,21 @@ def allowed_bytes(config: PretrainConfig, device_bytes: float) -> float:
     return (1 - RESERVE) * device_bytes if memory is None else memory * GIB
 
 
-def _budget(
-    config: PretrainConfig, hardware: Hardware, world_size: int, device_bytes: float | None
-) -> tuple[float, str]:
-    """Return the bytes of the budget, and their source in words."""
-    if device_bytes is None:
-        device_bytes = min(node.device.memory_bytes for node in hardware.nodes(world_size))
-    budget = allowed_bytes(config, device_bytes)
-    if config.recompute.memory is not None:
-        return budget, f"recompute.memory {config.recompute.memory:g} GiB"
-    return budget, f"{1 - RESERVE:.0%} of a device's {device_bytes / GIB:.3g} GiB"
-
-
 def _told(chosen: Recomputation, where: str) -> str:
-    slower = chosen.step_seconds / chosen.plain_seconds - 1
-    cost = (
-        "no recomputation is needed"
-        if chosen.config.recompute.method == "none"
-        else (
+    recompute, slower = chosen.config.recompute, chosen.step_seconds / chosen.plain_seconds - 1
+    method, cost = "none", "no recomputation is needed"
+    if recompute.method == "selective":
+        method = f"selective ({', '.join(recompute.parts)})"
+    elif recompute.method == "full":
+        blocks = "block" if recompute.num_blocks == 1 else f"{recompute.num_blocks} blocks"
+        method = f"full for the first {blocks} of each stage"
+    if recompute.method != "none":
+        cost = (
             f"a step takes {slower:.1%} longer (by {chosen.source}) than without recomputation, which would need "
             f"{chosen.plain_bytes / GIB:.3g} GiB"
         )
-    )
-    return (
-        f"recompute auto: {_chosen_text(chosen.config.recompute)}: at most {chosen.peak_bytes / GIB:.3g} GiB of "
-        f"tensors per rank, {where}; {cost}"
-    )
-
-
-def _chosen_text(recompute: RecomputeConfig) -> str:
-    if recompute.method == "selective":
-        return f"selective ({', '.join(recompute.parts)})"
-    if recompute.method == "full":
-        blocks = "block" if recompute.num_blocks == 1 else f"{recompute.num_blocks} blocks"
-        return f"full for the first {blocks} of each stage"
-    return "none"
+    peak = f"at most {chosen.peak_bytes / GIB:.3g} GiB of tensors per rank"
+    return f"recompute auto: {method}: {peak}, {where}; {cost}"
 
 
 def least_recomputation(
@@ -146,20 +129,23 @@ def least_recomputation(
 
     config: the run; of its recompute group, only `logits` is read. budget: bytes of a device that tensors may use, by
     default all bytes of the smallest device; the caller subtracts the memory of the framework. world_size: number of
-    ranks, required if parallel.data is null. amx: as in `faster_path`.
-
-    Raises:
-        ConfigError: the run cannot be laid out, or not even full recomputation fits.
+    ranks, required if parallel.data is null. amx: as in `faster_path`. Raises ConfigError if the run cannot be laid
+    out, or not even full recomputation fits.
     """
-    config = _laid_out(config, world_size)
-    devices = [node.device for node in hardware.nodes(MeshShape.of(config.parallel).world_size)]
-    config, _ = with_named_precision(config, devices)
+    filled = with_data(config, world_size)
+    ranks = MeshShape.of(filled.parallel).world_size
+    problems = run_problems(config, world_size or ranks)
+    problems += replace(config, recompute=RecomputeConfig(method="auto")).budget_problems()
+    if problems:
+        raise ConfigError(problems)
+    devices = [node.device for node in hardware.nodes(ranks)]
+    named, _ = with_named_precision(filled, devices)
     if budget is None:
         budget = min(device.memory_bytes for device in devices)
     if budget <= 0:
         raise ConfigError(f"the memory budget is {budget:g} bytes; it must be above 0")
     device = hardware_device_type(hardware)
-    plain, *_ = candidates = list(_candidates(config))
+    plain, *_ = candidates = list(_candidates(named))
     times, source = _step_seconds(candidates, hardware, devices)
     # On a tie, the candidate that recomputes least wins: candidates are in that order, and sorting is stable.
     timed = zip(times, candidates, strict=True)
@@ -181,7 +167,6 @@ def peak_bytes(config: PretrainConfig, device: str, amx: bool = False, budget: f
     """Return the peak bytes of tensors on the fullest rank of a run, by `predict_rank`.
 
     Stop at the first rank that exceeds the budget and return its bytes, because each rank takes time to predict.
-
     config: with parallel.data filled in. device: type of the ranks' devices. amx: as in `faster_path`.
     """
     shape, layout, most = MeshShape.of(config.parallel), StageLayout.of(config), 0
@@ -203,18 +188,22 @@ def _step_seconds(
 
     No measurements exist for blocks with recomputed parts, so their time is scaled in proportion to the roofline.
     """
-    precision = candidates[0].training.precision
-    slowest = min(devices, key=lambda device: device.peak(precision))
+    plain, times = candidates[0], MeasuredTimes(hardware)
+    slowest = min(devices, key=lambda device: device.peak(plain.training.precision))
     roofline = [_seconds(each, hardware, RooflineTimes(slowest)) for each in candidates]
-    measured = _measured(candidates[0], hardware)
-    if measured is None:
+    one_of_each = {layer.kind: layer for layer in layers_of(plain)}.values()
+    if hardware.measured is None or not all(
+        times.of(plain, layer).source.startswith("measured") for layer in one_of_each
+    ):
         return roofline, f"the roofline of {slowest.name}"
-    plain = _seconds(candidates[0], hardware, measured)
-    seconds = [
-        plain * estimated / roofline[0] if each.recompute.method == "selective" else _seconds(each, hardware, measured)
+    plain_seconds = _seconds(plain, hardware, times)
+    measured = [
+        plain_seconds * estimated / roofline[0]
+        if each.recompute.method == "selective"
+        else _seconds(each, hardware, times)
         for each, estimated in zip(candidates, roofline, strict=True)
     ]
-    return seconds, f"layer times measured on {hardware.name}"
+    return measured, f"layer times measured on {hardware.name}"
 
 
 def _seconds(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> float:
@@ -222,33 +211,14 @@ def _seconds(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> f
     return estimate(replace(config, offload=OffloadConfig()), hardware, times=times).step_seconds
 
 
-def _measured(config: PretrainConfig, hardware: Hardware) -> MeasuredTimes | None:
-    """Return measured times, or None if the machine lacks them for a layer. config: a run that recomputes nothing."""
-    if hardware.measured is None:
-        return None
-    times, layers = MeasuredTimes(hardware), layers_of(config)
-    one_of_each = {layer.kind: layer for layer in layers}.values()
-    answered = all(times.of(config, layer).source.startswith("measured") for layer in one_of_each)
-    return times if answered else None
-
-
-def _laid_out(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
-    filled = with_data(config, world_size)
-    problems = run_problems(config, world_size or MeshShape.of(filled.parallel).world_size)
-    problems += replace(config, recompute=RecomputeConfig(method="auto")).budget_problems()
-    if problems:
-        raise ConfigError(problems)
-    return filled
-
-
 def _candidates(config: PretrainConfig) -> Iterator[PretrainConfig]:
     """Yield the candidates that the run's other fields allow, the least recomputation first. The candidate without
     recomputation is always allowed."""
     logits = config.recompute.logits and not splits_backwards(config)
-    groups = [RecomputeConfig(logits=logits)]
-    groups += [RecomputeConfig(method="selective", parts=list(parts), logits=logits) for parts in PARTS]
     layout = StageLayout.of(config)
     most = max(len(layout.blocks(stage)) for stage in range(len(layout.ranges)))
+    groups = [RecomputeConfig(logits=logits)]
+    groups += [RecomputeConfig(method="selective", parts=list(parts), logits=logits) for parts in PARTS]
     groups += [RecomputeConfig(method="full", num_blocks=count, logits=logits) for count in range(1, most + 1)]
     for recompute in groups:
         candidate = replace(config, recompute=recompute)
