@@ -23,8 +23,8 @@ from megapipe.schedules.simulation.contended import simulate_contended
 from megapipe.spec.parameters import LayerSpec
 
 WITHOUT_EFFECT = (
-    "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling", "tie_embeddings", "init_std",
-    "scale_residual_init", "expert_bias",
+    "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling",
+    "tie_embeddings", "init_std", "scale_residual_init", "expert_bias",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
 OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
@@ -61,7 +61,7 @@ class MeasuredTimes:
         why = self._why_not(config, layer)
         if why:
             return self._roofline(config, layer, why)
-        rows, parallel, slower = _of_layer(self.measured.layers, config, layer), config.parallel, self._slower(config)
+        rows, slower = _of_layer(self.measured.layers, config, layer), self._slower(config)
         names = ("forward", "backward_input", "backward_weight", "backward", "recompute")
         forward, backward_input, backward_weight, backward, again = _seconds(rows, config, names, slower)
         if not splits_backwards(config):
@@ -70,11 +70,9 @@ class MeasuredTimes:
             backward_input, backward_weight = share * backward_input, share * backward_weight
         if recompute_method(config, layer.name) != "full":
             again = 0.0
-        beside = f", with {self._busy(config)} ranks of a node computing" if slower > 1.0 else ""
-        source = (
-            f"measured {self.measured.date} on {self.hardware.name}: tensor {parallel.tensor}, context "
-            f"{parallel.context}{beside}"
-        )
+        ranks = f"tensor {config.parallel.tensor}, context {config.parallel.context}"
+        beside = f", with {self._busy(config)} ranks of a node computing" if slower > 1 else ""
+        source = f"measured {self.measured.date} on {self.hardware.name}: {ranks}{beside}"
         waits = self._waits(config, layer, slower)
         return LayerSeconds(forward, backward_input, backward_weight, again, source, waits)
 
@@ -240,13 +238,12 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
 
     Times that were measured with one shape do not apply to another.
     """
-    model = config.model
+    model, recompute = config.model, config.recompute
     settings = {
         each.name: getattr(model, RESOLVED.get(each.name, each.name))
         for each in fields(model)
         if each.name not in WITHOUT_EFFECT and (model.num_experts is not None or each.name not in OF_EXPERTS)
     }
-    selective = config.recompute.method == "selective"
     settings["kind"] = config.kind
     settings |= {name: getattr(config.data, name) for name in ("sequence_length", "isolate_documents")}
     settings |= {name: getattr(config.training, name) for name in ("precision", "fp8", "compile")}
@@ -254,8 +251,8 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
         "sequence_parallel": config.parallel.sequence,
         "sequence_chunks": config.parallel.sequence_chunks,
         "context_attention": config.parallel.context_attention,
-        "recomputed_parts": " ".join(config.recompute.parts) if selective else "none",
-        "recompute_logits": config.recompute.logits,
+        "recomputed_parts": " ".join(recompute.parts) if recompute.method == "selective" else "none",
+        "recompute_logits": recompute.logits,
         "optimizer": config.optimizer.name,
         "kernels": " ".join(f"{op}={name}" for op, name in sorted(config.kernels.backends.items())) or "default",
     }

@@ -49,8 +49,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run without auto. config: with the chosen recompute group. remark: the choice and its reason in words; None if
-    the method was not auto."""
+    """A run with the chosen recompute group. remark: the choice and its reason; None if the method was not auto."""
 
     config: PretrainConfig
     remark: str | None = None
@@ -110,8 +109,8 @@ def _told(chosen: Recomputation, where: str) -> str:
         method = f"full for the first {blocks} of each stage"
     if recompute.method != "none":
         cost = (
-            f"a step takes {slower:.1%} longer (by {chosen.source}) than without recomputation, which would need "
-            f"{chosen.plain_bytes / GIB:.3g} GiB"
+            f"a step takes {slower:.1%} longer (by {chosen.source}) than without recomputation, "
+            f"which would need {chosen.plain_bytes / GIB:.3g} GiB"
         )
     peak = f"at most {chosen.peak_bytes / GIB:.3g} GiB of tensors per rank"
     return f"recompute auto: {method}: {peak}, {where}; {cost}"
@@ -148,8 +147,7 @@ def least_recomputation(
     plain, *_ = candidates = list(_candidates(named))
     times, source = _step_seconds(candidates, hardware, devices)
     # On a tie, the candidate that recomputes least wins: candidates are in that order, and sorting is stable.
-    timed = zip(times, candidates, strict=True)
-    for seconds, candidate in sorted(timed, key=lambda pair: pair[0]):
+    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda pair: pair[0]):
         peak = peak_bytes(candidate, device, amx, budget)
         if peak <= budget:
             nothing = peak if candidate is plain else peak_bytes(plain, device, amx)

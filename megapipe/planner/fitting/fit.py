@@ -7,6 +7,7 @@ squared errors of log speed. The errors have no analytic derivative, so slopes a
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
@@ -79,7 +80,7 @@ def fit_parameters(errors: Callable[[Floats], Floats], parameters: Sequence[Para
     """
     from scipy.optimize import least_squares  # the import takes a quarter of a second
 
-    low, high, start, step = (np.array([each[place] for each in parameters]) for place in range(1, 5))
+    low, high, start, step = np.array([each[1:] for each in parameters]).T
     solution = least_squares(
         errors, start, bounds=(low, high), x_scale=step, method="dogbox", diff_step=step / start, ftol=1e-6
     )
@@ -92,8 +93,7 @@ FittingRow = Union["PublishedRun", "MeasuredRow"]
 
 @dataclass(frozen=True)
 class RowResult:
-    """A row and its prediction. error: predicted / measured speed - 1. left_out: the same error with parameters that
-    were fitted without this row; None for rows that are not fitted."""
+    """A row and its prediction. left_out: its error by a fit without this row; None for rows that are not fitted."""
 
     name: str
     source: str
@@ -151,14 +151,12 @@ class FitResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON data."""
-        left_out = self.left_out_errors
+        left_out, names = self.left_out_errors, [each.name for each in PARAMETERS]
+        deviations = [spread if isfinite(spread) else None for spread in self.spreads]
         return {
             "hardware": self.hardware.name,
-            "parameters": {each.name: getattr(self.efficiency, each.name) for each in PARAMETERS},
-            "standard_deviations": {
-                each.name: spread if isfinite(spread) else None
-                for each, spread in zip(PARAMETERS, self.spreads, strict=True)
-            },
+            "parameters": {name: getattr(self.efficiency, name) for name in names},
+            "standard_deviations": dict(zip(names, deviations, strict=True)),
             "prior": None if self.prior is None else self.prior.as_json(),
             "mean_error": self.mean_error,
             "worst_error": self.worst_error,
@@ -197,13 +195,13 @@ def fit(
             f"{len(rows)} rows given: {len(PARAMETERS)} parameters ({', '.join(each.name for each in PARAMETERS)}) "
             f"need {needed} or more; measure more layouts"
         )
-    best = _best_shares(rows, hardware, prior)
+    best = _optimize(rows, hardware, prior)
     machine = _machine(hardware, best.point)
     fitted = []
     for index, row in enumerate(rows):
         left_out = None
         if leave_one_out:
-            without = _best_shares([*rows[:index], *rows[index + 1 :]], hardware, prior)
+            without = _optimize([*rows[:index], *rows[index + 1 :]], hardware, prior)
             left_out = judge(row, _machine(hardware, without.point)).error
         fitted.append(judge(row, machine, left_out))
     efficiency, predicted = machine.groups[0].device.efficiency, (judge(row, machine) for row in unfitted)
@@ -221,7 +219,7 @@ def _machine(hardware: Hardware, point: Floats) -> Hardware:
     return with_shares(hardware, {each.name: float(value) for each, value in zip(PARAMETERS, point, strict=True)})
 
 
-def _best_shares(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | None) -> Optimum:
+def _optimize(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | None) -> Optimum:
     """Return the shares with the least sum of squared log errors of rows, and of distances from the prior."""
 
     def errors(point: Floats) -> Floats:
@@ -241,8 +239,7 @@ def report_lines(result: FitResult, unit: str) -> Iterator[str]:
     yield f"{'row':<10}{unit:>10}{'predicted':>11}{'error':>9}{'left out':>10}  assumed"
     yield from map(_row_line, result.fitted)
     yield f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
-    left_out = result.left_out_errors
-    if left_out:
+    if left_out := result.left_out_errors:
         yield f"left out: mean error {sum(left_out) / len(left_out):.1%}, worst {max(left_out):.1%}"
     if result.unfitted:
         yield "not fitted, only predicted:"
@@ -273,8 +270,7 @@ def _row_line(row: RowResult) -> str:
 H100_TABLE = "Megatron-LM, table of training speed on H100"
 """The table is an image in the README of Megatron-LM; four more rows of it could not be read."""
 SC21 = "Narayanan et al. 2021, arXiv 2104.04473, table 1"
-"""Five rows come from the paper, the others from two transcriptions of it, which agree with each other and with these
-five."""
+"""Five rows are from the paper, the others from two transcriptions of it, which agree with it and each other."""
 MICRO_SIZES = (1, 2, 4, 8)
 """Micro-batch sizes to try, in samples."""
 
@@ -283,12 +279,11 @@ MICRO_SIZES = (1, 2, 4, 8)
 class PublishedRun:
     """One row of a table, as `fit` accepts it.
 
-    Common to all rows of a table: counts: FLOPs that it counts: those of the model, or all executed ones, including
-    recomputation. base: configuration fields. pieces: tensor ranks gather and scatter tokens in one piece per rank,
-    and these transfers overlap with matrix products. source: publication of the speed.
-
-    heads, hidden, layers: sizes of the model. tensor, pipeline, devices, batch: sizes of the run; batch in samples per
-    step. tflops: speed in TFLOP/s per device.
+    source: publication of the speed. counts: counted FLOPs: those of the model, or all executed ones, including
+    recomputation. base: configuration fields that all runs of the table share. heads, hidden, layers: sizes of the
+    model. tensor, pipeline, devices, batch: sizes of the run; batch in samples per step. tflops: speed in TFLOP/s per
+    device. pieces: tensor ranks gather and scatter tokens in one piece per rank, and these transfers overlap with
+    matrix products.
     """
 
     source: str
@@ -312,8 +307,8 @@ class PublishedRun:
         fitting = [each for each in estimates if each.fits]
         if not fitting:
             raise ConfigError(
-                f"row {self.name}: none of {len(estimates)} layouts fits the memory of {hardware.name!r}; use devices "
-                "with more memory"
+                f"row {self.name}: none of {len(estimates)} layouts fits the memory of "
+                f"{hardware.name!r}; use devices with more memory"
             )
         return min(fitting, key=lambda each: each.step_seconds)
 
@@ -332,35 +327,20 @@ class PublishedRun:
             tensor=self.tensor, pipeline=self.pipeline, data=data, sequence=sequence, sequence_chunks=pieces
         )
         run, interleaved = replace(self.base, model=model), find_generator(ScheduleConfig.name).looped
-        for micro_size in MICRO_SIZES:
-            microbatches, rest = divmod(self.batch, micro_size * data)
-            if rest:
+        counts = range(2, self.layers // self.pipeline + 1) if self.pipeline > 1 else (1,)
+        for micro_size, chunks in product(MICRO_SIZES, counts):
+            stages = self.pipeline * chunks
+            # Interleaving requires that layers and micro-batches divide evenly.
+            if self.layers % stages or self.batch % (micro_size * data * self.pipeline):
                 continue
-            for chunks in self._chunk_counts(microbatches):
-                yield replace(
-                    run,
-                    batch=BatchConfig(global_size=self.batch, micro_size=micro_size),
-                    parallel=replace(parallel, layers_per_stage=self._even_stages(chunks)),
-                    schedule=ScheduleConfig(name=interleaved, chunks=chunks) if chunks > 1 else ScheduleConfig(),
-                )
-
-    def _chunk_counts(self, microbatches: int) -> list[int]:
-        """Return the possible numbers of chunks per rank: 1 without a pipeline, otherwise 2 or more. Empty if layers
-        or micro-batches do not divide evenly, as interleaving requires."""
-        if self.pipeline == 1:
-            return [1]
-        blocks, rest = divmod(self.layers, self.pipeline)
-        if rest or microbatches % self.pipeline:
-            return []
-        return [chunks for chunks in range(2, blocks + 1) if blocks % chunks == 0]
-
-    def _even_stages(self, chunks: int) -> list[int]:
-        """Return the layers of each stage: the same number of blocks, plus embedding (first stage) and head (last)."""
-        stages = self.pipeline * chunks
-        sizes = [self.layers // stages] * stages
-        sizes[0] += 1
-        sizes[-1] += 1
-        return sizes
+            # The first stage also has the embedding, and the last one the head.
+            sizes = [self.layers // stages + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
+            yield replace(
+                run,
+                batch=BatchConfig(global_size=self.batch, micro_size=micro_size),
+                parallel=replace(parallel, layers_per_stage=sizes),
+                schedule=ScheduleConfig(name=interleaved, chunks=chunks) if chunks > 1 else ScheduleConfig(),
+            )
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,7 @@ class Prior:
     def errors(self, point: Floats) -> Floats:
         """Return the distances of a point [parameters] from the means, in the unit of a row's error."""
         means = np.array([belief.mean for belief in self.beliefs.values()])
-        distances: Floats = np.log(point / means) * (ROW_ERROR / self.width)
-        return distances
+        return np.log(point / means) * (ROW_ERROR / self.width)
 
     def as_json(self) -> dict[str, Any]:
         """Return the priors as JSON data."""
@@ -164,9 +163,7 @@ def ceiling_of(device: Device, dtype: str, rates: Mapping[int, float], launch: f
 
 def _third_roots(rates: Mapping[int, float], launch: float) -> tuple[float, float]:
     """Fit a line to the cube roots of seconds per FLOP as a function of 1 / size; return its slope and intercept.
-
-    By the law of `Efficiency`, the intercept belongs to an infinitely large product, and the slope is `half_size`
-    times the intercept.
+    By the law of `Efficiency`, the intercept is that of an infinitely large product, and half_size slope / intercept.
     """
     sizes = np.array(list(rates), dtype=np.float64)
     seconds = np.array([_seconds(size, rate) for size, rate in rates.items()]) - launch

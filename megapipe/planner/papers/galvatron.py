@@ -197,10 +197,9 @@ def _fastest(costs: "OpCosts", batch_size: int, recompute: bool, units: int) -> 
         if batch_size % microbatches == 0
         if (options := _options(costs, depth, batch_size // microbatches, recompute))
     ]
-    bounds = [shape.least_seconds() for shape in shapes]
     best, seconds, place = None, inf, len(shapes)
-    for at in sorted(range(len(shapes)), key=bounds.__getitem__):
-        if bounds[at] > seconds:
+    for bound, at in sorted((shape.least_seconds(), at) for at, shape in enumerate(shapes)):
+        if bound > seconds:
             break
         plan = shapes[at].plan(units, seconds)
         if plan is not None and (plan.seconds, at) < (seconds, place):
@@ -314,7 +313,7 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = 
     and kept bytes are rounded up to whole parts. The result never exceeds the budget, is exact if kept bytes are whole
     parts, and leaves at most the fraction layers / units of it unused.
     """
-    best, limit = None, np.nextafter(most, inf)  # better strategies take less than `limit` seconds
+    best, limit = None, np.nextafter(most, inf)  # seconds of a better choice are below it
     nothing, layers = np.zeros(tables.kept.shape, dtype=np.int64), np.arange(len(tables.kept))
     classes = _classes(tables.transitions)
     for working in np.unique(tables.working[np.isfinite(tables.seconds)]):
@@ -348,10 +347,7 @@ def _in_units(kept: Floats, left: float, units: int) -> Counts:
 def _within(
     seconds: Floats, kept: Counts, transitions: Floats, alike: tuple[Counts, Floats], units: int
 ) -> tuple[list[int], float]:
-    """Return the fastest strategies within a number of units, and their seconds: infinite if none fit.
-
-    alike: result of `_classes`.
-    """
+    """Return the fastest strategies within `units`, and their seconds, infinite if none fit. alike: of `_classes`."""
     classes, between = alike
     num_layers, num_strategies = seconds.shape
     order = np.argsort(classes, kind="stable")
@@ -379,8 +375,7 @@ def _within(
 
 
 def _classes(transitions: Floats) -> tuple[Counts, Floats]:
-    """Merge strategies with equal transition times. Return the class of each strategy, and the seconds between
-    classes."""
+    """Merge strategies with equal transition times: return the class of each, and the seconds between classes."""
     both = np.concatenate([transitions, transitions.T], axis=1)
     _, first, classes = np.unique(both, axis=0, return_index=True, return_inverse=True)
     return classes.reshape(-1), transitions[np.ix_(first, first)]
@@ -389,8 +384,8 @@ def _classes(transitions: Floats) -> tuple[Counts, Floats]:
 INSIDE = ("tensor", "context")
 """Dimensions of a mesh inside the pipeline dimension. They represent a strategy's methods, the innermost first."""
 ADVICE = (
-    "this is a paper's method; megapipe can train it only if all layers have the same tensor size and number of "
-    "replicas (parallel.layers sets their sharding and recomputation)"
+    "this is a paper's method; megapipe can train it only if all layers have the same tensor "
+    "size and number of replicas (parallel.layers sets their sharding and recomputation)"
 )
 
 
@@ -502,8 +497,7 @@ class OpCosts:
 
     @cached_method
     def _laid(self, strategy: Strategy, sequences: int) -> LayoutCosts:
-        """Return the sizes of a model in which all layers use one strategy. sequences: number of sequences of a
-        micro-batch on one device."""
+        """Return the sizes of a model with one strategy. sequences: those of a micro-batch on one device."""
         replicas, tensor = strategy.replicas, strategy.degree("tensor")
         run = uniform_run(self.whole, sequences, data=replicas, tensor=tensor, recompute=strategy.recompute)
         run = replace(run, zero=ZeroConfig(stage=3 if strategy.degree("sharded") > 1 else 0))

@@ -56,8 +56,7 @@ class Partition:
 
     @property
     def in_flight(self) -> int:
-        """Return NOAM, the number of mini-batches that fill the pipeline: all workers divided by the replicas of the
-        first stage, rounded up."""
+        """Return NOAM, the mini-batches that fill the pipeline: workers / replicas of the first stage, rounded up."""
         return -(-sum(stage.workers for stage in self.stages) // self.stages[0].workers)
 
 

@@ -176,10 +176,9 @@ def two_buffered_plan(
     except ValueError as error:
         raise ConfigError(f"2bw plan: {error}") from error
     configured = _configured(config, chosen)
-    names = ("width", "depth", "micro_size", "execution", "accumulation")
     return {
         "source": f"PipeDream-2BW's planner, {PAPER}, algorithm 1",
-        **{name: getattr(chosen, name) for name in names},
+        **{name: getattr(chosen, name) for name in ("width", "depth", "micro_size", "execution", "accumulation")},
         "devices": chosen.width * chosen.depth,
         "memory_bytes": chosen.memory_bytes,
         "tokens_per_s": chosen.sequences_per_second * config.data.sequence_length,
@@ -197,7 +196,7 @@ def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) 
     def seconds(micro_size: int, recomputed: bool) -> float:
         whole = uniform_run(config, micro_size, recompute=recomputed)
         layers = [times.of(whole, layer) for layer in layers_of(whole)]
-        return sum(sum(each[:4]) for each in layers) / blocks  # forward, both halves of the backward, forward again
+        return sum(sum(each[:4]) for each in layers) / blocks  # passes, and the forward again
 
     @cache
     def memory(depth: int, micro_size: int, execution: Execution) -> int:
@@ -226,8 +225,8 @@ def uniform_run(
     """
     if config.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 for "
-            "planning"
+            "training.precision auto is decided by measurements at the start of a run; "
+            "set fp32, bf16 or fp16 for planning"
         )
     layers = {name: LayerStrategy(fp8=own.fp8) for name, own in config.parallel.layers.items() if own.fp8 is not None}
     parallel = replace(config.parallel, data=data, tensor=tensor, pipeline=pipeline, context=1, sequence=False)
