@@ -3,13 +3,13 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from megapipe.config.command_line import finite, tool_parser, with_hyphens
 from megapipe.config.parallel import ScheduleConfig, is_schedule_file
+from megapipe.schedules.actions import Kind
 from megapipe.schedules.build import MOST_FORWARDS, build, load_file, order, read_file
 from megapipe.schedules.building_blocks import Times
-from megapipe.schedules.command.overlay import add_overlay
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.offload import Offload
 from megapipe.schedules.registry import GENERATORS, Options, find_generator
@@ -18,6 +18,11 @@ from megapipe.schedules.simulation import Costs, Link, rank_costs
 from megapipe.schedules.states import StateTable
 
 NEVER_FLUSHING_STEPS = 4
+STAGE_TIMES: Final = {
+    kind.name.lower(): kind
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
+}
+"""Compute actions by the flag that sets their time."""
 LOWERING_FLAGS = {
     "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False, "offload_weights": 0
 }  # fmt: skip
@@ -64,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--schedule", default=",".join(GENERATORS), help="names and files, separated by commas")
     _flags(compare)
     overlay = commands.add_parser("overlay", help="compare a measured trace with its prediction")
-    add_overlay(overlay)
+    _add_overlay(overlay)
     _json(overlay)
     return top
 
@@ -157,6 +162,21 @@ def _flags(command: argparse.ArgumentParser) -> None:
     times.add_argument("--offload-time", type=finite, default=0.0, help="copy of a micro-batch's activations, one way")
     times.add_argument("--offload-state-time", type=finite, default=0.0, help="copy of the optimizer state, one way")
     times.add_argument("--scalars-time", type=finite, default=0.0, help="global norm and finite flag over all ranks")
+
+
+def _add_overlay(command: argparse.ArgumentParser) -> None:
+    """Add the flags of `overlay`."""
+    command.add_argument("directory", type=Path, help="folder of the recording, set by --profile.trace")
+    command.add_argument("-o", "--output", type=Path, help="picture: .html, .svg or .json (Chrome/Perfetto trace)")
+    command.add_argument("--step", type=int, help="step to show, numbered as in the log (default: a typical one)")
+    command.add_argument("--pipeline", type=int, default=0, help="replica of the pipeline to show (default 0)")
+    times = command.add_argument_group(
+        "times in milliseconds, for a rank's share of the model, that replace measured medians"
+    )
+    for name in STAGE_TIMES:
+        times.add_argument(f"--{name.replace('_', '-')}" + "-time" * (name == "update"), dest=name, type=float)
+    times.add_argument("--latency", type=float, help="of a message between ranks")
+    times.add_argument("--scalars-time", type=float, help="global norm and finite flag over all ranks")
 
 
 def order_of(flags: argparse.Namespace, name: str) -> Schedule:

@@ -9,16 +9,22 @@ from typing import Any
 
 from megapipe.schedules.actions import Kind
 from megapipe.schedules.build import load_file
-from megapipe.schedules.command.arguments import costs_of, order_of, parse, schedule_of, steps_of
-from megapipe.schedules.command.overlay import run_overlay
+from megapipe.schedules.command.arguments import STAGE_TIMES, costs_of, order_of, parse, schedule_of, steps_of
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
+from megapipe.schedules.drawing.overlay import draw_overlay_html, draw_overlay_svg, draw_overlay_trace
 from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.measured.medians import choose, measured_costs
+from megapipe.schedules.measured.overlay import Overlay, lay_over
+from megapipe.schedules.measured.overlay import figures as overlay_figures
+from megapipe.schedules.measured.overlay import text as overlay_text
+from megapipe.schedules.measured.traces import read_run
 from megapipe.schedules.registry import GENERATORS
-from megapipe.schedules.schedule import Schedule
-from megapipe.schedules.simulation import Link, Simulation, simulate
+from megapipe.schedules.schedule import Header, Schedule
+from megapipe.schedules.simulation import Costs, Link, Simulation, simulate, stage_times
 from megapipe.schedules.text import dumps
 from megapipe.schedules.validation import STREAMS_PER_PRIORITY, needs_resident_kernels, validate
 
+OVERLAY_DRAWINGS = {".html": draw_overlay_html, ".svg": draw_overlay_svg, ".json": draw_overlay_trace}
 DRAWINGS = {".svg": draw_svg, ".html": draw_html, ".json": draw_trace}
 COLUMNS = (
     ("schedule", 16), ("class", 5), ("bubble", 7), ("steps", 5), ("time/step", 9), ("activations", 11), ("weights", 7),
@@ -213,6 +219,48 @@ def _write(flags: argparse.Namespace) -> None:
     print(json.dumps({"text": text}) if flags.json else text, end="\n" if flags.json else "")
 
 
+def _run_overlay(flags: argparse.Namespace) -> None:
+    """Read a trace, compare it with its simulation, and print or draw the result."""
+    draw = OVERLAY_DRAWINGS.get(flags.output.suffix) if flags.output is not None else None
+    if flags.output is not None and draw is None:
+        raise ScheduleError(f"--output {flags.output} must end in {', '.join(OVERLAY_DRAWINGS)}")
+    overlay = _overlay(flags)
+    print(json.dumps(overlay_figures(overlay)) if flags.json else overlay_text(overlay))
+    if draw is None:
+        return
+    try:
+        flags.output.write_text(draw(overlay), encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; choose another file") from None
+    if not flags.json:
+        print(f"wrote {flags.output}")
+
+
+def _overlay(flags: argparse.Namespace) -> Overlay:
+    run = read_run(flags.directory, flags.pipeline)
+    window = choose(run, None if flags.step is None else flags.step - 1)
+    measured = measured_costs(run, window)
+    costs = _with_given_times(measured.costs, flags, run.schedule.header)
+    return lay_over(run, window, replace(measured, costs=costs))
+
+
+def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -> Costs:
+    """The costs, with those that the flags give in the place of the measured ones."""
+    for name in (*STAGE_TIMES, "latency", "scalars_time"):
+        given = getattr(flags, name)
+        if given is not None and given < 0:
+            raise ScheduleError(f"--{name.replace('_', '-')} is {given:g}; it must be at least 0, in milliseconds")
+    given_times = {
+        kind: [getattr(flags, name) / share for share in header.stages_sharing]
+        for name, kind in STAGE_TIMES.items()
+        if getattr(flags, name) is not None
+    }
+    costs = costs.with_times(stage_times(header, given_times))
+    if flags.latency is not None:
+        costs = replace(costs, links={}, link=Link(flags.latency))
+    return costs if flags.scalars_time is None else replace(costs, reduce_scalars=flags.scalars_time)
+
+
 COMMANDS = {
     "list": _list,
     "validate": _validate,
@@ -221,5 +269,5 @@ COMMANDS = {
     "compare": _compare,
     "draw": _draw,
     "write": _write,
-    "overlay": run_overlay,
+    "overlay": _run_overlay,
 }
