@@ -80,8 +80,8 @@ class BertDataConfig(DataConfig):
 
     def problems(self) -> list[str]:
         return super().problems() + [
-            f"data.{each.name} is {getattr(self, each.name)!r}; it is an option for GPT samples and has no "
-            "effect on sentence pairs: leave it out"
+            f"data.{each.name} is {getattr(self, each.name)!r}; it is an option "
+            "for GPT samples and has no effect on sentence pairs: leave it out"
             for each in fields(DataConfig)
             if each.name not in SHARED_DATA_FIELDS and getattr(self, each.name) != getattr(DataConfig(), each.name)
         ]
@@ -105,8 +105,8 @@ class BertPretrainConfig(PretrainConfig):
         found = super().problems()
         if self.model.sentence_head != (self.data.pairs != "none"):
             found.append(
-                f"model.sentence_head is {self.model.sentence_head} and data.pairs is {self.data.pairs!r}; the head "
-                "and the pairs need each other: set model.sentence_head to true with order or next, to false with "
-                "none"
+                f"model.sentence_head is {self.model.sentence_head} and data.pairs is "
+                f"{self.data.pairs!r}; the head and the pairs need each other: set "
+                "model.sentence_head to true with order or next, to false with none"
             )
         return found

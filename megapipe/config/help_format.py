@@ -68,8 +68,8 @@ def _path_of(flag: str, value: str, files: Mapping[str, Path]) -> str:
     near = difflib.get_close_matches(value, files, n=3, cutoff=0.5)
     names = f"did you mean {' or '.join(near)}?" if near else f"the packaged ones are {', '.join(files)}"
     raise ConfigError(
-        f"{flag} {value}: the file does not exist, and no packaged file for {flag} has this name; "
-        f"{other_flag(value) or names}"
+        f"{flag} {value}: the file does not exist, and no packaged "
+        f"file for {flag} has this name; {other_flag(value) or names}"
     )
 
 
@@ -171,8 +171,8 @@ def _shortened(action: Action) -> Action:
     short = copy.copy(action)
     few = [name for name in names if name in ("gpt2_124m", "llama3_8b", "gpt_tiny", "quickstart")]
     short.help = (
-        f"{file_of(action.dest)}, or a packaged one, such as {' or '.join(few)} (`megapipe help --{action.dest}` "
-        "lists them)"
+        f"{file_of(action.dest)}, or a packaged one, such as "
+        f"{' or '.join(few)} (`megapipe help --{action.dest}` lists them)"
     )
     return short
 

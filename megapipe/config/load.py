@@ -126,8 +126,8 @@ class FieldParser(ArgumentParser):
             group, inner = match["group"], match["inner"]
             if inner.partition(".")[0] in self.config_groups:
                 raise ConfigError(
-                    f"--{group} FILE takes the fields of one group, but the file has whole groups: pass it as "
-                    "--config FILE"
+                    f"--{group} FILE takes the fields of one group, but "
+                    "the file has whole groups: pass it as --config FILE"
                 ) from ex
             raise ConfigError(_unknown(f"{group}.{inner}", known)) from ex
         words = match["flag"].split()
@@ -148,8 +148,8 @@ def _misplaced(key: str, known: Sequence[str]) -> str | None:
         return None
     (group,) = groups
     return (
-        f"the key {key!r} of a --config file is a field of the group {group}: pass a file of this group as "
-        f"--{group} FILE instead, or indent its lines below `{group}:`"
+        f"the key {key!r} of a --config file is a field of the group {group}: pass a file "
+        f"of this group as --{group} FILE instead, or indent its lines below `{group}:`"
     )
 
 
@@ -262,8 +262,8 @@ def _check_file_sizes(words: Sequence[str], flags: set[str]) -> None:
         path = value if has_value else following
         if flag.removeprefix("--") in flags and os.path.isfile(path) and os.path.getsize(path) > MAX_YAML_CHARACTERS:
             raise ConfigError(
-                f"{flag} {path} has {os.path.getsize(path):,} bytes; a configuration file has at most "
-                f"{MAX_YAML_CHARACTERS:,}"
+                f"{flag} {path} has {os.path.getsize(path):,} bytes; a "
+                f"configuration file has at most {MAX_YAML_CHARACTERS:,}"
             )
 
 

@@ -41,18 +41,18 @@ class RecomputeConfig:
         found = bound_problems(self, "recompute")
         if self.method != "full" and (self.every != 1 or self.num_blocks is not None):
             found.append(
-                f"recompute.every and recompute.num_blocks need recompute.method full, and it is {self.method}; set "
-                "it to full, or leave them out"
+                "recompute.every and recompute.num_blocks need recompute.method "
+                f"full, and it is {self.method}; set it to full, or leave them out"
             )
         if self.method != "auto" and (self.memory is not None or self.hardware is not None):
             found.append(
-                f"recompute.memory and recompute.hardware need recompute.method auto, and it is {self.method}; set it "
-                "to auto, or leave them out"
+                "recompute.memory and recompute.hardware need recompute.method "
+                f"auto, and it is {self.method}; set it to auto, or leave them out"
             )
         if self.method == "auto" and self.parts != RecomputeConfig().parts:
             found.append(
-                "recompute.parts is set but recompute.method is auto, which chooses the parts itself; set "
-                "recompute.method selective, or leave recompute.parts out"
+                "recompute.parts is set but recompute.method is auto, which chooses the "
+                "parts itself; set recompute.method selective, or leave recompute.parts out"
             )
         if self.method == "selective" and not self.parts:
             found.append("recompute.parts is empty; name attention, mlp or norms, or set recompute.method none")
@@ -102,8 +102,8 @@ class OffloadConfig:
         found = bound_problems(self, "offload")
         if self.activations != "blocks" and (self.every != 1 or self.num_blocks is not None):
             found.append(
-                f"offload.every and offload.num_blocks need offload.activations blocks, and it is {self.activations}; "
-                "set it to blocks, or leave them out"
+                "offload.every and offload.num_blocks need offload.activations blocks, "
+                f"and it is {self.activations}; set it to blocks, or leave them out"
             )
         if self.activations == "auto" and self.memory is None:
             found.append(
@@ -133,7 +133,7 @@ class OffloadConfig:
             ]
         elif len(given) > 1:
             found.append(
-                f"offload.weight_memory {self.weight_memory} and offload.weight_buffers {self.weight_buffers} both "
-                "limit the same; leave one of the two out"
+                f"offload.weight_memory {self.weight_memory} and offload.weight_buffers "
+                f"{self.weight_buffers} both limit the same; leave one of the two out"
             )
         return found

@@ -181,13 +181,13 @@ class ModelConfig:
         found = []
         if self.head_size is None and self.hidden_size % self.num_heads:
             found.append(
-                f"model.hidden_size {self.hidden_size} is not divisible by model.num_heads {self.num_heads}; "
-                "change one of them, or set model.head_size"
+                f"model.hidden_size {self.hidden_size} is not divisible by model.num_heads "
+                f"{self.num_heads}; change one of them, or set model.head_size"
             )
         if self.num_heads % self.kv_heads:
             found.append(
-                f"model.num_heads {self.num_heads} is not divisible by model.num_kv_heads {self.kv_heads}; "
-                f"pick a divisor of {self.num_heads}"
+                f"model.num_heads {self.num_heads} is not divisible by "
+                f"model.num_kv_heads {self.kv_heads}; pick a divisor of {self.num_heads}"
             )
         if self.positions == "rotary" and self.head_dim % 2:
             found.append(f"model.head_size is {self.head_dim}; rotary positions need an even number of channels")
@@ -198,8 +198,8 @@ class ModelConfig:
             return []
         if self.experts_per_token > self.num_experts:
             return [
-                f"model.experts_per_token is {self.experts_per_token}; it must be at least 1 and at most "
-                f"model.num_experts {self.num_experts}"
+                f"model.experts_per_token is {self.experts_per_token}; it must "
+                f"be at least 1 and at most model.num_experts {self.num_experts}"
             ]
         if self.experts_per_token == 1 < self.num_experts and self.normalize_expert_shares:
             return [

@@ -104,8 +104,8 @@ class OptimizerConfig:
             )
         if self.name != "muon" and self.muon != MuonConfig():
             found.append(
-                f"optimizer.muon is set but optimizer.name is {self.name}; set optimizer.name muon, or leave "
-                "optimizer.muon out"
+                f"optimizer.muon is set but optimizer.name is {self.name}; "
+                "set optimizer.name muon, or leave optimizer.muon out"
             )
         return found
 

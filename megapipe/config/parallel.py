@@ -102,8 +102,8 @@ def strategy_problems(config: "PretrainConfig") -> list[str]:
         match = _NAME.fullmatch(key)
         if match is None:
             problems.append(
-                f"parallel.layers names {key!r}, which is not a layer; use embedding, head, blocks, one block such as "
-                "blocks.0, or a range such as blocks.0-3"
+                f"parallel.layers names {key!r}, which is not a layer; use embedding, "
+                "head, blocks, one block such as blocks.0, or a range such as blocks.0-3"
             )
             continue
         if match["first"] is not None:
@@ -131,8 +131,8 @@ def _own_problems(config: "PretrainConfig", own: LayerStrategy, where: str, *, i
             problems.append(f"{where}: {name} is only for transformer blocks; leave it out")
     if own.recompute is not None and config.recompute.method == "auto":
         problems.append(
-            f"{where}: recompute {own.recompute} cannot be combined with recompute.method auto, which chooses for "
-            "all blocks; set recompute.method none, selective or full"
+            f"{where}: recompute {own.recompute} cannot be combined with recompute.method "
+            "auto, which chooses for all blocks; set recompute.method none, selective or full"
         )
     if own.recompute not in (None, "none") and config.offload.activations == "auto":
         problems.append(
@@ -141,13 +141,13 @@ def _own_problems(config: "PretrainConfig", own: LayerStrategy, where: str, *, i
         )
     if own.recompute == "selective" and (config.training.compile or config.offload.activations != "none"):
         problems.append(
-            f"{where}: recompute selective cannot be combined with training.compile or offload.activations; set "
-            "recompute full for these blocks"
+            f"{where}: recompute selective cannot be combined with training.compile "
+            "or offload.activations; set recompute full for these blocks"
         )
     if own.offload is not None and config.offload.activations != "blocks":
         problems.append(
-            f"{where}: offload needs offload.activations blocks, and it is {config.offload.activations}; set it to "
-            "blocks, or leave offload out"
+            f"{where}: offload needs offload.activations blocks, and it is "
+            f"{config.offload.activations}; set it to blocks, or leave offload out"
         )
     if own.fp8 is not None and config.training.fp8 == "none":
         problems.append(f"{where}: fp8 needs training.fp8 tensorwise or rowwise; set it, or leave fp8 out")
@@ -201,8 +201,8 @@ class ParallelConfig:
             if chunks == 1:
                 return []
             return [
-                f"parallel.sequence_chunks is {chunks} but parallel.sequence is false; set it to true, or leave "
-                "parallel.sequence_chunks out"
+                f"parallel.sequence_chunks is {chunks} but parallel.sequence is "
+                "false; set it to true, or leave parallel.sequence_chunks out"
             ]
         if self.tensor < 2:
             return [
@@ -270,15 +270,15 @@ class ZeroConfig:
         ):
             if self.stage < least and getattr(self, name) != getattr(plain, name):
                 found.append(
-                    f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does not use it; set "
-                    f"zero.stage to at least {least}, or leave zero.{name} out"
+                    f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does "
+                    f"not use it; set zero.stage to at least {least}, or leave zero.{name} out"
                 )
         for what in ("weight", "gradient"):
             memory, buffers = getattr(self, f"{what}_memory"), getattr(self, f"{what}_buffers")
             if memory is not None and buffers != getattr(plain, f"{what}_buffers"):
                 found.append(
-                    f"zero.{what}_memory {memory} and zero.{what}_buffers {buffers} both limit the same; leave one of "
-                    "the two out"
+                    f"zero.{what}_memory {memory} and zero.{what}_buffers "
+                    f"{buffers} both limit the same; leave one of the two out"
                 )
         return found
 
@@ -290,8 +290,8 @@ class ZeroConfig:
                 "start more ranks, reduce parallel.pipeline or parallel.tensor, or set zero.stage 0"
             ]
         return [
-            f"zero.{name} {size} does not divide the {replicas} replicas of the weights; set it to a divisor of that "
-            f"number, or to null for {usual}"
+            f"zero.{name} {size} does not divide the {replicas} replicas of the "
+            f"weights; set it to a divisor of that number, or to null for {usual}"
             for name, size, usual in (
                 ("shard_size", self.shard_size, "one copy over all replicas"),
                 ("expert_shard_size", self.expert_shard_size, "that of the other weights"),

@@ -73,8 +73,8 @@ class DataConfig:
             found.append("data.blend has a shard without a name; write its path without its .bin/.idx ending")
         if self.order == "megatron" and self.pack != "concat":
             found.append(
-                f"data.pack is {self.pack} but data.order is megatron, which needs data.pack concat; set that, or "
-                "data.order to keyed"
+                f"data.pack is {self.pack} but data.order is megatron, which "
+                "needs data.pack concat; set that, or data.order to keyed"
             )
         if not self.fim_rate and self.fim_tokens is not None:
             found.append(
@@ -275,8 +275,8 @@ class BatchConfig:
         if self.ramp_start is None:
             if self.ramp_samples:
                 found.append(
-                    f"batch.ramp_samples is {self.ramp_samples} but batch.ramp_start is null; set batch.ramp_start to "
-                    "the first batch size, or leave both out"
+                    f"batch.ramp_samples is {self.ramp_samples} but batch.ramp_start is "
+                    "null; set batch.ramp_start to the first batch size, or leave both out"
                 )
             return found
         if self.ramp_start > self.global_size:
@@ -285,8 +285,8 @@ class BatchConfig:
             )
         if self.ramp_samples == 0:
             found.append(
-                f"batch.ramp_samples is {self.ramp_samples}; a ramp from batch.ramp_start {self.ramp_start} needs at "
-                "least 1, or leave batch.ramp_start out"
+                f"batch.ramp_samples is {self.ramp_samples}; a ramp from batch.ramp_start "
+                f"{self.ramp_start} needs at least 1, or leave batch.ramp_start out"
             )
         return found
 
@@ -402,8 +402,8 @@ class PretrainConfig:
             )
         if self.training.precision != "fp16" and not self.loss_scale.is_default:
             found.append(
-                f"loss_scale is set but training.precision is {self.training.precision}; only fp16 scales its loss: "
-                "set training.precision fp16, or leave loss_scale out"
+                f"loss_scale is set but training.precision is {self.training.precision}; only "
+                "fp16 scales its loss: set training.precision fp16, or leave loss_scale out"
             )
         found += self._fp8_problems() + self._expert_problems()
         if not self.training.master_weights and self.training.precision != "bf16":
@@ -423,8 +423,8 @@ class PretrainConfig:
             and self.offload.activations == "blocks"
         ):
             found.append(
-                "recompute.method full recomputes every block, so offload.activations blocks has nothing to move; set "
-                "recompute.num_blocks, or leave one of the two out"
+                "recompute.method full recomputes every block, so offload.activations blocks "
+                "has nothing to move; set recompute.num_blocks, or leave one of the two out"
             )
         if self.recompute.method == "full" and self.offload.activations == "auto":
             found.append(
@@ -476,8 +476,8 @@ class PretrainConfig:
             )
         if self.spikes.watched and not self.checkpoint.saves_between:
             found.append(
-                "spikes is set but the run saves no checkpoints before its end, so there is no checkpoint to go back "
-                "to; set checkpoint.every, or leave spikes out"
+                "spikes is set but the run saves no checkpoints before its end, so there "
+                "is no checkpoint to go back to; set checkpoint.every, or leave spikes out"
             )
         return found
 
@@ -495,8 +495,8 @@ class PretrainConfig:
         problems = []
         if training.precision == "fp16":
             problems.append(
-                f"training.fp8 {training.fp8} already scales every operand and cannot be combined with fp16; set "
-                "training.precision bf16"
+                f"training.fp8 {training.fp8} already scales every operand "
+                "and cannot be combined with fp16; set training.precision bf16"
             )
         if sum(kept) >= blocks:
             problems.append(
@@ -517,8 +517,8 @@ class PretrainConfig:
         problems = []
         if self.training.fp8 != "none":
             problems.append(
-                f"training.fp8 {self.training.fp8} {with_experts}: experts have no fp8 matrix products; set "
-                "training.fp8 none"
+                f"training.fp8 {self.training.fp8} {with_experts}: experts "
+                "have no fp8 matrix products; set training.fp8 none"
             )
         if self.training.compile:
             problems.append(
@@ -527,13 +527,13 @@ class PretrainConfig:
             )
         if self.optimizer.name == "muon":
             problems.append(
-                f"optimizer.name muon {with_experts}: the matrices of all experts are one parameter; set "
-                "optimizer.name adamw or sgd"
+                f"optimizer.name muon {with_experts}: the matrices of all "
+                "experts are one parameter; set optimizer.name adamw or sgd"
             )
         if self.model.balances_experts and not self.training.master_weights:
             problems.append(
-                f"training.master_weights false {with_experts}: bf16 would round away the bias updates of "
-                f"model.expert_balance_rate {self.model.expert_balance_rate}; set training.master_weights true, or "
-                "model.expert_balance_rate 0"
+                f"training.master_weights false {with_experts}: bf16 would round away the "
+                f"bias updates of model.expert_balance_rate {self.model.expert_balance_rate}; "
+                "set training.master_weights true, or model.expert_balance_rate 0"
             )
         return problems

@@ -109,8 +109,8 @@ def _told(chosen: Recomputation, where: str) -> str:
         method = f"full for the first {blocks} of each stage"
     if recompute.method != "none":
         cost = (
-            f"a step takes {slower:.1%} longer (by {chosen.source}) than without recomputation, "
-            f"which would need {chosen.plain_bytes / GIB:.3g} GiB"
+            f"a step takes {slower:.1%} longer (by {chosen.source}) than without "
+            f"recomputation, which would need {chosen.plain_bytes / GIB:.3g} GiB"
         )
     peak = f"at most {chosen.peak_bytes / GIB:.3g} GiB of tensors per rank"
     return f"recompute auto: {method}: {peak}, {where}; {cost}"

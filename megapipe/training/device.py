@@ -92,8 +92,8 @@ def _faster(device: torch.device, say: Callable[[str], None]) -> Precision:
     choice: Precision = "bf16" if bf16 < fp32 else "fp32"
     size = product_size(device)
     say(
-        f"precision: {choice} is faster (a {size} x {size} product takes {bf16 * 1e3:.2f} ms in bf16, "
-        f"{fp32 * 1e3:.2f} ms in fp32)"
+        f"precision: {choice} is faster (a {size} x {size} product takes "
+        f"{bf16 * 1e3:.2f} ms in bf16, {fp32 * 1e3:.2f} ms in fp32)"
     )
     return choice
 

@@ -155,8 +155,8 @@ def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Itera
         sharing = f" for {len(sizes)} ranks" if len(sizes) > 1 else ""
         where = f"{device} of host {host}" if device else f"host {host}"
         yield _Place(
-            f"{bytes_text(sum(sizes))} on {where}{sharing}, and {bytes_text(there.num_bytes)} are free"
-            f"{there.limit and f' ({there.limit})'}",
+            f"{bytes_text(sum(sizes))} on {where}{sharing}, and "
+            f"{bytes_text(there.num_bytes)} are free{there.limit and f' ({there.limit})'}",
             sum(sizes) - there.num_bytes,
         )
 

@@ -71,8 +71,8 @@ def named_recompute(config: PretrainConfig, mesh: Mesh, say: Say) -> PretrainCon
     """Return the configuration. Raises ConfigError for recompute.method auto, which needs a planner."""
     if config.recompute.method == "auto":
         raise ConfigError(
-            "recompute.method auto is chosen by megapipe train; set none, selective or full, or pass "
-            "choose_recompute=megapipe.calibration.planning.with_recompute"
+            "recompute.method auto is chosen by megapipe train; set none, selective or "
+            "full, or pass choose_recompute=megapipe.calibration.planning.with_recompute"
         )
     return config
 
@@ -185,15 +185,15 @@ def _run(
     meter = _meter(config, mesh, say)
     if config.schedule.update == "eager":
         say(
-            "warning: with schedule.update eager, each update waits for the gradient norm of all ranks, and steps "
-            f"take about {eager_cost(replica.schedule):.0%} longer than with lazy, which needs a second gradient "
-            "buffer"
+            "warning: with schedule.update eager, each update waits for the gradient "
+            f"norm of all ranks, and steps take about {eager_cost(replica.schedule):.0%} "
+            "longer than with lazy, which needs a second gradient buffer"
         )
     weights = list(config.data.blend.values())
     if weights and config.data.order == "keyed" and weights_are_rounded(weights):
         say(
-            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the blend; integer weights whose "
-            "sum is not larger than that are not rounded"
+            f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the "
+            "blend; integer weights whose sum is not larger than that are not rounded"
         )
     _add_files(listeners, config, mesh, samples, position, run)
     layout = dict(mesh.shape.sizes)

@@ -132,8 +132,8 @@ def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[st
         **_tokens_of_products(config),
     }
     found += [
-        f"training.fp8 {recipe}: {name} {extent} must be a multiple of {ALIGNMENT} on a GPU; choose another size, or "
-        "set training.fp8 none"
+        f"training.fp8 {recipe}: {name} {extent} must be a multiple of "
+        f"{ALIGNMENT} on a GPU; choose another size, or set training.fp8 none"
         for name, extent in extents.items()
         if extent % ALIGNMENT
     ]

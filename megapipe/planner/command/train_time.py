@@ -267,9 +267,9 @@ def shortest(
     if not candidates:
         need = f"the smallest one needs {min(sizes) / 1e9:,.2f} GB" if sizes else "max_devices leaves none"
         raise ValueError(
-            f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} GB per device at "
-            f"efficiency {least_efficiency:g}: {need}; use more memory or devices, a smaller model, or a lower "
-            "efficiency"
+            f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} "
+            f"GB per device at efficiency {least_efficiency:g}: {need}; use more memory or "
+            "devices, a smaller model, or a lower efficiency"
         )
     return min(candidates, key=lambda each: (each[1], each[0].devices))
 

@@ -128,9 +128,9 @@ class NothingFits(ConfigError):
     def __init__(self, nearest: Estimate, hardware: Hardware, devices: int) -> None:
         layout = ", ".join(f"{name} {value}" for name, value in nearest.as_json()["layout"].items())
         super().__init__(
-            f"no layout fits {devices} devices of {hardware.name!r}; the layout that needs the least memory is "
-            f"{out_of_memory(nearest)} ({layout}); use more devices or devices with more memory, a smaller model or "
-            "shorter samples, or set fewer fields"
+            f"no layout fits {devices} devices of {hardware.name!r}; the layout that needs "
+            f"the least memory is {out_of_memory(nearest)} ({layout}); use more devices or "
+            "devices with more memory, a smaller model or shorter samples, or set fewer fields"
         )
         self.nearest = nearest
 
@@ -273,15 +273,15 @@ def hints(base: PretrainConfig, hardware: Hardware, devices: int, best: Estimate
     size = max(sizes, key=lambda each: sizes[each], default=0)
     if sizes.get(size, 0.0) >= MUCH:
         yield (
-            f"--batch.global_size {size} trains {sizes[size]:.1f} times as many tokens per second as {batch_size:,}, "
-            "which has few divisors"
+            f"--batch.global_size {size} trains {sizes[size]:.1f} times as "
+            f"many tokens per second as {batch_size:,}, which has few divisors"
         )
     for machine, count in single_groups(hardware, devices):
         alone, name = gain(count, batch_size, machine), machine.groups[0].device.name
         if alone > 1.0:
             yield (
-                f"the {count:,} {name} alone are {alone:.2f} times as fast as all {devices:,} devices: each step "
-                "waits for the slowest device"
+                f"the {count:,} {name} alone are {alone:.2f} times as fast as "
+                f"all {devices:,} devices: each step waits for the slowest device"
             )
 
 

@@ -163,8 +163,8 @@ def slowest_times(
     """
     if base.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto is decided by measurements at the start of a run; set fp32, bf16 or fp16 for "
-            "planning"
+            "training.precision auto is decided by measurements at "
+            "the start of a run; set fp32, bf16 or fp16 for planning"
         )
     used_devices = [node.device for node in hardware.nodes(devices)]
     slowest = min(used_devices, key=lambda device: device.peak(base.training.precision))
@@ -184,9 +184,9 @@ def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]
     problems = run_problems(left_open, devices)
     named = ", ".join(sorted(pinned)) or "nothing"
     return problems or [
-        f"no layout of {devices} devices can run: no sizes that divide the devices also divide heads, layers and "
-        f"batch.global_size {base.batch.global_size}, with {named} set; use another number of devices or another "
-        "batch size, or set fewer fields"
+        f"no layout of {devices} devices can run: no sizes that divide the devices also "
+        f"divide heads, layers and batch.global_size {base.batch.global_size}, with {named} "
+        "set; use another number of devices or another batch size, or set fewer fields"
     ]
 
 
@@ -307,8 +307,8 @@ def search(
         raise ConfigError("objective time needs the number of tokens to train on; set it, as in --tokens 300e9")
     if objective == "cost" and hardware.price_per_hour(devices) is None:
         raise ConfigError(
-            f"objective cost needs prices, but hardware {hardware.name!r} has groups without price_per_hour; add it "
-            "to the hardware file, or pass --price_per_hour"
+            f"objective cost needs prices, but hardware {hardware.name!r} has groups "
+            "without price_per_hour; add it to the hardware file, or pass --price_per_hour"
         )
     started = time.perf_counter()
     speed = partial(search_speed, hardware=hardware, pinned=pinned, space=space, times=times, assumptions=assumptions)

@@ -349,8 +349,8 @@ def _check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], s
         problems.append(f"{apart}, but a search treats all blocks alike; {later}")
     if base.recompute.method == "auto":
         problems.append(
-            "recompute.method auto must be resolved before a search: call planner.recompute.limited, or set "
-            "none, selective or full"
+            "recompute.method auto must be resolved before a search: call "
+            "planner.recompute.limited, or set none, selective or full"
         )
     problems += [] if base.schedule.file else _unknown("schedule.name", base.schedule.name)
     problems += bound_problems(base.batch, "batch") + bound_problems(base.parallel, "parallel")

@@ -90,8 +90,8 @@ class Saves:
         """
         if asked and not self._config.saves:
             print_line(
-                "note: SIGUSR1 asks for a checkpoint, but this run does not save: set checkpoint.at_end true, or "
-                "checkpoint.every"
+                "note: SIGUSR1 asks for a checkpoint, but this run does "
+                "not save: set checkpoint.at_end true, or checkpoint.every"
             )
             return False
         return asked or (self._timer is not None and self._timer.is_due)
@@ -180,8 +180,8 @@ class Saves:
         if self._first and waited > NOTED_WAIT_SECONDS and not self._noted_wait:
             self._noted_wait = True
             self._say(
-                f"note: training waited {waited:.1f} s until the previous save was durable; save less often, or set "
-                "checkpoint.every auto (this note is printed once)"
+                f"note: training waited {waited:.1f} s until the previous save was durable; "
+                "save less often, or set checkpoint.every auto (this note is printed once)"
             )
 
 
@@ -389,8 +389,8 @@ class Checkpointer:
             raise CheckpointError(f"cannot write {self.directory}: {explained(error, self.directory)}") from error
         if not self._config.checkpoint.resume and steps(self.directory):
             raise CheckpointError(
-                f"{self.directory} contains checkpoints, but checkpoint.resume is false; choose another "
-                "training.directory, or move the checkpoints away"
+                f"{self.directory} contains checkpoints, but checkpoint.resume is "
+                "false; choose another training.directory, or move the checkpoints away"
             )
 
     def _newest(self) -> Path | None:
@@ -442,13 +442,13 @@ class Checkpointer:
             self._say(f"note: {difference} in the checkpoint")
         if fit.unknown_data:
             self._say(
-                f"warning: {path} does not record which data it was trained on, so megapipe cannot check that the "
-                "data are the same; the next checkpoint records them"
+                f"warning: {path} does not record which data it was trained on, so megapipe "
+                "cannot check that the data are the same; the next checkpoint records them"
             )
         if fit.other_data:
             self._say(
-                f"warning: from step {run.step + 1}, the run uses other samples, which checkpoint.accept_other_data "
-                f"allows: {'; '.join(fit.other_data)}"
+                f"warning: from step {run.step + 1}, the run uses other samples, which "
+                f"checkpoint.accept_other_data allows: {'; '.join(fit.other_data)}"
             )
 
     def _data_identity(self) -> DataIdentity:

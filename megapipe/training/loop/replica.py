@@ -94,8 +94,8 @@ def _decided(
             )
         told.append(_told(treatments, costs[stage], stage, held[stage], bandwidth))
     remark = (
-        f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} GB/s each way, "
-        f"{offload.memory:g} GiB of activations per rank, prefetch {prefetch}"
+        f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} "
+        f"GB/s each way, {offload.memory:g} GiB of activations per rank, prefetch {prefetch}"
     )
     return replace(table, strategies=tuple(strategies), prefetch=prefetch), (remark, *told)
 

@@ -252,8 +252,8 @@ class TrainingLoop:
         self._report_saves()
         if path is None:
             self._listeners.say(
-                f"warning: the loss jumped up to {spike.loss:.4f} at step {spike.step}, but no save of this run has "
-                "succeeded yet, so the run cannot go back"
+                f"warning: the loss jumped up to {spike.loss:.4f} at step {spike.step}, "
+                "but no save of this run has succeeded yet, so the run cannot go back"
             )
             return
         before = Position.of(self._checkpointer.restore(self._replica))

@@ -149,8 +149,8 @@ class PlainLines(Listener):
             self._seconds = 0.0
             left = self._window.seconds_for(max(0, self._total_samples - record.consumed_samples))
             self._print(
-                f"step {record.step:>{len(str(self._steps))}}/{self._steps} | {vital_signs(record)} | "
-                f"{rates(self._window)} | {duration(left)} left"
+                f"step {record.step:>{len(str(self._steps))}}/{self._steps} | "
+                f"{vital_signs(record)} | {rates(self._window)} | {duration(left)} left"
             )
             self._window.clear()
 

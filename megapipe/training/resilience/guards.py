@@ -187,9 +187,9 @@ class NonFiniteCount:
             )
         if self._patience is not None and self._count >= self._patience:
             raise NonFiniteError(
-                f"{self._count} steps in a row, up to step {result.step + 1}, were not finite ({values}); continue "
-                "from an earlier checkpoint, with a lower optimizer.learning_rate or without these samples "
-                "(reliability.skip_samples)"
+                f"{self._count} steps in a row, up to step {result.step + 1}, were not "
+                f"finite ({values}); continue from an earlier checkpoint, with a lower "
+                "optimizer.learning_rate or without these samples (reliability.skip_samples)"
             )
 
 
