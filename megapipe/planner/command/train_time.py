@@ -297,10 +297,16 @@ def run_train_time(request: Request) -> None:
         raise ConfigError(problem)
     parameters = flags["parameters"] or float(num_parameters(request.config))
     seconds, assumptions = _answer(request, parameters, flags["tokens"])
-    answer = {"parameters": parameters, "tokens": flags["tokens"]}
-    answer |= {"critical_batch_tokens": critical_batch_tokens(parameters)}
-    answer |= {"days": seconds / DAY, "assumptions": assumptions, "batch": _batch(request)}
-    answer |= _bounds(request, request.hardware()) if flags["bounds"] else {"thresholds": None, "bounds": []}
+    bounds = _bounds(request, request.hardware()) if flags["bounds"] else {"thresholds": None, "bounds": []}
+    answer = {
+        "parameters": parameters,
+        "tokens": flags["tokens"],
+        "critical_batch_tokens": critical_batch_tokens(parameters),
+        "days": seconds / DAY,
+        "assumptions": assumptions,
+        "batch": _batch(request),
+        **bounds,
+    }
     if flags["json"]:
         print(json.dumps(answer, indent=2))
         return
@@ -353,10 +359,8 @@ def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, 
     batches = f"batches of {samples:,} samples of {config.data.sequence_length:,} tokens"
     if "batch.global_size" not in request.given:
         batches += ", the critical batch (GPT-3's, by the cube root of the parameters)"
-    config, times = (
-        replace(config, batch=replace(config.batch, global_size=samples)),
-        measured_times(hardware, devices),
-    )
+    config = replace(config, batch=replace(config.batch, global_size=samples))
+    times = measured_times(hardware, devices)
     findings = search_speed(config, hardware, devices, request.given, times=times, effort=BEST_ALONE)
     best = findings.best.estimate
     layout = (
