@@ -15,7 +15,7 @@ from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
 from megapipe.schedules.states import WHOLE_STATES, StateTable
 from megapipe.schedules.text import loads
-from megapipe.schedules.validation import validate
+from megapipe.schedules.validation import check_compute, validate
 
 MOST_FORWARDS = 4_000_000
 """Forwards of all stages in a step. A larger schedule takes minutes and gigabytes to lower and to simulate."""
@@ -119,6 +119,8 @@ def order(
         states=states.checked(name, units),
     )
     schedule = Schedule(header, sections)
+    if not generator.built_in:
+        check_compute(schedule)
     return forward_only(schedule) if mode == "forward" else schedule
 
 
@@ -187,7 +189,10 @@ def read_file(path: Path) -> Schedule:
 def load_file(path: Path) -> Schedule:
     """The lowered schedule in a text file. Raises ScheduleError; what is lowered already is not validated."""
     schedule = read_file(path)
-    return schedule if schedule.header.lowered else lower(schedule)
+    if schedule.header.lowered:
+        return schedule
+    check_compute(schedule)
+    return lower(schedule)
 
 
 def fit_for_training(
@@ -256,6 +261,7 @@ def fit_for_training(
             states=states,
         )
         schedule = replace(schedule, header=filled)
+        check_compute(schedule)
         schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
     validate(schedule)
     return schedule

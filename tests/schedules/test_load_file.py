@@ -77,7 +77,7 @@ def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
         (
             MINE.replace("B1.3", ""),
             {},
-            "cannot be lowered: rank 0 .*line 7.*, BACKWARD stage 0, micro-batch 3: no stage gives its input",
+            "rank 1 .*line 8.*, BACKWARD stage 1, micro-batch 3: it never happens",
         ),
         (
             dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])).replace("RA1.1^1 ", ""),

@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megapipe.schedules import GENERATORS, ScheduleError, Sections, build, order, schedule
+from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
+from megapipe.schedules.build import load_file
+from megapipe.schedules.text import dumps
 from tests.docs.figures import read
 from tests.support.commands import ROOT, blocks
 from tests.support.gpt_runs import write_shard
@@ -150,6 +155,55 @@ def test_a_wrong_registration_says_what_to_change(monkeypatch: pytest.MonkeyPatc
     ):
         with pytest.raises(ScheduleError, match=message):
             schedule(name, numerical_class)(halves)  # type: ignore[arg-type]
+
+
+def one_row_changed(kind: Kind, column: int, value: int) -> Callable[[int, int], Sections]:
+    """A generator of GPipe with another value in the first row of a kind on rank 1."""
+
+    def generate(num_ranks: int, num_microbatches: int) -> Sections:
+        body = [rows.copy() for rows in order("gpipe", num_ranks, num_microbatches).sections.body]
+        body[1][np.flatnonzero(body[1][:, KIND] == kind)[0], column] = value
+        return Sections.flushing(tuple(body))
+
+    return generate
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "value", "message"),
+    [
+        (Kind.BACKWARD, KIND, Kind.FORWARD, "FORWARD stage 1, micro-batch 0: it appears a second time"),
+        (Kind.BACKWARD, KIND, Kind.BACKWARD_INPUT, "splits backwards; register it with splits=True"),
+        (Kind.FORWARD, KIND, Kind.UPDATE, "only forwards and backwards are given; megapipe adds everything else"),
+        (Kind.FORWARD, KIND, 99, "rank 1, action 0: 99 is not a kind of action"),
+        (Kind.FORWARD, STAGE, 0, "rank 1, FORWARD stage 0, micro-batch 0: stage 0 is on rank 0"),
+        (Kind.BACKWARD, STAGE, 2, "there are 2 stages"),
+        (Kind.BACKWARD, MICROBATCH, 3, "micro-batches are numbered from 0 to 2"),
+        (Kind.BACKWARD, MICROBATCH, 1, "BACKWARD stage 1, micro-batch 1: it appears a second time"),
+    ],
+)
+def test_a_wrong_row_of_a_registered_schedule_is_named(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind, column: int, value: int, message: str
+) -> None:
+    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
+    schedule("changed", "A")(one_row_changed(kind, column, value))
+    with pytest.raises(ScheduleError, match=message):
+        build("changed", 2, 3)
+
+
+def test_missing_backwards_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
+
+    def forwards(num_ranks: int, num_microbatches: int) -> Sections:
+        rows = order("gpipe", num_ranks, num_microbatches).sections.body
+        return Sections.flushing(tuple(each[:num_microbatches] for each in rows))
+
+    schedule("forwards", "A")(forwards)
+    with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
+        build("forwards", 2, 3)
+    whole = order("gpipe", 2, 3)
+    (tmp_path / "forwards.txt").write_text(dumps(replace(whole, sections=forwards(2, 3))))
+    with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
+        load_file(tmp_path / "forwards.txt")
 
 
 def test_planner_takes_the_name(packages: Path) -> None:

@@ -1,6 +1,7 @@
-"""The validator of lowered schedules."""
+"""The validator of schedules."""
 
+from megapipe.schedules.validation.coverage import check_compute
 from megapipe.schedules.validation.transfers import needs_resident_kernels
 from megapipe.schedules.validation.validate import STREAMS_PER_PRIORITY, Report, validate
 
-__all__ = ["STREAMS_PER_PRIORITY", "Report", "needs_resident_kernels", "validate"]
+__all__ = ["STREAMS_PER_PRIORITY", "Report", "check_compute", "needs_resident_kernels", "validate"]

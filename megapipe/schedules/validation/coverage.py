@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Ints, Kind, Mask
+from megapipe.schedules.actions import COMPUTE_KINDS, Action, Ints, Kind, Mask
 from megapipe.schedules.gathers import of_states
+from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure, missing
+from megapipe.schedules.validation.fields import check_places
 
 _GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -17,6 +19,19 @@ def check_coverage(table: Table) -> None:
     _check_messages(table, on_route)
     if table.header.mode == "train":
         _check_reductions(table)
+
+
+def check_compute(schedule: Schedule) -> None:
+    """Raise ScheduleError unless each micro-batch passes every stage of its route once, forward and backward.
+
+    schedule: compute actions alone. Lowering relies on this, so schedules of users are checked before it.
+    """
+    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
+    check_places(table)
+    others = np.flatnonzero(~table.is_kind(*COMPUTE_KINDS))
+    if len(others):
+        raise failure(table, int(others[0]), "only forwards and backwards are given; megapipe adds everything else")
+    _check_compute(table, _on_route(table))
 
 
 def _on_route(table: Table) -> Mask:

@@ -111,6 +111,18 @@ FORWARD_MODE_KINDS: Final = (
 
 def check_fields(table: Table) -> None:
     """Raise ScheduleError at the first row that is not a well-formed action of its rank."""
+    check_places(table)
+    for name, column in (("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
+        _check_use(table, name, column)
+    _require(table, table.rows[:, SLICE] == -1, "micro-batches of this schedule are not sliced, slice must be unused")
+    _check_units(table)
+    _check_last_included(table)
+    _check_versions(table)
+    _check_groups(table)
+
+
+def check_places(table: Table) -> None:
+    """Raise ScheduleError at the first row that is not an action for a micro-batch and a stage of its rank."""
     kinds = FORWARD_MODE_KINDS if table.header.mode == "forward" else tuple(SHAPES)
     unknown = np.flatnonzero((table.kind < 0) | (table.kind >= len(Kind)))
     if len(unknown):
@@ -118,17 +130,11 @@ def check_fields(table: Table) -> None:
         place = f"rank {table.rank[row]}, action {row - table.offsets[table.rank[row]]}"
         raise ScheduleError(f"{table.header.name}, {place}: {table.kind[row]} is not a kind of action")
     _require(table, table.is_kind(*kinds), f"a schedule of mode {table.header.mode!r} cannot have such actions")
-    for name, column in (("stage", STAGE), ("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
-        _check_use(table, name, column)
-    _require(table, table.rows[:, SLICE] == -1, "micro-batches of this schedule are not sliced, slice must be unused")
+    _check_use(table, "stage", STAGE)
     microbatch = table.rows[:, MICROBATCH]
     in_steps = (microbatch >= 0) & (microbatch < table.num_microbatches)
     _require(table, in_steps, f"micro-batches are numbered from 0 to {table.num_microbatches - 1}")
     _check_stages(table)
-    _check_units(table)
-    _check_last_included(table)
-    _check_versions(table)
-    _check_groups(table)
 
 
 def _check_groups(table: Table) -> None:
