@@ -95,16 +95,11 @@ def order(
     generator = find_generator(name)
     placement = generator.placement(num_ranks, generator.number_of_chunks(options))
     arguments = generator.arguments(generator.order_options, options)
-    sections = generator.order(num_ranks, num_microbatches, **arguments)
-    if not generator.splits and any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in sections.body):
-        raise ScheduleError(f"schedule {name} splits backwards; register it with splits=True ({generator.source})")
-    if options.get("two_bp", False):
-        sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
     policy = generator.policy_of(num_ranks, num_microbatches, options)
     units = _checked_units(units_per_stage, len(placement.stages))
     header = Header(
         name=name,
-        mode=mode,
+        mode="train",
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         stages=placement.stages,
@@ -118,9 +113,14 @@ def order(
         gradient_buffers=policy.gradient_buffers,
         states=states.checked(name, units),
     )
-    schedule = Schedule(header, sections)
+    sections = generator.order(num_ranks, num_microbatches, **arguments)
     if not generator.built_in:
-        check_compute(schedule)
+        check_compute(Schedule(header, sections))
+    if not generator.splits and any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in sections.body):
+        raise ScheduleError(f"schedule {name} splits backwards; register it with splits=True ({generator.source})")
+    if options.get("two_bp", False):
+        sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
+    schedule = Schedule(header, sections)
     return forward_only(schedule) if mode == "forward" else schedule
 
 
@@ -131,16 +131,19 @@ def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **optio
     for what, value in (("pipeline ranks", num_ranks), ("micro-batches", num_microbatches)):
         if value < 1:
             raise ScheduleError(f"the number of {what} of {name} is {value}; it must be at least 1")
-    forwards = num_ranks * generator.number_of_chunks(options) * num_microbatches
-    if forwards > MOST_FORWARDS:
-        raise ScheduleError(
-            f"{name} with {num_microbatches:,} micro-batches has {forwards:,} forwards per step; the maximum is "
-            f"{MOST_FORWARDS:,}: use fewer, larger micro-batches"
-        )
+    _check_size(name, num_ranks * generator.number_of_chunks(options), num_microbatches)
     if "group_size" in options and options["group_size"] < 1:
         raise ScheduleError(f"{name} needs a group of at least 1 micro-batch, got {options['group_size']}")
     if generator.check is not None:
         generator.check(name, num_ranks, num_microbatches)
+
+
+def _check_size(name: str, num_stages: int, num_microbatches: int) -> None:
+    if num_stages * num_microbatches > MOST_FORWARDS:
+        raise ScheduleError(
+            f"{name} with {num_microbatches:,} micro-batches has {num_stages * num_microbatches:,} forwards per step; "
+            f"the maximum is {MOST_FORWARDS:,}: use fewer, larger micro-batches"
+        )
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -183,7 +186,9 @@ def read_file(path: Path) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ScheduleError(f"cannot read {path}: {why}; choose a text file with a schedule") from None
-    return loads(text, str(path))
+    schedule = loads(text, str(path))
+    _check_size(str(path), len(schedule.header.stages), schedule.header.num_microbatches)
+    return schedule
 
 
 def load_file(path: Path) -> Schedule:

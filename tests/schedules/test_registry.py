@@ -13,6 +13,7 @@ import pytest
 from megapipe.schedules import GENERATORS, ScheduleError, Sections, build, order, schedule
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
 from megapipe.schedules.build import load_file
+from megapipe.schedules.schedule import SECTIONS
 from megapipe.schedules.text import dumps
 from tests.docs.figures import read
 from tests.support.commands import ROOT, blocks
@@ -172,8 +173,8 @@ def one_row_changed(kind: Kind, column: int, value: int) -> Callable[[int, int],
     ("kind", "column", "value", "message"),
     [
         (Kind.BACKWARD, KIND, Kind.FORWARD, "FORWARD stage 1, micro-batch 0: it appears a second time"),
-        (Kind.BACKWARD, KIND, Kind.BACKWARD_INPUT, "splits backwards; register it with splits=True"),
-        (Kind.FORWARD, KIND, Kind.UPDATE, "only forwards and backwards are given; megapipe adds everything else"),
+        (Kind.BACKWARD, KIND, Kind.BACKWARD_INPUT, "BACKWARD_WEIGHT stage 1, micro-batch 0: it never happens"),
+        (Kind.FORWARD, KIND, Kind.UPDATE, "give only forwards and backwards"),
         (Kind.FORWARD, KIND, 99, "rank 1, action 0: 99 is not a kind of action"),
         (Kind.FORWARD, STAGE, 0, "rank 1, FORWARD stage 0, micro-batch 0: stage 0 is on rank 0"),
         (Kind.BACKWARD, STAGE, 2, "there are 2 stages"),
@@ -190,20 +191,43 @@ def test_a_wrong_row_of_a_registered_schedule_is_named(
         build("changed", 2, 3)
 
 
-def test_missing_backwards_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_and_additional_actions_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
 
     def forwards(num_ranks: int, num_microbatches: int) -> Sections:
         rows = order("gpipe", num_ranks, num_microbatches).sections.body
         return Sections.flushing(tuple(each[:num_microbatches] for each in rows))
 
-    schedule("forwards", "A")(forwards)
+    def one_rank_more(num_ranks: int, num_microbatches: int) -> Sections:
+        return order("gpipe", num_ranks + 1, num_microbatches).sections
+
+    schedule("one_rank_more", "A")(one_rank_more)
+    with pytest.raises(ScheduleError, match="has actions for 3 ranks, but its stages are on 2"):
+        build("one_rank_more", 2, 3)
+    schedule("forwards", "A", takes_two_bp=True)(forwards)
+    with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
+        build("forwards", 2, 3, two_bp=True)
     with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
         build("forwards", 2, 3)
     whole = order("gpipe", 2, 3)
     (tmp_path / "forwards.txt").write_text(dumps(replace(whole, sections=forwards(2, 3))))
     with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
         load_file(tmp_path / "forwards.txt")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1", "2bw"])
+def test_a_registered_copy_is_built_for_evaluation_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
+    built_in = GENERATORS[name]
+
+    def copied(num_ranks: int, num_microbatches: int) -> Sections:
+        return order(name, num_ranks, num_microbatches).sections
+
+    schedule("copied", "C", splits=built_in.splits, policy=built_in.policy)(copied)
+    for mode in ("train", "forward"):
+        found, wanted = (build(each, 2, 4, mode=mode) for each in ("copied", name))
+        for section in SECTIONS:
+            assert all(map(np.array_equal, found.sections[section], wanted.sections[section]))
 
 
 def test_planner_takes_the_name(packages: Path) -> None:

@@ -299,7 +299,7 @@ def save_interval(save_seconds: float, seconds_between_failures: float) -> float
     2006 (Future Generation Computer Systems 22) shows that this is the first term of the exact interval, and accurate
     if a save takes much less than the time between failures.
 
-    save_seconds: C, time that one save adds to training. seconds_between_failures: M, mean of the whole job.
+    save_seconds: C, time that a save adds. seconds_between_failures: M, mean time between failures of the whole job.
     """
     return math.sqrt(2 * save_seconds * seconds_between_failures)
 

@@ -280,10 +280,10 @@ class PublishedRun:
     """One row of a table, as `fit` accepts it.
 
     source: publication of the speed. counts: counted FLOPs: those of the model, or all executed ones, including
-    recomputation. base: configuration fields that all runs of the table share. heads, hidden, layers: sizes of the
-    model. tensor, pipeline, devices, batch: sizes of the run; batch in samples per step. tflops: speed in TFLOP/s per
-    device. pieces: tensor ranks gather and scatter tokens in one piece per rank, and these transfers overlap with
-    matrix products.
+    recomputation. base: configuration fields that all runs of the table share. assumptions: the same for properties of
+    the implementation. heads, hidden, layers: sizes of the model. tensor, pipeline, devices, batch: sizes of the run;
+    batch in samples per step. tflops: speed in TFLOP/s per device. pieces: tensor ranks gather and scatter tokens in
+    one piece per rank, and these transfers overlap with matrix products.
     """
 
     source: str

@@ -212,8 +212,8 @@ class LayerFigures:
     @cached_method
     def traffic(self, data: int, tensor: int, pipeline: int, context: int, zero: ZeroStage) -> tuple[float, float]:
         """Return the seconds to gather a block's weights, and to reduce its gradients, over its replicas. They are 0
-        where it would take long to find the slowest group: for measured links, or a mesh that divides nodes unevenly.
-        """
+        without sharding or with one replica, and where finding the slowest group would take long: for measured links,
+        or for a mesh that divides nodes unevenly."""
         placement, replicas = self.placement(data, tensor, pipeline, context), data * context
         if zero == 0 or replicas == 1 or placement.inside is None or self._hardware.link_matrix is not None:
             return 0.0, 0.0

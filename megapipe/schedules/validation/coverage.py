@@ -3,11 +3,12 @@
 import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_KINDS, Action, Ints, Kind, Mask
+from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import of_states
-from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.schedule import SECTIONS, Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure, missing
-from megapipe.schedules.validation.fields import check_places
+from megapipe.schedules.validation.fields import check_places, check_units
 
 _GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -26,11 +27,18 @@ def check_compute(schedule: Schedule) -> None:
 
     schedule: compute actions alone. Lowering relies on this, so schedules of users are checked before it.
     """
+    header = schedule.header
+    for section in SECTIONS:
+        if (count := len(schedule.sections[section])) != header.num_ranks:
+            raise ScheduleError(
+                f"{header.name} has actions for {count} ranks, but its stages are on {header.num_ranks}"
+            )
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
     check_places(table)
     others = np.flatnonzero(~table.is_kind(*COMPUTE_KINDS))
     if len(others):
-        raise failure(table, int(others[0]), "only forwards and backwards are given; megapipe adds everything else")
+        raise failure(table, int(others[0]), "give only forwards and backwards, because megapipe adds everything else")
+    check_units(table)
     _check_compute(table, _on_route(table))
 
 

@@ -115,7 +115,7 @@ def check_fields(table: Table) -> None:
     for name, column in (("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
         _check_use(table, name, column)
     _require(table, table.rows[:, SLICE] == -1, "micro-batches of this schedule are not sliced, slice must be unused")
-    _check_units(table)
+    check_units(table)
     _check_last_included(table)
     _check_versions(table)
     _check_groups(table)
@@ -176,9 +176,9 @@ def _check_stages(table: Table) -> None:
         raise failure(table, row, f"stage {stage[row]} is on rank {header.stage_ranks[stage[row]]}")
 
 
-def _check_units(table: Table) -> None:
-    """Compute names a layer of the stage, gathers and reductions a state unit, tied reductions and updates one that it
-    owns."""
+def check_units(table: Table) -> None:
+    """Raise ScheduleError unless compute names a layer of the stage, gathers and reductions a state unit, and tied
+    reductions and updates one that it owns."""
     moved = table.is_kind(Kind.OFFLOAD, Kind.RELOAD)
     computes = table.is_kind(*COMPUTE_STREAM) | (moved & (table.version < 0))
     _require(table, ~computes | (table.unit < table.units), "the stage has fewer units")

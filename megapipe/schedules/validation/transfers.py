@@ -6,7 +6,7 @@ order: it has no tags (docs/nccl.md).
 NCCL asks that a GPU runs the communication kernels of several communicators one after another, in launch order. A
 receive that is posted early then keeps every later operation of the device from running until its message has arrived.
 Most schedules run only because these kernels are on the GPU at the same time, which is so in practice: each takes few
-thread blocks. `needs_resident_kernels` returns which schedules rely on it.
+thread blocks. `needs_resident_kernels` returns whether a schedule relies on it.
 """
 
 from collections.abc import Iterator
@@ -166,6 +166,7 @@ _COMMUNICATION = (
     Kind.REDUCE_TIED,
 )
 _BODIES = 2
+"""Bodies of a schedule without a flush that `needs_resident_kernels` looks at."""
 
 
 def needs_resident_kernels(schedule: Schedule) -> bool:
