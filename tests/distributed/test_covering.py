@@ -41,7 +41,10 @@ MOST_CASES = 60
 CASES = covering_array(AXES, allowed)
 FAST = [min((case for case in CASES if case["schedule"] == name), key=world_size) for name in ("1f1b", "2bw")]
 """The first of such a schedule with the fewest ranks."""
-EVERY_CASE = [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+EVERY_CASE = [
+    case if case in FAST else pytest.param(case, marks=pytest.mark.slow if number % 2 else pytest.mark.exhaustive)
+    for number, case in enumerate(CASES)
+]
 PAIRS_OF_SAMPLES = {"micro_size": 2}
 OPTIONS: list[tuple[Case, Change]] = [
     (
