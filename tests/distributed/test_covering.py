@@ -14,6 +14,7 @@ import pytest
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
+from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.training.validation import validate
 from tests.support.bert_runs import write_corpus
@@ -36,6 +37,7 @@ from tests.support.layouts import (
     world_size,
 )
 from tests.support.meshes import run_mesh, run_threads
+from tests.support.patience import undisturbed
 
 MOST_CASES = 60
 CASES = covering_array(AXES, allowed)
@@ -121,10 +123,10 @@ def test_a_pair_of_features_trains_as_one_process_and_costs_what_is_predicted(
 ) -> None:
     config = config_of(case, *corpora)
     validate(config, world_size(case))
-    ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
-    check_equal(case, [rank.run for rank in ranks], expected(tuple(oracle_of(case).items())))
-    for number, rank in enumerate(ranks):
-        check_costs(predict_rank(config, rank.schedule, number, predictions=rank.predictions), rank)
+    ranks = predicted_and_counted(config)
+    check_equal(case, [rank.run for _, rank in ranks], expected(tuple(oracle_of(case).items())))
+    for each in ranks:
+        check_costs(*each)
 
 
 @pytest.mark.slow
@@ -135,23 +137,42 @@ def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Cas
     for group, fields in change.items():
         setattr(config, group, replace(getattr(config, group), **fields))
     validate(config, world_size(case))
-    ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
-    for number, rank in enumerate(ranks):
-        check_costs(predict_rank(config, rank.schedule, number, predictions=rank.predictions), rank)
+    for each in predicted_and_counted(config):
+        check_costs(*each)
+
+
+def predicted_and_counted(config: PretrainConfig) -> list[tuple[RankPrediction, LayoutRun]]:
+    """Of each rank the prediction and the run; on a busy machine gloo's threads may hold a tensor for longer than is
+    waited for, and then all is counted again."""
+
+    def run() -> list[tuple[RankPrediction, LayoutRun]]:
+        ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
+        predicted = (
+            predict_rank(config, rank.schedule, number, predictions=rank.predictions)
+            for number, rank in enumerate(ranks)
+        )
+        return list(zip(predicted, ranks, strict=True))
+
+    return undisturbed(run, lambda ranks: all(held_fits(*each) for each in ranks))
+
+
+def held_fits(predicted: RankPrediction, rank: LayoutRun) -> bool:
+    """Whether activations, and the peak of all that lives besides the state, are those predicted, but for the few
+    numbers of a step that no op of a layer declares."""
+    tables = TABLES if predicted.costs.config.offload.activations != "none" else 0
+    together = float(np.sum(predicted.timeline[:-1], axis=0).max())
+    found = [rank.peak.activations, rank.together]
+    return found == pytest.approx([predicted.peak().activations, together], abs=NUMBERS + tables)
 
 
 def check_costs(predicted: RankPrediction, rank: LayoutRun) -> None:
-    """Everything to the byte, but for the few numbers of a step that no op of a layer declares."""
+    """Everything else to the byte."""
     assert counts_of(rank.traffic) == predicted.traffic()
     assert rank.state == predicted.state()
     assert rank.state.total <= rank.lasting - rank.host <= rank.state.total + SCALARS
-    *found, activations = rank.peak
     peak = predicted.peak()
-    assert found == [peak.weights, peak.gradients, peak.summands, peak.reloaded]
-    tables = TABLES if predicted.costs.config.offload.activations != "none" else 0
-    assert activations == pytest.approx(peak.activations, abs=NUMBERS + tables)
-    after_any_action = float(np.sum(predicted.timeline[:-1], axis=0).max())
-    assert rank.together == pytest.approx(after_any_action, abs=NUMBERS + tables)
+    assert list(rank.peak[:-1]) == [peak.weights, peak.gradients, peak.summands, peak.reloaded]
+    assert held_fits(predicted, rank), f"counted {rank.peak.activations} and {rank.together}, predicted {peak}"
 
 
 def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:

@@ -15,7 +15,7 @@ import pytest
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import predict_rank
 from megapipe.training.validation import validate
-from tests.distributed.test_covering import CASES, Corpora, check_costs, check_equal, name_of
+from tests.distributed.test_covering import CASES, Corpora, check_costs, check_equal, name_of, predicted_and_counted
 from tests.support.bert_runs import write_corpus
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case
@@ -105,6 +105,5 @@ def test_evenly_used_experts_keep_what_is_predicted(corpora: Corpora, case: Case
     case = {**BASE, **case}
     config = with_experts(case, corpora, choices=4)
     validate(config, world_size(case))
-    ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
-    for number, rank in enumerate(ranks):
-        check_costs(predict_rank(config, rank.schedule, number, predictions=rank.predictions), rank)
+    for each in predicted_and_counted(config):
+        check_costs(*each)

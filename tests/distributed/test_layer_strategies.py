@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from megapipe.config.parallel import LayerStrategy, ZeroConfig
-from megapipe.layout.prediction import predict_rank
+from megapipe.layout.prediction import RankPrediction
 from megapipe.layout.validation import run_problems
 from megapipe.schedules import ScheduleError, build, dumps, loads, validate
 from megapipe.schedules.actions import Kind
 from megapipe.schedules.states import StateTable, StateUnit
-from tests.distributed.test_covering import check_costs
+from tests.distributed.test_covering import check_costs, predicted_and_counted
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
-from tests.support.layout_runs import LayoutRun, run_layout
-from tests.support.meshes import run_mesh
+from tests.support.layout_runs import LayoutRun
 
 MODEL = replace(LLAMA_SHAPE, num_layers=4)
 LAYERS = {
@@ -33,24 +32,24 @@ SCHEDULES: list[dict[str, Any]] = [{"name": "1f1b"}, {"name": "zb_h1"}, {"name":
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule["name"])
 def test_layers_of_several_strategies_train_alike(tmp_path: Path, schedule: dict[str, Any]) -> None:
     prefix = write_shard(tmp_path)
-    runs: list[list[LayoutRun]] = []
+    runs: list[list[tuple[RankPrediction, LayoutRun]]] = []
     for stage, layers in ((1, {}), (3, LAYERS)):
         config = replace(make_config(prefix, MODEL, schedule=schedule), zero=ZeroConfig(stage=stage))
         config.parallel = replace(config.parallel, pipeline=2, data=2, layers=layers)
-        runs.append(run_mesh({"pipeline": 2, "data": 2}, run_layout, config, timeout=120.0))
-    uniform, mixed = ([rank.run for rank in ranks] for ranks in runs)
+        runs.append(predicted_and_counted(config))
+    uniform, mixed = ([rank.run for _, rank in ranks] for ranks in runs)
     assert [each.loss for each in mixed[0].results] == pytest.approx(
         [each.loss for each in uniform[0].results], rel=1e-6
     )
-    for number, rank in enumerate(runs[1]):
-        check_costs(predict_rank(config, rank.schedule, number, predictions=rank.predictions), rank)
+    for each in runs[1]:
+        check_costs(*each)
     gathered = {
         (action.stage, action.unit)
         for rank, section in itertools.product(range(2), ("prologue", "body", "epilogue"))
-        for action in runs[1][0].schedule.actions(section, rank)  # type: ignore[arg-type]
+        for action in runs[1][0][1].schedule.actions(section, rank)  # type: ignore[arg-type]
         if action.kind == Kind.GATHER_WEIGHTS
     }
-    units = runs[1][0].schedule.header.units_per_stage
+    units = runs[1][0][1].schedule.header.units_per_stage
     layers = [(stage, unit) for stage, count in enumerate(units) for unit in range(count)]
     assert {layers.index(place) for place in gathered} == {2, 5}  # blocks.1, and the head, which has zero.stage
 
@@ -58,22 +57,22 @@ def test_layers_of_several_strategies_train_alike(tmp_path: Path, schedule: dict
 def test_pools_limited_in_bytes_hold_what_fits(tmp_path: Path) -> None:
     """Two blocks and one of the small ends, where a pool of two layers has two; trained to the same bits."""
     prefix, limit = write_shard(tmp_path), ROOM * 4 / 2**30
-    runs: list[list[LayoutRun]] = []
+    runs: list[list[tuple[RankPrediction, LayoutRun]]] = []
     for zero in (ZeroConfig(stage=3), ZeroConfig(stage=3, weight_memory=limit, gradient_memory=2 * limit)):
         config = replace(make_config(prefix, MODEL), zero=zero)
         config.parallel = replace(config.parallel, data=2)
-        runs.append(run_mesh({"data": 2}, run_layout, config, timeout=120.0))
-    layers, by_bytes = ([rank.run for rank in ranks] for ranks in runs)
+        runs.append(predicted_and_counted(config))
+    layers, by_bytes = ([rank.run for _, rank in ranks] for ranks in runs)
     assert [each.loss for each in by_bytes[0].results] == [each.loss for each in layers[0].results]
-    schedule = runs[1][0].schedule
+    schedule = runs[1][0][1].schedule
     sizes = {unit.layer: unit.size for unit in schedule.header.stage_states[0]}
     assert 2 * sizes[1] + sizes[0] < schedule.header.states.weight_pool == ROOM < 2 * sizes[1] + sizes[0] + sizes[5]
     gathers = [
-        [each.schedule.sections.body[0][:, 0].tolist().count(Kind.GATHER_WEIGHTS) for each in run] for run in runs
+        [rank.schedule.sections.body[0][:, 0].tolist().count(Kind.GATHER_WEIGHTS) for _, rank in ranks]
+        for ranks in runs
     ]
     assert gathers[1][0] < gathers[0][0]
-    for number, rank in enumerate(runs[1]):
-        predicted = predict_rank(config, rank.schedule, number, predictions=rank.predictions)
+    for predicted, rank in runs[1]:
         check_costs(predicted, rank)
         assert 2 * sizes[1] * 4 < predicted.peak().weights <= ROOM * 4
     config.zero = ZeroConfig(stage=3, weight_memory=1e-6)
