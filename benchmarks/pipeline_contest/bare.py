@@ -47,6 +47,8 @@ class _Loop:
         self._slots: dict[tuple[Kind, int], ReceiveSlots] = {}
         for stage, following in crossings:
             source, destination = schedule.rank_of(stage), schedule.rank_of(following)
+            if setting.rank not in (source, destination):
+                continue  # the pool has the links of this rank alone
             there, back = (Boundary(links[source, destination], specs), Boundary(links[destination, source], specs))
             if stage in mine:
                 self._senders[Kind.SEND_ACTIVATION, stage] = Sender(there)

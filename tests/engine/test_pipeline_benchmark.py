@@ -55,3 +55,9 @@ def test_full_pipelines_and_real_stages_run() -> None:
     (bubble,) = (figure for figure in found if figure["kind"] == "bubble")
     assert bubble["alone"] > 3.0
     assert bubble["pipeline"] > 3.0
+
+
+@pytest.mark.slow
+def test_three_ranks_run_where_only_neighbours_have_links() -> None:
+    found = figures("--ranks", "3", "--milliseconds", "1", "--gpt-ranks", "--no-bubble")
+    assert {figure["contestant"] for figure in found} == CONTESTANTS
