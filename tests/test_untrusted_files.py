@@ -38,7 +38,7 @@ from megapipe.training.observe.metrics import read_losses
 from tests.checkpoint.toy import ALONE, alone, save_step
 from tests.conversion.foreign.weights import MODELS, drawn, write
 from tests.data.shards import numbered_documents, write_shard
-from tests.models.hugging_face import gpt2
+from tests.models.hugging_face import case_of
 from tests.schedules.traces import write_trace
 
 EXPECTED = (CheckpointError, ConfigError, DataError, ScheduleError, UnknownFormatError)
@@ -128,7 +128,7 @@ def make_trace(folder: Path) -> Path:
 
 
 def make_hugging_face(folder: Path) -> Path:
-    gpt2().theirs.save_pretrained(folder)
+    case_of("gpt2").theirs.save_pretrained(folder)
     return folder / "config.json"
 
 

@@ -11,23 +11,16 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.correspondence import Correspondence, correspondences
 from megapipe.checkpoint.errors import CheckpointError, agreed
-from megapipe.checkpoint.hugging_face_config import (
-    FAMILIES,
-    canonical_names,
-    correspondences,
-    family_of,
-    field_differences,
-    is_redundant,
-)
 from megapipe.checkpoint.shards import shards_of
 from megapipe.checkpoint.storage import check_counts, check_safetensors, inside, read_json
 from megapipe.checkpoint.tensor_file import TensorFile
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import DECODING_ERRORS
-from megapipe.models.gpt_hugging_face import Correspondence, WeightMappingError
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from megapipe.spec.family import Family, FamilyError, family_of, field_differences
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -73,11 +66,19 @@ def _indexed(folder: Path, name: str) -> dict[str, Path]:
     return {tensor: paths[file] for tensor, file in places.items()}
 
 
+def read_family(folder: Path, config: Mapping[str, Any], kind: str | None = None) -> Family:
+    """Return the family of a config.json. Raises CheckpointError, with the path, unless it is of this kind."""
+    try:
+        return family_of(config.get("model_type"), kind)
+    except FamilyError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+
+
 def fields_of_config(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """Return the model fields that a config.json sets. Raises CheckpointError, with the path, for an invalid file."""
     try:
-        return family_of(config).fields(config, names)
-    except CheckpointError as error:
+        return read_family(folder, config).model_fields(config, names)
+    except FamilyError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{folder / CONFIG} lacks the key {error}, which its model_type needs") from error
@@ -95,49 +96,41 @@ def fitting(
     differences = field_differences(model, fields_of_config(folder, config, names))
     if differences:
         raise CheckpointError(f"the model in {folder} differs from the configuration: {'; '.join(differences)}")
-    pairs = correspondences(model, config["model_type"])
+    family = read_family(folder, config)
+    pairs = correspondences(model, family)
     used = {name for pair in pairs for name in pair.theirs}
     missing = sorted(name for name in used if name not in names)
-    unused = sorted(name for name in set(names) - used if not is_redundant(name, model))
+    unused = sorted(name for name in set(names) - used if not family.is_redundant(name, model))
     if missing or unused:
         problems = [f"{name!r} is missing" for name in missing[:3]] + [f"{name!r} is unknown" for name in unused[:3]]
         raise CheckpointError(f"the tensors in {folder} do not match its {CONFIG}: {', '.join(problems)}")
     return {pair.spec.name: pair for pair in pairs}
 
 
-_MATRICES = {
-    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
-    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
-}
-"""Maps each output matrix to the embeddings that it may be tied to, depending on the family."""
-_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 _PIECE = 1 << 22
 """Number of elements that are compared at once."""
 
 
 def with_stored_head(
-    config: Mapping[str, Any], names: Collection[str], read: Callable[[str], Tensor]
+    family: Family, config: Mapping[str, Any], names: Collection[str], read: Callable[[str], Tensor]
 ) -> tuple[Mapping[str, Any], str]:
     """Return the configuration, untied if the folder's output matrix differs from its embedding, and a note about it.
 
     transformers 5 uses the stored matrix of such a folder. names: canonical names of the folder's tensors. read:
     returns a tensor by its canonical name. The note is empty if nothing was changed.
 
-    Raises CheckpointError for two different output biases of a BERT, because the model has only one.
+    Raises CheckpointError for a tensor that differs from the one that it repeats, because the model has only one.
     """
-    if all(name in names for name in _BIASES) and not _equal(*map(read, _BIASES)):
-        raise CheckpointError(
-            f"{_BIASES[0]} and {_BIASES[1]} differ, but the model has one output bias; remove the wrong tensor"
-        )
+    for again, first in family.repeats.items():
+        if again in names and first in names and not _equal(read(again), read(first)):
+            raise CheckpointError(f"{first} and {again} differ, but the model has only one; remove the wrong tensor")
     key = "tie_word_embeddings"
-    if not config.get(key, FAMILIES[config["model_type"]].defaults.get(key, False)):
+    head, embedding = family.output, family.embedding
+    tied = config.get(key, family.defaults.get(key, False))
+    if not tied or head not in names or embedding not in names or _equal(read(head), read(embedding)):
         return config, ""
-    for head, embeddings in _MATRICES.items():
-        for embedding in embeddings:
-            if head in names and embedding in names and not _equal(read(head), read(embedding)):
-                note = f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
-                return {**config, "tie_word_embeddings": False}, note
-    return config, ""
+    note = f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
+    return {**config, key: False}, note
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -208,14 +201,14 @@ class HuggingFaceFolder(Generic[Reader]):
         self.files: dict[Path, Reader] = {}
         self.pairs: Mapping[str, Correspondence] = {}
         config = read_json(inside(path, CONFIG))
-        try:
-            family = family_of(config, kind)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path / CONFIG}: {error}") from error
+        family = read_family(path, config, kind)
         stored = stored_tensors(path, lambda file: self.file(file).entries, allow_pickle=allow_pickle)
-        names = canonical_names(family, stored)
+        try:
+            names = family.canonical_names(stored)
+        except FamilyError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         self.places = {names[name]: (file, name) for name, file in stored.items()}
-        self.config, self.note = with_stored_head(config, self.places, self.whole)
+        self.config, self.note = with_stored_head(family, config, self.places, self.whole)
 
     def file(self, path: Path) -> Reader:
         """Return the open file at `path`. The first call opens it."""
@@ -240,5 +233,5 @@ class HuggingFaceFolder(Generic[Reader]):
         pair = self.pairs[name]
         try:
             return pair.joined([self.whole(each) for each in pair.theirs])
-        except WeightMappingError as error:
+        except FamilyError as error:
             raise CheckpointError(str(error)) from error

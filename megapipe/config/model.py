@@ -131,6 +131,9 @@ class ModelConfig:
     scale_residual_init: bool = True
     """Divide the initial standard deviation of matrices that write to the residual stream by sqrt(2 x num_layers), as
     in GPT-2."""
+    family: str = ""
+    """Hugging Face family (model_type of config.json) that an export of this model belongs to; empty means the first
+    one that can express the model."""
     attention: Literal["auto", "sdpa", "unfused", "flex"] = "auto"
     """Attention implementation. auto: choose by device, precision and length (unfused for attention_dropout; flex,
     which is torch's flex_attention, for data.isolate_documents on GPUs)."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.correspondence import Correspondence, correspondences
 from megapipe.checkpoint.directory import FreshFolder
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.hugging_face import CONFIG, INDEX, SINGLE, HuggingFaceFolder, fields_of_config
-from megapipe.checkpoint.hugging_face_config import FAMILIES, correspondences, field_differences, nearest_family
+from megapipe.checkpoint.hugging_face import CONFIG, INDEX, SINGLE, HuggingFaceFolder, fields_of_config, read_family
 from megapipe.checkpoint.storage import on_failure
 from megapipe.checkpoint.tensor_file import DTYPES, TensorReader, TensorStream
 from megapipe.config.model import ModelConfig
@@ -25,7 +25,7 @@ from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, 
 from megapipe.conversion.megapipe_format import check_layers, model_of
 from megapipe.conversion.sandbox import Sandbox
 from megapipe.conversion.tokenizer_files import exported_tokenizer
-from megapipe.models.gpt_hugging_face import Correspondence, WeightMappingError
+from megapipe.spec.family import FamilyError, exporting_family, family_of
 
 
 class HuggingFaceSource:
@@ -80,7 +80,7 @@ class HuggingFaceSource:
         entries = [self._folder.file(file).entry(key) for file, key in places]
         try:
             pair.check([entry.shape for entry in entries])
-        except WeightMappingError as error:
+        except FamilyError as error:
             raise CheckpointError(str(error)) from error
         dtypes = {entry.dtype for entry in entries}
         if len(dtypes) > 1:
@@ -100,9 +100,8 @@ class HuggingFaceSource:
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """Return the configuration of the folder's model."""
     prefix = "rope_scaling."
-    values = fields_of_config(folder, config, names)
+    values = {**read_family(folder, config).run_fields(config), **fields_of_config(folder, config, names)}
     fields: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith(prefix)}
-    fields.setdefault("max_positions", config.get("max_position_embeddings", ModelConfig().max_positions))
     fields["rope_scaling"] = {
         name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)
     }
@@ -117,28 +116,26 @@ _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json. dtype: type of the weights, by its name in safetensors.
 
-    Raises CheckpointError with every field of `model` that the nearest family cannot express.
+    Raises CheckpointError with every field of `model` that its family, or the nearest one, cannot express.
     """
-    kind = nearest_family(model)
-    config = {"model_type": kind, **FAMILIES[kind].config(model)}
     try:
-        names = [name for pair in correspondences(model, kind) for name in pair.theirs]
-    except WeightMappingError:  # `field_differences` reports the fields
-        names = []
-    differences = field_differences(model, FAMILIES[kind].fields(config, names))
+        family, differences = exporting_family(model)
+    except FamilyError as error:
+        raise CheckpointError(f"model.family: {error}") from error
     if differences:
+        which = "its family" if model.family else "the nearest family"
         raise CheckpointError(
-            f"this model cannot be exported to transformers; the nearest family, {kind}, would need other weights: "
+            f"this model cannot be exported to transformers; {which}, {family.model_type}, would need another model: "
             f"{'; '.join(differences)}"
         )
-    return {**config, "dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]}
+    return {**family.config(model), "dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]}
 
 
 def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Correspondence]:
     """Map each parameter to its tensors in the family of an exported configuration. Raises CheckpointError."""
     try:
-        return {pair.spec.name: pair for pair in correspondences(model, config["model_type"])}
-    except WeightMappingError as error:
+        return {pair.spec.name: pair for pair in correspondences(model, family_of(config["model_type"]))}
+    except FamilyError as error:
         raise CheckpointError(f"this model cannot be exported as {config['model_type']}: {error}") from error
 
 
@@ -183,7 +180,8 @@ class HuggingFaceTarget:
             self._stream.close()
         if len(self._files) > 1:
             self._write(INDEX, self._index())
-        self._write(CONFIG, {**self._config, **self._tokenizer.ids})
+        # Without this, transformers takes the family's own padding token, which may be beyond the vocabulary.
+        self._write(CONFIG, {"pad_token_id": None, **self._config, **self._tokenizer.ids})
         if self._generates and GENERATION not in self._tokenizer.files:
             self._write(GENERATION, self._tokenizer.ids)
         for name, content in self._tokenizer.files.items():

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megapipe.checkpoint.directory import FreshFolder
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.hugging_face_config import known_word
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.storage import on_failure
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.formats import RELEASE, TRACKER, Contents
 from megapipe.conversion.megapipe_format import model_of, parameters_of
 from megapipe.conversion.sandbox import InertObject
+from megapipe.spec.family import FamilyError, known_word
 from megapipe.spec.layers import tensor_problems
 from megapipe.spec.parameters import ParameterSpec
 
@@ -176,6 +176,8 @@ def model_of_arguments(saved: Any, origin: Path) -> ModelConfig:
         )
     try:
         return model_of(_fields(arguments))
+    except FamilyError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
 

@@ -20,13 +20,14 @@ from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.hugging_face import INDEX, SINGLE, with_stored_head
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.models import bert_hugging_face, gpt_hugging_face
 from megapipe.parallel.mesh import Mesh
+from megapipe.spec.family import family_of
 from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.toy import alone
-from tests.models.hugging_face import CASES, FOLDERS
+from tests.models.hugging_face import CONFIGS, canonical, opened
+from tests.models.hugging_face import case_of as decoder_of
 from tests.models.test_bert_hugging_face import case_of
 from tests.support.gpt_runs import Shard, assembled, shards
 from tests.support.meshes import run_threads
@@ -42,16 +43,16 @@ LAYOUT = {"tensor": 2, "pipeline": 2}
 def case(name: str) -> Any:
     if name in BERTS:
         return case_of(**BERTS[name])
-    return {**CASES, **FOLDERS}[name]()
+    return decoder_of(name)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Case -> its folder, as `save_pretrained` writes it."""
     base = tmp_path_factory.mktemp("hugging-face")
-    for name in (*CASES, *BERTS):
+    for name in (*CONFIGS, *BERTS):
         case(name).theirs.save_pretrained(base / name)
-    return {name: base / name for name in (*CASES, *BERTS)}
+    return {name: base / name for name in (*CONFIGS, *BERTS)}
 
 
 def configured(directory: Path, model: Any, source: Path) -> PretrainConfig:
@@ -81,18 +82,17 @@ def loaded(directory: Path, model: Any, source: Path) -> dict[str, Tensor]:
 def check(found: dict[str, Tensor], name: str, without: tuple[str, ...] = (), **changes: Any) -> None:
     """Compare with the mapping of names. without: starts of transformers' names that the model does not have."""
     each = case(name)
-    model = replace(each.model, **changes)
-    theirs = {key: value for key, value in each.theirs.state_dict().items() if not key.startswith(without or "\0")}
-    if isinstance(model, BertModelConfig):
-        wanted = bert_hugging_face.from_hugging_face(theirs, model)
+    if name in BERTS:
+        theirs = {key: value for key, value in each.theirs.state_dict().items() if not key.startswith(without or "\0")}
+        wanted = canonical(theirs, replace(each.model, **changes), each.family)
     else:
-        wanted = gpt_hugging_face.from_hugging_face(theirs, model, each.family)
+        _, wanted = opened(each.theirs)
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert torch.equal(found[key], tensor), key
 
 
-@pytest.mark.parametrize("name", [*CASES, *BERTS])
+@pytest.mark.parametrize("name", [*CONFIGS, *BERTS])
 def test_every_family(tmp_path: Path, folders: dict[str, Path], name: str) -> None:
     check(loaded(tmp_path, case(name).model, folders[name]), name)
 
@@ -110,7 +110,7 @@ def test_balanced_experts_with_any_rate(tmp_path: Path) -> None:
     made = case("ernie4_5_moe")
     made.theirs.save_pretrained(tmp_path / "theirs")
     files = safetensors.torch.load_file(tmp_path / "theirs" / SINGLE)
-    wanted = gpt_hugging_face.from_hugging_face(files, made.model, made.family)
+    wanted = canonical(files, made.model, made.family)
     assert wanted["blocks.1.mlp.router.bias"].abs().min() > 0
     config = configured(tmp_path / "run", replace(made.model, expert_balance_rate=0.02), tmp_path / "theirs")
     found = assembled(run_threads(LAYOUT, initial, config))
@@ -269,6 +269,6 @@ def test_other_models_and_damage_are_refused(
 @pytest.mark.parametrize(("family", "is_tied"), [("llama", False), ("gpt2", True)])
 def test_only_families_that_tie_report_an_own_head(family: str, is_tied: bool) -> None:
     """Llama's default is an untied head, so a config.json without the key is right."""
-    tensors = {"lm_head.weight": torch.ones(2, 2), "model.embed_tokens.weight": torch.zeros(2, 2)}
-    _, note = with_stored_head({"model_type": family}, tensors, tensors.__getitem__)
+    tensors = {"lm_head.weight": torch.ones(2, 2), family_of(family).embedding: torch.zeros(2, 2)}
+    _, note = with_stored_head(family_of(family), {"model_type": family}, tensors, tensors.__getitem__)
     assert bool(note) == is_tied

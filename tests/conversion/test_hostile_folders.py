@@ -19,14 +19,14 @@ from megapipe.conversion.command import main
 from megapipe.conversion.formats import Contents, StoredTensor
 from megapipe.conversion.megapipe_format import MegapipeTarget
 from tests.conversion.test_command import tensors, write
-from tests.models.hugging_face import gpt2
+from tests.models.hugging_face import case_of
 
 
 @pytest.fixture(scope="module")
 def harmless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Return the files of a GPT-2."""
     folder = tmp_path_factory.mktemp("harmless")
-    gpt2().theirs.save_pretrained(folder)
+    case_of("gpt2").theirs.save_pretrained(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

@@ -13,13 +13,13 @@ import safetensors.torch
 import torch
 import transformers
 
-from megapipe.checkpoint import CheckpointError, hugging_face_config
+from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.hugging_face import fitting
-from megapipe.checkpoint.hugging_face_config import family_of
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
 from megapipe.conversion.hugging_face import HuggingFaceSource
+from megapipe.spec.family import FamilyError, families, family_of
 from tests.conversion.test_round_trips import logits_of, theirs_of
 
 FAMILIES = [
@@ -142,8 +142,8 @@ def fields_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
         names = list(file.keys())
     try:
-        return family_of(config).fields(config, names)
-    except (CheckpointError, KeyError):
+        return family_of(config["model_type"]).model_fields(config, names)
+    except (FamilyError, KeyError):
         return None
 
 
@@ -186,17 +186,18 @@ def test_missing_keys_have_defaults_or_are_refused(folder: Path, tmp_path: Path)
             check_logits(path, source, key)
 
 
-@pytest.mark.parametrize("family", hugging_face_config.FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_a_value_of_any_type_is_refused_in_one_line(family: str, tmp_path: Path) -> None:
     """Without a tensor no folder fits, so every value must end in a CheckpointError."""
-    known = hugging_face_config.FAMILIES[family]
+    known = family_of(family)
     sizes = {"num_attention_heads": 2, "n_head": 2, "hidden_size": 8, "n_embd": 8}
-    config = {"model_type": family, **{key: sizes.get(key, 1) for key in known.read if not key.startswith("rope_")}}
-    for key in {"hidden_act", "activation_function"} & known.read:
-        config[key] = "silu" if "rope_theta" in known.read else "gelu"
+    others = {key for key in known.known_keys if not key.startswith("rope_")}
+    config = {"model_type": family, **{key: sizes.get(key, 1) for key in others}}
+    for key in {"hidden_act", "activation_function"} & known.known_keys:
+        config[key] = "silu" if "rope_theta" in known.known_keys else "gelu"
     values = (None, "x", 0, -1, 1.5, True, [], [[1]], [None, "x"], {}, {"x": []}, {"rope_type": [1]})
     model = BertModelConfig() if "bert" in family else ModelConfig()
-    for key in (*known.read, *(known.fixed or ()), "model_type"):
+    for key in (*known.known_keys, *(known.fixed or ()), "model_type"):
         for value in values:
             with pytest.raises(CheckpointError) as refused:
                 fitting(tmp_path, {**config, key: value}, model, [])

@@ -20,7 +20,7 @@ from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.conversion.megapipe_format import MegapipeSource, MegapipeTarget
 from tests.layers.bound import bind_model, make_context, run
 from tests.models import test_bert_hugging_face as bert
-from tests.models.hugging_face import FOLDERS
+from tests.models.hugging_face import CONFIGS, case_of
 
 BERTS = {
     "bert": {},
@@ -30,7 +30,7 @@ BERTS = {
 
 
 def theirs_of(name: str) -> nn.Module:
-    return bert.case_of(**BERTS[name]).theirs if name in BERTS else FOLDERS[name]().theirs
+    return bert.case_of(**BERTS[name]).theirs if name in BERTS else case_of(name).theirs
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ FAMILIES = [
     name
     if name in ("gpt2", "llama", "mixtral", "ernie4_5_moe", "bert")
     else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in (*FOLDERS, *BERTS)
+    for name in (*CONFIGS, *BERTS)
 ]
 
 
@@ -108,7 +108,10 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
             context = bert.make_context()
             layers = bert.bound(model, weights, torch.float32)
             real = torch.arange(bert.LENGTH) < context.lengths[:, None]
-            found, expected = bert.run(layers, replace(context, labels=None)), bert.their_logits(theirs, context)
+            found, expected = (
+                bert.run(layers, replace(context, labels=None, training=False)),
+                bert.their_logits(theirs, context),
+            )
             rows = (real, slice(None))
             return [(ours[row], theirs[row]) for ours, theirs, row in zip(found, expected, rows, strict=False)]
         bound = bind_model(model)
@@ -116,7 +119,9 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
             for name, parameter in layer.parameters().items():
                 parameter.copy_(weights[name])
         decoder_context = make_context(model, batch=3, length=40)
-        return [(run(bound, replace(decoder_context, labels=None)), theirs(decoder_context.tokens).logits)]
+        return [
+            (run(bound, replace(decoder_context, labels=None, training=False)), theirs(decoder_context.tokens).logits)
+        ]
 
 
 def test_bf16_is_what_torch_rounds_to(tmp_path: Path) -> None:
@@ -149,9 +154,9 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
         ({"activation": "swiglu"}, "set model.activation to 'gelu_tanh'"),
         ({"normalization": "rms_norm"}, "set model.normalization to 'layer_norm'"),
         ({"sliding_window": 5}, "set model.sliding_window to None"),
-        ({"positions": "none"}, "set model.positions to 'rotary'"),
+        ({"positions": "none"}, "set model.positions to 'learned'"),
         ({"qk_norm": True}, "set model.qk_norm to False"),
-        ({"positions": "rotary", "qk_norm": True, "bias": "qkv"}, "set model.bias to 'none'"),
+        ({"family": "qwen3", "qk_norm": True, "bias": "qkv"}, "its family, qwen3, would need another model"),
     ],
     ids=str,
 )
@@ -159,7 +164,7 @@ def test_a_model_that_no_family_has_is_refused_with_the_fields(changes: dict[str
     from megapipe.checkpoint import CheckpointError
     from megapipe.conversion.hugging_face import exported_config
 
-    model = replace(FOLDERS["gpt2"]().model, **changes)
+    model = replace(case_of("gpt2").model, **{"family": "", **changes})
     with pytest.raises(CheckpointError) as raised:
         exported_config(model, "F32")
     assert told in str(raised.value)
@@ -169,7 +174,7 @@ def balanced(folder: Path, **changes: object) -> tuple[ModelConfig, dict[str, Te
     """A model whose experts are balanced, with Mixtral's random weights and random biases, and its checkpoint."""
     theirs_of("mixtral").save_pretrained(folder / "theirs")
     source = HuggingFaceSource(folder / "theirs")
-    model = replace(source.contents.model, expert_balance_rate=ModelConfig().expert_balance_rate, **changes)
+    model = replace(source.contents.model, family="", expert_balance_rate=ModelConfig().expert_balance_rate, **changes)
     values = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
     generator = torch.Generator().manual_seed(0)
     values |= {f"blocks.{block}.mlp.router.bias": torch.randn(4, generator=generator) for block in range(2)}

@@ -14,7 +14,10 @@ ADDITIONS = Path(__file__).with_name("additions")
 """One file per kind. `=== PATH` starts the changes of a file. A change is a line `@@@`, the lines to replace, a line
 `+++`, and the new lines; without lines to replace, it appends, or makes the file. The last file is a test that uses
 what was added; if it is not a test, `CASES` are the tests that include it by its name."""
-CASES = {"schedule": ("tests/schedules", "tests/planner/search", "tests/planner/cost")}
+CASES = {
+    "schedule": ("tests/schedules", "tests/planner/search", "tests/planner/cost"),
+    "model family": ("tests/models/test_families.py", "tests/conversion/test_round_trips.py"),
+}
 ROWS = {
     kind: (int(number), re.findall(r"`([\w/]+\.py)`", files))
     for kind, number, files in re.findall(
@@ -61,7 +64,7 @@ def test_listed_files_suffice(kind: str, tmp_path: Path) -> None:
     assert changed == files
     assert len(changed) == number
     names = re.findall(r"^def (test_new_\w+)", addition, re.MULTILINE)
-    tests = [f"{files[-1]}::{name}" for name in names] or [*CASES[kind], "-k", Path(files[-1]).stem]
+    tests = [f"{files[-1]}::{name}" for name in names] or [*CASES[kind], "-k", Path(files[0]).stem]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     ran = subprocess.run(

@@ -13,10 +13,10 @@ from megapipe.checkpoint import RunState, save
 from megapipe.cli.trained_models import fill_mask as main
 from megapipe.cli.trained_models import generate
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
-from megapipe.models.bert_hugging_face import to_hugging_face
 from megapipe.parallel.launch import initialize
 from megapipe.training.loop.replica import Replica
 from tests.inference.test_generate_command import save_run
+from tests.models.hugging_face import exported
 from tests.support.gpt_runs import assembled, shards
 
 WORDS = [
@@ -94,7 +94,7 @@ def test_candidates_are_those_of_transformers(fill: Fill, folder: Path, replica:
     ).eval()
     states = replica.states()
     weights = assembled([shards(states, [state.master for state in states])])
-    theirs.load_state_dict(to_hugging_face(weights, MODEL), strict=False)
+    theirs.load_state_dict(exported(weights, MODEL, "bert"), strict=False)
     theirs.tie_weights()
     tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
     with torch.no_grad():

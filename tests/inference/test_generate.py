@@ -12,10 +12,9 @@ from megapipe.config.run import PretrainConfig
 from megapipe.inference import generation
 from megapipe.inference.generation import Limits, SamplingSettings, Text, generate
 from megapipe.inference.trained_model import LoadedModel
-from megapipe.models.gpt_hugging_face import from_hugging_face
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from tests.models.hugging_face import CASES, Case
+from tests.models.hugging_face import CONFIGS, Case, case_of, opened
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE
 from tests.support.meshes import run_mesh
 
@@ -89,11 +88,11 @@ def alone(model: ModelConfig, settings: SamplingSettings, limits: Limits, **othe
 
 def of_case(case: Case) -> list[Text]:
     """Greedy texts with the weights of a transformers model."""
-    weights = from_hugging_face(case.theirs.state_dict(), case.model, case.family)
+    model, weights = opened(case.theirs)
 
     def run(mesh: Mesh) -> list[Text]:
-        loaded = LoadedModel(make_config(case.model, mesh), mesh, filled_with(weights))
-        return generate(loaded, PROMPTS, 1, GREEDY, limits_of(case.model))
+        loaded = LoadedModel(make_config(model, mesh), mesh, filled_with(weights))
+        return generate(loaded, PROMPTS, 1, GREEDY, limits_of(model))
 
     return run_mesh({}, run, backend="threads")[0]
 
@@ -114,16 +113,16 @@ def their_greedy(case: Case, prompt: list[int]) -> list[int]:
     return found.sequences[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_texts_equal_those_of_transformers(name: str) -> None:
-    case = CASES[name]()
+    case = case_of(name)
     assert [text.generated for text in of_case(case)] == [their_greedy(case, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_prompts_may_pass_in_chunks_of_any_size(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[name]()
+    case = case_of(name)
     monkeypatch.setattr(generation, "CHUNK", chunk)
     assert [text.generated for text in of_case(case)] == [their_greedy(case, prompt) for prompt in PROMPTS]
 

@@ -111,3 +111,13 @@ def all_gradients(layers: Sequence[BoundLayer]) -> dict[str, Tensor]:
         for name, gradient in layer.gradients().items():
             total[name] = total[name] + gradient if name in total else gradient
     return total
+
+
+def load(layers: list[BoundLayer], tensors: dict[str, Tensor]) -> None:
+    """Copy canonical tensors into the bound parameters."""
+    names = set()
+    for layer in layers:
+        for name, parameter in layer.parameters().items():
+            parameter.copy_(tensors[name])
+            names.add(name)
+    assert names == set(tensors)

@@ -12,12 +12,11 @@ from torch.nn import functional
 from megapipe.config.bert import BertModelConfig
 from megapipe.layers.context import BertContext
 from megapipe.models.bert import build_layer
-from megapipe.models.bert_hugging_face import from_hugging_face, to_hugging_face
-from megapipe.models.gpt_hugging_face import WeightMappingError
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.layers import model_layers
 from tests.layers.bound import BoundLayer, all_gradients
+from tests.models.hugging_face import canonical
 
 MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)
 BATCH, LENGTH, HIDDEN_TOKENS = 3, 40, 6
@@ -29,6 +28,14 @@ NORMS = ("post", "pre")
 class Case(NamedTuple):
     model: BertModelConfig
     theirs: torch.nn.Module
+
+    @property
+    def family(self) -> str:
+        return "bert" if self.model.norm_position == "post" else "megatron-bert"
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return canonical(self.theirs.state_dict(), self.model, self.family)
 
 
 def case_of(
@@ -115,7 +122,7 @@ def their_logits(theirs: torch.nn.Module, context: BertContext) -> tuple[Tensor,
 def test_logits_agree(sentence_head: bool, activation: str, norm_position: str, path: str) -> None:
     case = case_of(sentence_head, activation, norm_position)
     model = replace(case.model, attention=path)
-    layers = bound(model, from_hugging_face(case.theirs.state_dict(), model), torch.float32)
+    layers = bound(model, case.weights, torch.float32)
     context = make_context()
     with torch.no_grad():
         expected = their_logits(case.theirs, context)
@@ -133,7 +140,7 @@ def test_logits_agree(sentence_head: bool, activation: str, norm_position: str, 
 def test_losses_and_gradients_agree_in_double(norm_position: str, path: str) -> None:
     case = case_of(norm_position=norm_position, dtype=torch.float64)
     model = replace(case.model, attention=path)
-    layers = bound(model, from_hugging_face(case.theirs.state_dict(), model), torch.float64)
+    layers = bound(model, case.weights, torch.float64)
     context = make_context()
     logits, pairs = their_logits(case.theirs, context)
     rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
@@ -148,7 +155,7 @@ def test_losses_and_gradients_agree_in_double(norm_position: str, path: str) -> 
     (losses * scale).sum().backward()
     assert torch.allclose(losses, expected, rtol=1e-9, atol=0.0)
     gradients = {name: parameter.grad for name, parameter in case.theirs.named_parameters()}
-    wanted, found = from_hugging_face(gradients, model), all_gradients(layers)
+    wanted, found = canonical(gradients, model, case.family), all_gradients(layers)
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
@@ -157,7 +164,7 @@ def test_losses_and_gradients_agree_in_double(norm_position: str, path: str) -> 
 
 def test_evaluation_counts_correct_predictions() -> None:
     case = case_of()
-    layers = bound(case.model, from_hugging_face(case.theirs.state_dict(), case.model), torch.float32)
+    layers = bound(case.model, case.weights, torch.float32)
     context = make_context()
     with torch.no_grad():
         logits, pairs = their_logits(case.theirs, context)
@@ -178,38 +185,9 @@ def test_evaluation_counts_correct_predictions() -> None:
 
 def test_padding_changes_nothing() -> None:
     case = case_of()
-    layers = bound(case.model, from_hugging_face(case.theirs.state_dict(), case.model), torch.float32)
+    layers = bound(case.model, case.weights, torch.float32)
     context = make_context()
     padding = torch.arange(LENGTH) >= context.lengths[:, None]
     other = replace(context, tokens=context.tokens.masked_fill(padding, 55))
     with torch.no_grad():
         assert torch.equal(run(layers, context)[0], run(layers, other)[0])
-
-
-@pytest.mark.parametrize(("sentence_head", "norm_position"), [(True, "post"), (False, "post"), (True, "pre")])
-def test_weights_come_back_as_they_went(sentence_head: bool, norm_position: str) -> None:
-    case = case_of(sentence_head, norm_position=norm_position)
-    state = case.theirs.state_dict()
-    back = to_hugging_face(from_hugging_face(state, case.model), case.model)
-    assert back.keys() == {name for name, _ in case.theirs.named_parameters()}
-    for name, tensor in back.items():
-        assert torch.equal(tensor, state[name]), name
-
-
-def test_an_untied_head_has_its_own_matrix() -> None:
-    case = case_of()
-    model = replace(case.model, tie_embeddings=False)
-    ours = from_hugging_face(case.theirs.state_dict(), model)
-    assert torch.equal(ours["head.output.weight"], ours["embedding.word.weight"])
-
-
-def test_what_does_not_fit_is_named() -> None:
-    case = case_of()
-    state = dict(case.theirs.state_dict())
-    with pytest.raises(WeightMappingError, match=r"seq_relationship.*sentence_head"):
-        from_hugging_face(state, replace(case.model, sentence_head=False))
-    with pytest.raises(WeightMappingError, match=r"no parameter for blocks\.0\.mlp\.up\.weight.*activation"):
-        to_hugging_face({}, replace(case.model, activation="swiglu"))
-    del state["bert.encoder.layer.1.attention.self.key.bias"]
-    with pytest.raises(WeightMappingError, match=r"blocks\.1\.attention\.qkv\.bias needs"):
-        from_hugging_face(state, case.model)

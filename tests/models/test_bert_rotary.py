@@ -7,8 +7,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.models.bert_hugging_face import from_hugging_face
 from tests.layers.bound import all_gradients
+from tests.models.hugging_face import canonical
 from tests.models.test_bert_hugging_face import LENGTH, MODEL, bound, make_context, run
 
 ROTARY = replace(MODEL, norm_position="pre", positions="rotary", sentence_head=False)
@@ -63,7 +63,9 @@ def test_logits_and_gradients_agree_in_double() -> None:
         if "norm" in name.lower() and name.endswith("weight"):
             parameter.data.add_(1.0)
     context = make_context()
-    layers = bound(ROTARY, from_hugging_face(megatron_names(dict(theirs.state_dict())), ROTARY), torch.float64)
+    layers = bound(
+        ROTARY, canonical(megatron_names(dict(theirs.state_dict())), ROTARY, "megatron-bert"), torch.float64
+    )
     visible = torch.arange(LENGTH) < context.lengths[:, None]
     expected = theirs(input_ids=context.tokens, attention_mask=visible.long()).logits
     with torch.no_grad():
@@ -77,7 +79,7 @@ def test_logits_and_gradients_agree_in_double() -> None:
     (ours,) = run(layers, context)
     ours.backward()
     given = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
-    wanted, gradients = from_hugging_face(megatron_names(given), ROTARY), all_gradients(layers)
+    wanted, gradients = canonical(megatron_names(given), ROTARY, "megatron-bert"), all_gradients(layers)
     for name, gradient in wanted.items():
         if name != "embedding.token_type.weight":
             assert gradient.norm() > 0, name

@@ -10,7 +10,7 @@ import torch
 from megapipe.checkpoint.hugging_face import PICKLED, SINGLE
 from megapipe.conversion.command import main
 from tests.conversion.test_command import checkpoint, tensors  # noqa: F401
-from tests.models.hugging_face import gpt2
+from tests.models.hugging_face import case_of
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One GPT-2 as safetensors, in one `.bin` file, and in two with an index."""
     root = tmp_path_factory.mktemp("folders")
     found = {name: root / name for name in ("safetensors", "single", "sharded")}
-    gpt2().theirs.save_pretrained(found["safetensors"])
+    case_of("gpt2").theirs.save_pretrained(found["safetensors"])
     tensors = safetensors.torch.load_file(found["safetensors"] / SINGLE)
     tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
     for name in ("single", "sharded"):

@@ -1,0 +1,114 @@
+"""Our parameters as tensors of a Hugging Face family, and back.
+
+Every conversion is a permutation of elements, so it carries gradients and optimizer moments as well as weights.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapipe.config.model import ModelConfig
+from megapipe.spec.family import Family, FamilyError, Step
+from megapipe.spec.parameters import ParameterSpec
+
+Join = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Correspondence:
+    """One of our parameters and the tensors of a family that hold its elements.
+
+    theirs: their names. steps: pairs of functions: a step from theirs towards ours, and its inverse.
+    """
+
+    spec: ParameterSpec
+    theirs: tuple[str, ...]
+    steps: tuple[tuple[Join, Join], ...]
+
+    def part(self, ours: Tensor) -> Sequence[Tensor]:
+        """Return their tensors."""
+        parts: Sequence[Tensor] = [ours]
+        for _, inverse in reversed(self.steps):
+            parts = inverse(parts)
+        return [_merged(self.spec, part) if part.shape == self.spec.shape else part for part in parts]
+
+    def check(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Raise FamilyError unless `shapes`, one for each of `theirs`, make a tensor of the spec's shape."""
+        parts = self.part(torch.empty(self.spec.shape, device="meta"))
+        for name, shape, part in zip(self.theirs, shapes, parts, strict=True):
+            if tuple(shape) != tuple(part.shape):
+                raise FamilyError(
+                    f"{name} has the shape {tuple(shape)}, but the model configuration needs {tuple(part.shape)} for "
+                    f"{self.spec.name}"
+                )
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return our tensor. Raises FamilyError for a part of another shape."""
+        self.check([part.shape for part in parts])
+        for step, _ in self.steps:
+            parts = step(parts)
+        (whole,) = parts
+        return whole.reshape(self.spec.shape)
+
+
+def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
+    """Return where every parameter is in the family's tensors. Raises FamilyError if one has no place."""
+    return [
+        Correspondence(spec, names, tuple(_step(step, spec, model, len(names)) for step in steps))
+        for spec, names, steps in family.places(model)
+    ]
+
+
+def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tuple[Join, Join]:
+    """Return a step and its inverse. count: number of their tensors."""
+    if step == "query_key_value":
+        return _query_key_value(model, fused=count == 1)
+    if step == "rotary_pairs":
+        half = model.head_dim // 2
+        return lambda parts: [_regrouped(parts[0], half, 2)], lambda parts: [_regrouped(parts[0], 2, half)]
+    if step == "stacked":
+        axes = next(n for n in range(1, len(spec.shape)) if math.prod(spec.shape[:n]) == count)
+        return lambda parts: [torch.stack([*parts])], lambda parts: parts[0].flatten(0, axes - 1).unbind(0)
+    if step == "row":
+        return lambda parts: [parts[0][0]], lambda parts: [parts[0][None]]
+    return _transposed, lambda parts: _transposed([_merged(spec, part) for part in parts])
+
+
+def _transposed(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [part.t() if part.ndim == 2 else part for part in parts]
+
+
+def _merged(spec: ParameterSpec, ours: Tensor) -> Tensor:
+    """Return a matrix with its leading axes merged, or a bias or norm as a vector."""
+    return ours.flatten(0, -2) if spec.decay else ours.flatten()
+
+
+def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
+    """(kv groups, query heads per group + 2, head_dim, ...) from and to query, key and value, in one or three."""
+    groups, width = model.kv_heads, model.head_dim
+    heads = model.num_heads // groups
+    rows = [model.num_heads * width, groups * width, groups * width]
+
+    def join(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        pieces = parts[0].split(rows) if fused else parts
+        counts = (heads, 1, 1)
+        shaped = (
+            piece.reshape(groups, count, width, *piece.shape[1:]) for piece, count in zip(pieces, counts, strict=True)
+        )
+        return [torch.cat([*shaped], dim=1)]
+
+    def part(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        pieces = [piece.flatten(0, 2) for piece in parts[0].split([heads, 1, 1], dim=1)]
+        return [torch.cat(pieces)] if fused else pieces
+
+    return join, part
+
+
+def _regrouped(qkv: Tensor, *pairs: int) -> Tensor:
+    """Return (kv groups, query heads + 2, head_dim, ...) with the two indices of a channel of queries and keys
+    exchanged."""
+    rotated, values = qkv.split([qkv.shape[1] - 1, 1], dim=1)
+    return torch.cat([rotated.unflatten(2, pairs).transpose(2, 3).flatten(2, 3), values], dim=1)

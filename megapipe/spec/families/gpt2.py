@@ -1,0 +1,64 @@
+"""GPT-2 (Radford et al. 2019). Its matrices have their input on axis 0."""
+
+from megapipe.spec.decoder_family import GELU, TIED
+from megapipe.spec.family import Family, Tensors, keys
+
+_BLOCK = "transformer.h.{layer}"
+
+
+def _matrix(name: str, *steps: str) -> Tensors:
+    return Tensors((f"{_BLOCK}.{name}",), ("transposed", *steps))  # type: ignore[arg-type]  # names of steps
+
+
+Family(
+    model_type="gpt2",
+    kind="gpt",
+    fields={
+        "vocab_size": "vocabulary_size",
+        "n_layer": "num_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_heads",
+        "n_positions": "max_positions",
+        "n_inner": "ffn_hidden_size",
+        "layer_norm_epsilon": "norm_epsilon",
+        **TIED,
+    },
+    activation="activation_function",
+    words=GELU,
+    needs={"normalization": "layer_norm", "positions": "learned", "bias": "all"},
+    more=lambda config: {"ffn_hidden_size": config["n_inner"] or 4 * config["n_embd"]},
+    writes={
+        "architectures": ["GPT2LMHeadModel"],
+        "n_ctx": "max_positions",
+        "embd_pdrop": "embedding_dropout",
+        "attn_pdrop": "attention_dropout",
+        "resid_pdrop": "hidden_dropout",
+        "initializer_range": "init_std",
+    },
+    ignored=keys(
+        "n_ctx resid_pdrop embd_pdrop attn_pdrop summary_type summary_use_proj summary_activation "
+        "summary_proj_to_labels summary_first_dropout reorder_and_upcast_attn is_decoder output_past "
+        "predict_special_tokens"
+    ),
+    fixed={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
+    defaults={
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    tensors={
+        "embedding.word": "transformer.wte",
+        "embedding.position": "transformer.wpe",
+        "blocks.attention_norm": f"{_BLOCK}.ln_1",
+        "blocks.attention.qkv": _matrix("attn.c_attn", "query_key_value"),
+        "blocks.attention.output": _matrix("attn.c_proj"),
+        "blocks.mlp_norm": f"{_BLOCK}.ln_2",
+        "blocks.mlp.up": _matrix("mlp.c_fc"),
+        "blocks.mlp.down": _matrix("mlp.c_proj"),
+        "head.norm": "transformer.ln_f",
+        "head.output": "lm_head",
+    },
+    body="transformer.",
+    buffers=(".attn.bias", ".attn.masked_bias"),
+)

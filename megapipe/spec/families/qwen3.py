@@ -1,0 +1,11 @@
+"""Qwen3 (Yang et al. 2025, arXiv 2505.09388): norms of queries and keys."""
+
+from megapipe.spec.decoder_family import QWEN, decoder
+
+decoder(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    needs={"qk_norm": True},
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+    **QWEN,
+)

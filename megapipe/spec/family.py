@@ -1,0 +1,400 @@
+"""Model families of Hugging Face transformers as data: keys of config.json and names of tensors, both ways.
+
+Each file of `megapipe/spec/families` registers one family; all of them are imported when a family is first looked up.
+A key of config.json that a family does not list may change the model's results, so a configuration with it is refused.
+The lists contain the keys that transformers 4 and 5 write; a test changes every key that transformers writes and
+compares logits.
+"""
+
+import json
+import pkgutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.errors import nearest
+from megapipe.config.model import ModelConfig
+from megapipe.spec.layers import model_layers
+from megapipe.spec.parameters import ParameterSpec
+
+BUILT_IN = "megapipe.spec.families"
+Step = Literal["transposed", "query_key_value", "rotary_pairs", "stacked", "row"]
+
+
+class FamilyError(ValueError):
+    """A model that a family cannot express, or a configuration that we cannot express; the message is one line."""
+
+
+class Tensors(NamedTuple):
+    """Tensors of a family that hold one of our parameters.
+
+    names: without `.weight` and `.bias`. `{layer}` is the number of the block; with `{expert}` the names are repeated
+    for every expert. steps: how ours is made of theirs, in order; then leading axes are split as ours has them.
+
+    - transposed: matrices have their input on axis 0.
+    - query_key_value: rows of query, key and value, in three tensors or in one after the other; ours has them by key
+      and value head.
+    - rotary_pairs: after the step before, channels 2i and 2i + 1 of queries and keys rotate together, not i and
+      i + head_dim / 2.
+    - stacked: several tensors along a new leading axis.
+    - row: a vector is stored as a matrix with one row.
+    """
+
+    names: tuple[str, ...]
+    steps: tuple[Step, ...] = ()
+
+    def then(self, step: Step) -> "Tensors":
+        """Return the same tensors with one more step."""
+        return self._replace(steps=(*self.steps, step))
+
+
+class Place(NamedTuple):
+    """Where a parameter is in a family's files: the full names of its tensors, and the steps of `Tensors`."""
+
+    spec: ParameterSpec
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+
+def keys(names: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(names.split())
+
+
+_WITHOUT_EFFECT = keys(
+    # Origin of the file, and transformers' representation of the model.
+    "transformers_version architectures model_type auto_map _name_or_path dtype torch_dtype torchscript "
+    "use_bfloat16 "
+    "attn_implementation _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled "
+    "experts_implementation _experts_implementation "
+    # Results of a forward pass other than logits, and how they are computed.
+    "output_hidden_states output_attentions return_dict use_cache chunk_size_feed_forward gradient_checkpointing "
+    "tie_last_hidden_states tf_legacy_loss "
+    # Heads for other tasks, and their labels.
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout "
+    # Training only: dropout, initial weights.
+    "initializer_range "
+    # Tokens and generation, which the tokenizer and generation_config.json define.
+    "tokenizer_class prefix bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens cross_attention_hidden_size tie_encoder_decoder "
+    # Written by tools for fine-tuning.
+    "unsloth_fixed unsloth_version neftune_noise_alpha"
+)
+"""Keys that do not affect logits, in every family."""
+
+_ALWAYS = {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({},)}
+"""Permitted values of each key, in every family."""
+_REASONS = {"quantization_config": "its weights are quantized; convert the model that they were made from"}
+_OF_A_RUN = keys(
+    "max_positions embedding_dropout attention_dropout hidden_dropout init_std scale_residual_init attention family"
+)
+"""Fields that do not affect logits, so that any value fits any family."""
+_SIZES = keys(
+    "vocabulary_size num_layers hidden_size num_heads num_kv_heads head_size ffn_hidden_size norm_epsilon activation "
+    "tie_embeddings rope_scaling"
+)
+"""Fields that every family sets."""
+ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+        "original_max_position_embeddings": "original_length",
+    },
+}
+"""Kind of RoPE scaling -> key of transformers' rotary parameters -> field of RopeScaling."""
+_TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model_type of transformers. Creating it registers it.
+
+    Args:
+        model_type: as in config.json.
+        kind: kind of our model configuration, `gpt` or `bert`.
+        fields: key of config.json -> our field, one to one.
+        activation: key of the activation function, which `words` translates to ours.
+        aliases: other name of a key -> the key that exports write.
+        needs: our field -> the value that all such models have. Fields that nothing names have our default.
+        reads: further keys, from which `more` returns fields. Raises FamilyError if it cannot.
+        writes: further key -> one of our fields, a function of the model, or a value to write.
+        ignored: keys that do not affect logits.
+        fixed: key -> the values that our model configuration can express.
+        defaults: values that transformers uses for missing keys; other keys are required.
+        tensors: module of ours -> module of theirs or `Tensors`. A path that begins with `blocks.` has no number. A
+            key may also be the path of a parameter, if its names differ from those of its module; its names are then
+            complete.
+        body: prefix of all names but those of `heads`; files of a model without a head lack it.
+        heads: prefixes of names of heads.
+        buffers: ends of names that hold no weight.
+        old_ends: ends of names in older files -> today's.
+        repeats: name of a tensor -> the name of the tensor that it repeats.
+        optional: our field -> prefixes of the tensors that a model has if the field is true.
+        order: among families that fit a model, an export takes the one with the lowest order, then the first by name.
+    """
+
+    model_type: str
+    kind: Literal["gpt", "bert"]
+    fields: Mapping[str, str]
+    activation: str
+    words: Mapping[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    more: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    writes: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, str | Tensors]
+    body: str = "model."
+    heads: tuple[str, ...] = ("lm_head.",)
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    old_ends: Mapping[str, str] = field(default_factory=dict)
+    repeats: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    order: int = 1
+
+    def __post_init__(self) -> None:
+        _FAMILIES[self.model_type] = self
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """The keys that determine the model."""
+        return self.reads | self.fields.keys() | {self.activation}
+
+    @property
+    def output(self) -> str:
+        """Name of the output matrix."""
+        return next(iter(self._tensors("head.output.weight").names))
+
+    @property
+    def embedding(self) -> str:
+        """Name of the matrix of the embeddings."""
+        return next(iter(self._tensors("embedding.word.weight").names))
+
+    def model_fields(self, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+        """Return the model fields that a config.json sets, with optional sizes resolved.
+
+        tensors: names as in `canonical_names`; they decide whether embeddings are tied if neither the configuration
+        nor the family does. Raises FamilyError for an unknown key, or if the model configuration cannot express a
+        key's value; KeyError for a missing key.
+        """
+        config = {self.aliases.get(key, key): value for key, value in config.items()}
+        config = self._checked({_TIED: self.output not in tensors, **self.defaults, **config})
+        values = {ours: config[key] for key, ours in self.fields.items()}
+        values["activation"] = known_word(self.words, config[self.activation], f"{self.activation} ")
+        heads = values["num_heads"]
+        values["num_kv_heads"] = values.get("num_kv_heads") or heads
+        values["head_size"] = values.get("head_size") or values["hidden_size"] // heads
+        for name, prefixes in self.optional.items():
+            values[name] = all(any(each.startswith(prefix) for each in tensors) for prefix in prefixes)
+        return {**_defaults(self.kind), **self.needs, **values, **self.more(config)}
+
+    def run_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a config.json that do not affect logits: dropout, initial weights, longest sequence."""
+        both = {key: ours for key, ours in self.writes.items() if isinstance(ours, str) and ours in _OF_A_RUN}
+        return {"family": self.model_type, **{ours: config[key] for key, ours in both.items() if key in config}}
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        """Return a config.json for a model. The caller compares its `model_fields`: the model may not fit."""
+        values = model_values(model)
+        theirs = {ours: word for word, ours in reversed(list(self.words.items()))}
+        written = {key: values[ours] for key, ours in self.fields.items()}
+        written[self.activation] = theirs.get(model.activation, self.defaults.get(self.activation))
+        for key, value in self.writes.items():
+            value = values[value] if isinstance(value, str) and value in values else value
+            written[key] = value(model) if callable(value) else value
+        return {"model_type": self.model_type, **written}
+
+    def _checked(self, config: dict[str, Any]) -> dict[str, Any]:
+        fixed = {**_ALWAYS, **self.fixed}
+        for key, value in config.items():
+            if key in fixed:
+                # In Python, 0 equals False; in JSON, it does not.
+                if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in fixed[key]):
+                    raise FamilyError(
+                        f"{key} is {_shown(value)}, which the model configuration cannot express; it can be "
+                        f"{' or '.join(map(_shown, fixed[key]))}"
+                    )
+            elif key not in self.known_keys | self.ignored | _WITHOUT_EFFECT and value is not None:
+                reason = _REASONS.get(
+                    key,
+                    f"which is not known for {self.model_type} and may change what the model computes; remove "
+                    "the key if you know that it does not",
+                )
+                raise FamilyError(f"{key} is {_shown(value)}, {reason}")
+        return config
+
+    def places(self, model: ModelConfig) -> Iterator[Place]:
+        """Yield where every parameter of a model is. Raises FamilyError for a parameter that has no place."""
+        specs = {spec.name: spec for layer in model_layers(model) for spec in layer.parameters.values()}
+        for spec in specs.values():
+            outer, _, path = spec.name.partition(".")
+            number, _, inner = path.partition(".")
+            in_block = outer == "blocks"
+            tensors = self._tensors(f"blocks.{inner}" if in_block else spec.name, spec)
+            layer = number if in_block else ""
+            experts = range(model.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
+            names = tuple(name.format(layer=layer, expert=each) for each in experts for name in tensors.names)
+            yield Place(spec, names, tensors.steps)
+
+    def _tensors(self, path: str, spec: ParameterSpec | None = None) -> Tensors:
+        """Return the tensors, by their names with leaf, of a parameter by its path without a block's number."""
+        module, _, leaf = path.rpartition(".")
+        whole, known = self.tensors.get(path), self.tensors.get(module)
+        if whole is not None:
+            return Tensors((whole,)) if isinstance(whole, str) else whole
+        if known is None:
+            assert spec is not None, f"{self.model_type} has no {path}"
+            raise FamilyError(
+                f"{self.model_type} weights have no tensor for {spec.name} of shape {spec.shape}; check positions, "
+                "normalization, activation, qk_norm, num_experts and expert_balance_rate of the model"
+            )
+        names, steps = Tensors((known,)) if isinstance(known, str) else known
+        return Tensors(tuple(f"{name}.{leaf}" for name in names), steps)
+
+    def canonical_names(self, stored: Collection[str]) -> dict[str, str]:
+        """Map each stored tensor to its name in transformers' model with a head.
+
+        Raises FamilyError if a folder contains a tensor under both its old and its new name.
+        """
+        bare = not any(name.startswith(self.body) for name in stored)
+        names: dict[str, str] = {}
+        origins: dict[str, str] = {}
+        for name in stored:
+            known = name
+            for old, new in self.old_ends.items():
+                known = known.removesuffix(old) + new if known.endswith(old) else known
+            known = self.body + known if bare and not known.startswith(self.heads) else known
+            if known in origins:
+                raise FamilyError(
+                    f"the weights contain both {origins[known]!r} and {name!r}, two names of the same tensor; remove "
+                    "the wrong one"
+                )
+            names[name] = known
+            origins[known] = name
+        for again, first in self.repeats.items():
+            if first not in origins and again in names:
+                names[again] = first
+        return names
+
+    def is_redundant(self, name: str, model: ModelConfig) -> bool:
+        """Return whether an unused tensor repeats another, is not a weight, or belongs to a part that the model does
+        not have."""
+        if name == self.output:
+            return model.tie_embeddings
+        absent = (parts for flag, parts in self.optional.items() if not vars(model)[flag])
+        return name in self.repeats or name.endswith(self.buffers) or any(name.startswith(parts) for parts in absent)
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def families(kind: str | None = None) -> dict[str, Family]:
+    """Return the families of a kind of model, or all, by model_type in alphabetical order."""
+    package = import_module(BUILT_IN)
+    for module in pkgutil.iter_modules(package.__path__):
+        import_module(f"{BUILT_IN}.{module.name}")
+    return {name: _FAMILIES[name] for name in sorted(_FAMILIES) if kind in (None, _FAMILIES[name].kind)}
+
+
+def family_of(model_type: Any, kind: str | None = None) -> Family:
+    """Return the family of a model_type. Raises FamilyError unless it is known and of this kind."""
+    known = families(kind)
+    if not isinstance(model_type, str) or model_type not in known:
+        near = nearest(model_type, known) if isinstance(model_type, str) else ""
+        raise FamilyError(
+            f"model_type {model_type!r} is not supported{near}; weights can be taken from {', '.join(known)}"
+        )
+    return known[model_type]
+
+
+def exporting_family(model: ModelConfig) -> tuple[Family, list[str]]:
+    """Return the family that a model is exported to, and what differs from it: nothing if the family can express it.
+
+    That is the family that `model.family` names, or else the first by `order` of those that can. If none can, it is
+    the one with the fewest differences.
+    """
+    known = families(model.kind).values()
+    candidates = [family_of(model.family, model.kind)] if model.family else known
+    compared = [(family, _export_problems(model, family)) for family in candidates]
+    return min(compared, key=lambda pair: (len(pair[1]), pair[0].order))
+
+
+def _export_problems(model: ModelConfig, family: Family) -> list[str]:
+    """Return what a family cannot express of a model."""
+    present = [prefix for flag, parts in family.optional.items() if vars(model)[flag] for prefix in parts]
+    try:
+        return field_differences(model, family.model_fields(family.config(model), present))
+    except FamilyError as error:
+        return [str(error)]
+
+
+def model_values(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model by name, with optional sizes resolved, those of RoPE scaling by `rope_scaling.`."""
+    sizes = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_hidden_size": model.ffn_size}
+    scaling = {f"rope_scaling.{name}": value for name, value in vars(model.rope_scaling).items()}
+    return {**vars(model), **sizes, **scaling}
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    """Return the default of every field that affects logits and has no size."""
+    values = model_values(BertModelConfig() if kind == "bert" else ModelConfig())
+    return {name: value for name, value in values.items() if name not in _OF_A_RUN | _SIZES}
+
+
+def field_differences(model: ModelConfig, wanted: Mapping[str, Any]) -> list[str]:
+    """Return one message for each field of `model` that differs from `wanted`."""
+    wanted = dict(wanted)
+    actual = model_values(model)
+    if wanted["expert_balance_rate"] and model.expert_balance_rate:
+        del wanted["expert_balance_rate"]  # any rate matches: it belongs to the training
+    if not actual.get("sentence_head", True):
+        del wanted["sentence_head"]  # a model without a sentence head ignores the folder's
+    for values in (wanted, actual):
+        values["sliding_window"] = _effective(values["sliding_window"], model)
+    return [
+        f"set model.{name} to {value!r} (it is {actual[name]!r})"
+        for name, value in wanted.items()
+        if actual[name] != value and not _without_effect(name, actual, wanted)
+    ]
+
+
+def _effective(window: int | None, model: ModelConfig) -> int | None:
+    """Return the window, or None if it is at least as long as the longest sequence and therefore hides nothing."""
+    return None if window is None or window >= model.max_positions else window
+
+
+def _without_effect(name: str, actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether a field changes nothing in both models: it is one of experts or rotations that neither has."""
+    if name in ("experts_per_token", "normalize_expert_shares", "expert_balance_rate", "expert_bias"):
+        return actual["num_experts"] is None and wanted["num_experts"] is None
+    if name.startswith("rope_") and name != "rope_scaling.kind":
+        stretched = {actual["rope_scaling.kind"], wanted["rope_scaling.kind"]}
+        unused = all(name.removeprefix("rope_scaling.") not in ROPE_SCALING[kind].values() for kind in stretched)
+        rotates = "rotary" in (actual["positions"], wanted["positions"])
+        return not rotates or (name != "rope_theta" and unused)
+    return False
+
+
+def known_word(words: Mapping[str, str], word: str, key: str = "") -> str:
+    """Return our word for a word of another program. Raises FamilyError for a word that is not in the table."""
+    if word not in words:
+        raise FamilyError(f"{key}{word!r} is not supported; supported are {', '.join(words)}")
+    return words[word]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as JSON, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
