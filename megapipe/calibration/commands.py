@@ -32,7 +32,7 @@ from megapipe.training.validation import validate
 
 def run_dry_run(request: Request) -> int:
     """Check a configuration for any number of ranks; exit status 2 if a rank needs more memory than --hardware has."""
-    file_request = request.for_file(request.flags["file"])
+    file_request = request.for_file(request.flags["file"]) if request.flags["file"] else request
     config, devices = file_request.config, file_request.devices()
     check_folders(request.flags["write_layout"])
     hardware = request.hardware() if request.flags["hardware"] is not None else None

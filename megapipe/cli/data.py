@@ -100,7 +100,9 @@ def stalls_parser() -> OneLineParser:
 def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
     """Return the configuration, of the given kind or else of the kind that has its fields. Raises ConfigError."""
     from megapipe.config.load import KINDS, kind_of, parse_as
+    from megapipe.spec.model_folder import with_model_folders
 
+    fields = with_model_folders(fields)
     return parse_as(kind_of(fields) if kind is None else KINDS[kind], fields)
 
 

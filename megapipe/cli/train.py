@@ -22,6 +22,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import KINDS, Given, build_parser, kind_of, parse_given
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.spec.model_folder import with_model_folders
 from megapipe.training.observe.records import print_line
 from megapipe.training.resilience.signals import ExitCode, after_training, before_training, end_with_launcher
 
@@ -315,6 +316,11 @@ def main(arguments: Sequence[str]) -> int:
     if not rest:
         if os.environ.get("RANK", "0") == "0":
             print(HINT, file=sys.stderr)
+        return ExitCode.WRONG_INPUT
+    try:
+        rest = with_model_folders(rest)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         return ExitCode.WRONG_INPUT
     kind = kind_of(rest) if flags.kind is None else KINDS[flags.kind]
     if flags.ranks is None and flags.nodes is None and flags.rendezvous is None and flags.restarts is None:

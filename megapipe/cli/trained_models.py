@@ -121,7 +121,6 @@ def generate_parser() -> argparse.ArgumentParser:
 def _generate(arguments: argparse.Namespace) -> None:
     import os
 
-    from megapipe.checkpoint.save_and_load import load_weights
     from megapipe.inference import trained_model as request
     from megapipe.inference.generation import Limits, SamplingSettings, generate
     from megapipe.inference.trained_model import LoadedModel
@@ -134,12 +133,12 @@ def _generate(arguments: argparse.Namespace) -> None:
         raise ConfigError(settings.problems())
     world_size = LaunchEnvironment.read(os.environ).world_size
     prompts = request.all_prompts(arguments.prompt, arguments.prompt_file)
-    checkpoint, run = request.read_checkpoint(arguments.checkpoint)
-    trained = request.trained_config(run)
+    trained = request.read_trained(arguments.checkpoint)
+    request.check_is_gpt(trained)
     config = request.on_layout(
-        trained, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
+        trained.config, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
     )
-    tokenizer = request.find_tokenizer(arguments.tokenizer, config.data.prefixes[0])
+    tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tokens = request.encoded(prompts, tokenizer, config.model)
     limits = Limits(
         max_new_tokens=arguments.max_new_tokens,
@@ -149,11 +148,11 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     with request.connected(config) as mesh:
         if mesh.rank == 0:
-            print(f"{checkpoint} (step {run.step}), tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
-            if trained.parallel.context > 1:
-                shared = f"parallel.context {trained.parallel.context}"
+            print(f"{trained}, tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
+            if trained.config.parallel.context > 1:
+                shared = f"parallel.context {trained.config.parallel.context}"
                 print(f"trained with {shared}; generating with parallel.context 1", file=sys.stderr, flush=True)
-        model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
+        model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
         total = len(tokens) * arguments.num_samples * limits.max_new_tokens
         with closing(ProgressBar("generating", total, "tokens", log=True)) as progress:
             report = progress.advance if mesh.rank == 0 else lambda _: None
@@ -194,7 +193,6 @@ def fill_mask_parser() -> argparse.ArgumentParser:
 def _fill_mask(arguments: argparse.Namespace) -> None:
     import os
 
-    from megapipe.checkpoint.save_and_load import load_weights
     from megapipe.inference import trained_model as request
     from megapipe.inference.generation import encoded_gaps, fill
     from megapipe.inference.trained_model import LoadedModel
@@ -205,15 +203,14 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             [f"{world_size} ranks were started, but this command runs as one process: start it without torchrun"]
         )
-    checkpoint, run = request.read_checkpoint(arguments.checkpoint)
-    trained = request.trained_bert_config(run)
-    config = request.on_layout(trained, 1, tensor=1, pipeline=1, device=arguments.device)
-    name = arguments.tokenizer or trained.data.tokenizer or None
-    tokenizer = request.find_tokenizer(name, trained.data.prefixes[0])
-    texts = [(text, encoded_gaps(text, tokenizer, trained)) for text in arguments.text]
+    trained = request.read_trained(arguments.checkpoint)
+    bert = request.bert_config(trained)
+    config = request.on_layout(bert, 1, tensor=1, pipeline=1, device=arguments.device)
+    tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, bert.data.prefixes[0])
+    texts = [(text, encoded_gaps(text, tokenizer, bert)) for text in arguments.text]
     with request.connected(config) as mesh:
-        model = LoadedModel(config, mesh, lambda states: load_weights(checkpoint, states, mesh))
-        print(f"{checkpoint} (step {run.step}), tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
+        model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
+        print(f"{trained}, tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
         for text, tokens in texts:
             _print_filled(fill(model, tokenizer, text, tokens, arguments.top_k))
 
@@ -262,7 +259,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     import os
     from dataclasses import asdict
 
-    from megapipe.checkpoint.save_and_load import load_weights
     from megapipe.inference import trained_model as request
     from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.loop.batches import open_samples
@@ -272,32 +268,33 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from megapipe.training.validation import validate
 
     world_size = LaunchEnvironment.read(os.environ).world_size
-    checkpoint, run = request.read_checkpoint(arguments.checkpoint)
-    trained = request.any_trained_config(run)
+    trained = request.read_trained(arguments.checkpoint)
     config = request.on_layout(
-        trained, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
+        trained.config, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
     )
     split: SplitName = arguments.split or "validation"
     if arguments.data_prefix is not None:
         if arguments.split is not None:
             raise ConfigError("--split selects a split of the training data; leave it or --data-prefix out")
         config = _on_shard(config, arguments.data_prefix)
+    elif not config.data.prefixes[0]:
+        raise ConfigError("a Hugging Face folder names no training data: set --data-prefix to a shard")
     samples = open_samples(config, split)
-    config = _in_batches(config, samples, arguments.samples, arguments.batch_size or trained.batch.micro_size)
+    config = _in_batches(config, samples, arguments.samples, arguments.batch_size or trained.config.batch.micro_size)
     validate(config, world_size)
     with request.connected(config) as mesh:
         replica = Replica(config, mesh)
-        load_weights(checkpoint, replica.states(), mesh)
-        record = Evaluator(config, mesh, replica, samples).run(run.step)
+        trained.load(replica.states(), mesh)
+        record = Evaluator(config, mesh, replica, samples).run(trained.step or 0)
         assert record is not None  # no signal stops it here
         if mesh.rank != 0:
             return
         if arguments.json:
-            facts = {"checkpoint": str(checkpoint), "data": config.data.prefixes, "split": split}
+            facts = {"checkpoint": str(trained.path), "data": config.data.prefixes, "split": split}
             print(json.dumps(facts | {"samples": config.evaluation.samples} | asdict(record)))
         else:
             used = f"{config.evaluation.samples:,} of {len(samples):,} samples of {', '.join(config.data.prefixes)}"
-            print(f"{checkpoint}, {used}", file=sys.stderr, flush=True)
+            print(f"{trained.path}, {used}", file=sys.stderr, flush=True)
             print(evaluation_line(record, "loss" if arguments.data_prefix else f"{split} loss"))
 
 
@@ -353,7 +350,7 @@ def _parser(name: str, description: str, examples: str) -> argparse.ArgumentPars
         "--checkpoint",
         required=True,
         metavar="DIR",
-        help="folder of a run (its newest complete checkpoint is used), or of one checkpoint",
+        help="folder of a run (its newest complete checkpoint is used), of one checkpoint, or of a Hugging Face model",
     )
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="device; auto uses GPUs if there are any"

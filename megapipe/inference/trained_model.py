@@ -12,11 +12,14 @@ from torch import Tensor
 
 from megapipe.checkpoint.directory import newest_whole
 from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face import CONFIG, is_hugging_face, load_hugging_face
 from megapipe.checkpoint.manifest import MANIFEST, RunState
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
+from megapipe.checkpoint.save_and_load import load_weights
+from megapipe.checkpoint.storage import read_json
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.load import Config, parse_as
+from megapipe.config.load import Config, kind_of, parse_as
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig, ScheduleConfig
@@ -35,22 +38,75 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.spec.layers import tensor_problems
+from megapipe.spec.model_folder import with_model_folders
 
 
 class PromptError(ValueError):
     """A prompt that the model cannot continue. The message names the prompt, the rule, and how to fix it."""
 
 
-def read_checkpoint(folder: str) -> tuple[Path, RunState]:
-    """Return a checkpoint and the state of the run that saved it. The checkpoint is the folder itself, or the newest
-    complete checkpoint in it.
+@dataclass(frozen=True)
+class TrainedModel:
+    """Weights on disk.
 
-    Raises CheckpointError if there is none.
+    path: of the checkpoint. config: of the run that saved it. step: None for a Hugging Face folder. tokenizer: name of
+    the model's own tokenizer; None for the one of the training data.
+    """
+
+    path: Path
+    config: PretrainConfig
+    step: int | None
+    tokenizer: str | None
+
+    def load(self, states: Sequence[UnitState], mesh: Mesh) -> None:
+        """Load the weights into the states of this rank; a collective call. Raises CheckpointError."""
+        if self.step is None:
+            load_hugging_face(self.path, states, self.config.model, mesh)
+        else:
+            load_weights(self.path, states, mesh)
+
+    def __str__(self) -> str:
+        return f"{self.path} (step {self.step})" if self.step is not None else str(self.path)
+
+
+def read_trained(folder: str) -> TrainedModel:
+    """Return the model in a folder: of a run, of a checkpoint, or of Hugging Face transformers.
+
+    Raises CheckpointError if there is none, and ConfigError for a model that megapipe cannot express.
     """
     directory = Path(folder)
+    if is_hugging_face(directory) and not (directory / MANIFEST).is_file():
+        return _of_hugging_face(directory)
+    path, run = _read_checkpoint(directory)
+    config = _config_as(BertPretrainConfig if _is_bert(run) else PretrainConfig, run)
+    tokenizer = config.data.tokenizer if isinstance(config, BertPretrainConfig) else ""
+    return TrainedModel(path, config, run.step, tokenizer or None)
+
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def _of_hugging_face(folder: Path) -> TrainedModel:
+    """Return the model of a folder, in the precision of its weights."""
+    words = with_model_folders(["--model", str(folder)])
+    config = parse_as(kind_of(words), words)
+    described = read_json(folder / CONFIG)
+    stored = described.get("dtype") or described.get("torch_dtype")
+    config.training.precision = _PRECISIONS.get(str(stored), "fp32")  # type: ignore[assignment]  # words of the table
+    config.data.sequence_length = min(config.data.sequence_length, config.model.max_positions)
+    problems = config.model.problems()
+    if problems:
+        raise ConfigError(problems)
+    return TrainedModel(folder, config, None, str(folder))
+
+
+def _read_checkpoint(directory: Path) -> tuple[Path, RunState]:
+    """Return a checkpoint and the state of the run that saved it. The checkpoint is the folder itself, or the newest
+    complete checkpoint in it."""
     if not directory.is_dir():
         raise CheckpointError(
-            f"no checkpoint: {directory} is not a folder; name the folder of a run or of a checkpoint"
+            f"no checkpoint: {directory} is not a folder; name the folder of a run, of a checkpoint, or of a Hugging "
+            "Face model"
         )
     itself = directory if (directory / MANIFEST).is_file() else None
     checkpoint = itself or newest_whole(directory / "checkpoints") or newest_whole(directory)
@@ -72,27 +128,21 @@ def connected(config: PretrainConfig) -> Iterator[Mesh]:
         shutdown()
 
 
-def any_trained_config(run: RunState) -> PretrainConfig:
-    """Return the configuration of the run that saved a checkpoint, with the precision it used. Raises ConfigError."""
-    return _config_as(BertPretrainConfig if _is_bert(run) else PretrainConfig, run)
-
-
-def trained_config(run: RunState) -> PretrainConfig:
-    """Return the configuration of a GPT run. See `any_trained_config`. Raises ConfigError for a BERT run."""
-    if _is_bert(run):
+def check_is_gpt(trained: TrainedModel) -> None:
+    """Raise ConfigError for a BERT."""
+    if trained.config.model.kind != "gpt":
         raise ConfigError(
             "the checkpoint is a BERT, which cannot continue text: use megapipe fill-mask, or name a GPT checkpoint"
         )
-    return _config_as(PretrainConfig, run)
 
 
-def trained_bert_config(run: RunState) -> BertPretrainConfig:
-    """Return the configuration of a BERT run. See `any_trained_config`. Raises ConfigError for a GPT run."""
-    if not _is_bert(run):
+def bert_config(trained: TrainedModel) -> BertPretrainConfig:
+    """Return the configuration of a BERT. Raises ConfigError for a GPT."""
+    if not isinstance(trained.config, BertPretrainConfig):
         raise ConfigError(
             "the checkpoint is a GPT, which cannot fill gaps: use megapipe generate, or name a BERT checkpoint"
         )
-    return _config_as(BertPretrainConfig, run)
+    return trained.config
 
 
 def _is_bert(run: RunState) -> bool:

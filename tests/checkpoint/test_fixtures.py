@@ -11,7 +11,7 @@ from megapipe.checkpoint import CheckpointError, read_manifest, save
 from megapipe.checkpoint.fit import check_run, model_differences
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import data_identity
-from megapipe.inference.trained_model import trained_config
+from megapipe.inference.trained_model import read_trained
 from megapipe.layout.hardware.files import load_hardware
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.text import dumps, loads
@@ -65,7 +65,7 @@ def test_experts_of_0_1_are_not_chosen_by_another_rule(tmp_path: Path) -> None:
     assert "model.expert_bias is 'shares' here and 'scores' in the checkpoint" in model_differences(
         manifest, asdict(config.model)
     )
-    assert trained_config(manifest.run).model.expert_bias == "scores"
+    assert read_trained(str(path)).config.model.expert_bias == "scores"
     assert "expert_bias" not in read_manifest(FOLDER / "gpt/checkpoints/step-00000004").run.config["model"]
 
 

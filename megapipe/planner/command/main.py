@@ -23,6 +23,7 @@ from megapipe.layout.hardware.files import PRESETS, load_hardware
 from megapipe.planner.search.space import Objective
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.registry import GENERATORS, searched
+from megapipe.spec.model_folder import with_model_folders
 
 Devices = Annotated[int, Bound(1, 1_000_000, words="at least 1 and at most 1,000,000")]
 """Ranks of a plan. The limit is above any real machine; the time of planning grows with the number of nodes."""
@@ -162,7 +163,7 @@ _TRAIN_TIME = (
 )
 _FILES = _flag("files", "configuration files, one per layout; flags override fields of each", nargs="+")
 _DRY_RUN = (
-    _flag("file", "configuration"),
+    _flag("file", "configuration; flags alone describe the run without it", nargs="?"),
     _flag("--write_layout", "configuration file to write, with the stages and the strategy of each layer", Path),
 )
 _PROFILE = (
@@ -220,7 +221,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "dry-run": Command(
         "check the rules, schedule, shapes and memory of a run of any size in one process",
-        "FILE [--devices N] [--hardware FILE|PRESET] [--group.field VALUE ...]",
+        "[FILE] [--devices N] [--hardware FILE|PRESET] [--group.field VALUE ...]",
         (*_DRY_RUN, *_MACHINE, _JSON),
     ),
 }
@@ -232,6 +233,7 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
 
     The run is a BERT with --bert, or if a flag or file sets a field that only BERT runs have, as in `megapipe train`.
     """
+    arguments = with_model_folders(arguments)
     known = packaged_files("config")
     # `dry-run` and `compare` have files as positional arguments.
     files = [f"--config={word}" for word in arguments if word in known or os.path.isfile(word)]

@@ -40,6 +40,7 @@ from megapipe.planner.recompute import limited
 from megapipe.planner.search.findings import Findings, Found
 from megapipe.planner.search.plan import Effort, search
 from megapipe.planner.search.space import SearchSpace
+from megapipe.spec.model_folder import with_model_folders
 
 OUTPUT_NAME = "plan.yaml"
 """File name in the printed command if no file was written."""
@@ -173,7 +174,8 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
             f"{objective}; set --objective size, or leave --models out"
         )
     try:
-        return [(Path(file).stem, parse_as(request.kind, ["--model", file]).model) for file in files]
+        flags = {Path(file).stem: with_model_folders(["--model", file]) for file in files}
+        return [(name, parse_as(request.kind, words).model) for name, words in flags.items()]
     except ConfigError as error:
         raise ConfigError([problem.replace("--model ", "--models ", 1) for problem in error.problems]) from None
 

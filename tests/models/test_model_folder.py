@@ -1,0 +1,104 @@
+"""A Hugging Face folder as an argument: its model, its weights, and text from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from megapipe.cli.trained_models import fill_mask, generate
+from megapipe.config.errors import ConfigError
+from megapipe.config.load import kind_of, parse_as
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.hugging_face import HuggingFaceSource
+from megapipe.spec.model_folder import with_model_folders
+from tests.models.hugging_face import case_of
+from tests.models.test_bert_hugging_face import case_of as bert_of
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    for name in ("llama", "gpt2", "qwen3_moe"):
+        case_of(name).theirs.save_pretrained(base / name)
+    bert_of().theirs.save_pretrained(base / "bert")
+    bert_of(sentence_head=False, norm_position="pre").theirs.save_pretrained(base / "megatron-bert")
+    return {path.name: path for path in base.iterdir()}
+
+
+def model_by(*words: str) -> ModelConfig:
+    arguments = with_model_folders(words)
+    return parse_as(kind_of(arguments), arguments).model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bert", "megatron-bert"])
+def test_a_folder_sets_the_model_of_its_weights(name: str, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    expected = HuggingFaceSource(folder).contents.model
+    for words in (["--model", str(folder)], [f"--model={folder}/config.json"], ["--init-from", str(folder)]):
+        assert model_by(*words) == expected
+
+
+def test_later_flags_override_a_folder(folders: dict[str, Path]) -> None:
+    llama, gpt2 = str(folders["llama"]), str(folders["gpt2"])
+    assert model_by("--model", llama, "--model.num_layers", "7").num_layers == 7
+    assert model_by("--model.num_layers", "7", "--init_from", llama).num_layers == 7
+    assert model_by("--init_from", llama, "--model", gpt2).family == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_chunk_size": 8}, "attention_chunk_size is 8, which is not known for llama"),
+        ({"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'"),
+        ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
+    ],
+)
+def test_a_model_that_is_not_known_is_refused_by_name(
+    changes: dict, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = json.loads((folders["llama"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=message) as raised:
+        with_model_folders(["--model", str(tmp_path)])
+    assert str(raised.value).startswith(f"--model {tmp_path}")
+
+
+def test_generated_text_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tokenizer that another library trained."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator([Path(__file__).read_text()], vocab_size=300, special_tokens=["<|endoftext|>"])
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|endoftext|>")
+    wrapped.save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(
+        **{**case_of("llama").theirs.config.to_dict(), "vocab_size": 300, "eos_token_id": wrapped.eos_token_id}
+    )
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    prompt = "def test_a"
+    inputs = wrapped(prompt, return_tensors="pt")
+    new = theirs.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
+    assert (
+        generate(["--checkpoint", str(tmp_path), "--prompt", prompt, "--temperature", "0", "--max-new-tokens", "16"])
+        == 0
+    )
+    printed, messages = capsys.readouterr()
+    assert printed == wrapped.decode(new, skip_special_tokens=True) + "\n"
+    assert str(tmp_path) in messages
+
+
+def test_a_bert_folder_fills_gaps(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(92))]
+    folder = folders["bert"]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    tokenizer = ["--tokenizer", f"bert-cased:{folder}/vocab.txt"]
+    assert fill_mask(["--checkpoint", str(folder), "--text", "w1 [MASK] w3", "--top-k", "1", *tokenizer]) == 0
+    filled = capsys.readouterr().out.splitlines()[0].split()
+    assert generate(["--checkpoint", str(folder), "--prompt", "w1"]) == 2
+    inputs = torch.tensor([[words.index(word) for word in ("[CLS]", "w1", "[MASK]", "w3", "[SEP]")]])
+    with torch.no_grad():
+        best = bert_of().theirs(inputs).prediction_logits[0, 2].argmax()
+    assert filled == ["w1", words[int(best)], "w3"]
