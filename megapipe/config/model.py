@@ -1,5 +1,6 @@
 """The shape of a transformer language model: GPT-2/3 and Llama, Mistral, Qwen shapes from one set of fields."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -42,6 +43,14 @@ ACTIVATIONS = {
     "gelu_tanh": ActivationKind("gelu", arguments=("tanh",), biased="bias_gelu"),
     "swiglu": ActivationKind("swiglu", gated=True),
 }
+BIASED: Mapping[str, tuple[str, ...]] = {
+    "all": ("attention", "mlp"),
+    "attention": ("attention",),
+    "qkv": ("attention.qkv",),
+    "mlp": ("mlp",),
+    "none": (),
+}
+"""Value of `bias` -> first parts of the paths of a block's linear layers that have one."""
 NORMS = {"layer_norm": NormKind("layer_norm", centred=True), "rms_norm": NormKind("rms_norm", centred=False)}
 
 
@@ -112,8 +121,9 @@ class ModelConfig:
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How rotary position frequencies are stretched for long contexts."""
-    bias: Literal["all", "qkv", "none"] = "all"
-    """Which linear layers have a bias: all (GPT-2), only query, key and value (Qwen2), or none (Llama)."""
+    bias: Literal["all", "attention", "qkv", "mlp", "none"] = "all"
+    """Which linear layers have a bias. all: every one (GPT-2). attention: query, key, value and output projection.
+    qkv: query, key and value (Qwen2). mlp: only those of the MLP. none (Llama)."""
     qk_norm: bool = False
     """Apply RMS normalization to queries and keys, per head, before the rotation (Qwen3)."""
     sliding_window: TokenCount | None = None
@@ -144,6 +154,10 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Channels per head, with the default resolved."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    def has_bias(self, path: str) -> bool:
+        """Whether a linear layer of a block has a bias. path: in the block, such as `attention.qkv` or `mlp.up`."""
+        return path.startswith(BIASED[self.bias])
 
     @property
     def activation_kind(self) -> ActivationKind:

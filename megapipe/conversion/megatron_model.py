@@ -233,6 +233,11 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
             f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
             "kind of norm in a model; only rms_norm can be converted with model.qk_norm"
         )
+    if model.bias not in ("all", "qkv", "none"):
+        raise CheckpointError(
+            f"model.bias is {model.bias}; Megatron-LM's linear layers have biases everywhere, only for query, key and "
+            "value, or nowhere: only all, qkv and none can be converted"
+        )
     run = contents.run
     reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
     return Namespace(

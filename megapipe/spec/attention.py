@@ -9,7 +9,6 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.linear import (
     ONES,
-    ZEROS,
     all_tokens,
     entering,
     gathered_again,
@@ -49,11 +48,10 @@ def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     hidden, head_dim = model.hidden_size, model.head_dim
     rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, head_dim)
     qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
-    bias = (vector("attention.qkv.bias", rows, 0, ZEROS),) if model.bias != "none" else ()
     projected = qkv.num_elements // hidden
     yield Op(
         "qkv",
-        weights=(qkv, *bias),
+        weights=(qkv, *linear_bias(model, "attention.qkv.bias", rows, 0)),
         saves=(source,),
         weight_needs=(source, gradient("qkv", shape.tokens * projected * shape.width // tensor)),
         flops=linear_flops(all_tokens(shape), qkv.num_elements),

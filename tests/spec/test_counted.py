@@ -38,6 +38,8 @@ GPT: dict[str, dict[str, Any]] = {
     "one key head": {"num_kv_heads": 1},
     "llama with one key head": {**LLAMA, "num_kv_heads": 1},
     "qwen3": {**LLAMA, "qk_norm": True, "head_size": 24},
+    "llama with attention biases": {**LLAMA, "bias": "attention"},
+    "llama with biases of the MLP": {**LLAMA, "bias": "mlp"},
     "experts": {**EXPERTS, "normalize_expert_shares": False},
     "llama with experts": {**LLAMA, **EXPERTS},
 }
