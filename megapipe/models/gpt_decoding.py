@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from megapipe.layers.attention import Attention
 from megapipe.layers.norms import Norm
+from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
 
 
@@ -140,6 +141,4 @@ def _placed(attention: Attention, x: Tensor, norm: Norm | None, positions: Tenso
     if attention.rotary is None:
         return x
     cosine, sine = (table[positions.flatten()] for table in attention.rotary.tables(capacity, x))
-    # The op knows one angle a token of one text: all texts pass as one long one.
-    rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
-    return attention.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)
+    return rotated(x, cosine, sine, attention.kernels, own_positions=True)

@@ -181,7 +181,7 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
     model, width, ring = shape.model, shape.width, _is_ring(shape)
     if shape.isolate_documents:
         if model.positions == "rotary":
-            yield Value("rotary tables", 4 * shape.tokens * model.head_dim // 2 * FULL_BYTES)
+            yield Value("rotary tables", 4 * shape.tokens * model.rotary_dim // 2 * FULL_BYTES)
         if not shape.document_blocks and not ring:
             pairs = shape.micro_size * shape.sequence_length**2
             unfused = shape.attention == "unfused"
@@ -193,10 +193,13 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
 def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     """Return the passes that rotate and normalise heads."""
     model = shape.model
-    kinds = (model.positions == "rotary") + model.qk_norm
-    query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
-    moved = 2 * (query + query * model.kv_heads // model.num_heads) * kinds
-    return passes("rotation and norms of heads", moved, moved) if kinds else ()
+    rotates, partly = model.positions == "rotary", model.rotary_dim < model.head_dim
+    # A partial rotation is a pass over the rotated channels, and one over all that puts them together with the others.
+    channels = model.head_dim * (model.qk_norm + (rotates and not partly))
+    channels += (model.head_dim + model.rotary_dim) * (rotates and partly)
+    rows = shape.tokens * (model.num_heads + model.kv_heads) // shape.tensor
+    moved = 2 * rows * channels * shape.width
+    return passes("rotation and norms of heads", moved, moved) if moved else ()
 
 
 def _attention_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
@@ -237,7 +240,7 @@ def _attention_uses(shape: MicrobatchShape) -> tuple[KernelUse, ...]:
     if model.qk_norm:
         uses.append(KernelUse("rms_norm", model.head_dim, calls=2))
     if model.positions == "rotary":
-        uses.append(KernelUse("rotary", model.head_dim, calls=2))
+        uses.append(KernelUse("rotary", model.rotary_dim, calls=2))
     if _is_unfused(shape) and not isinstance(model, BertModelConfig) and not shape.isolate_documents:
         uses.append(KernelUse("attention_probabilities", model.head_dim, part="attention"))
     if model.attention_dropout and _is_ring(shape):
