@@ -168,10 +168,16 @@ class ModelConfig:
     """Which linear layers have a bias. all: every one (GPT-2). attention: query, key, value and output projection.
     qkv: query, key and value (Qwen2). mlp: only those of the MLP. none (Llama)."""
     qk_norm: bool = False
-    """Apply RMS normalization to queries and keys, per head, before the rotation (Qwen3)."""
+    """Apply RMS normalization to queries and keys before the rotation (Qwen3)."""
+    qk_norm_over: Literal["head", "projection"] = "head"
+    """Channels that qk_norm normalizes together. head: those of each head, with one weight for all heads (Qwen3).
+    projection: those of all query heads, and those of all key heads, with a weight for every channel (OLMo 2)."""
     attention_scale: PositiveFloat | None = None
     """Factor of attention scores (Gemma's query_pre_attn_scalar ** -0.5, Granite's attention_multiplier); null means
     head_size ** -0.5."""
+    attention_softcap: PositiveFloat | None = None
+    """Largest magnitude of attention scores: they become cap * tanh(score / cap) before the mask (Gemma 2); null means
+    no limit. It needs the slower unfused attention."""
     sliding_window: TokenCount | None = None
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
     tie_embeddings: bool = True
@@ -188,8 +194,8 @@ class ModelConfig:
     """Divide the initial standard deviation of matrices that write to the residual stream by sqrt(2 x num_layers), as
     in GPT-2."""
     attention: Literal["auto", "sdpa", "unfused", "flex"] = "auto"
-    """Attention implementation. auto: choose by device, precision and length (unfused for attention_dropout; flex,
-    which is torch's flex_attention, for data.isolate_documents on GPUs)."""
+    """Attention implementation. auto: choose by device, precision and length (unfused for attention_dropout and
+    attention_softcap; flex, which is torch's flex_attention, for data.isolate_documents on GPUs)."""
 
     @property
     def kv_heads(self) -> int:
@@ -210,6 +216,13 @@ class ModelConfig:
     def score_scale(self) -> float:
         """Factor of attention scores, with the default resolved."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def why_unfused(self) -> str | None:
+        """The field that only unfused attention supports, with its value; None if there is none."""
+        if self.attention_dropout > 0:
+            return f"model.attention_dropout {self.attention_dropout}"
+        return None if self.attention_softcap is None else f"model.attention_softcap {self.attention_softcap}"
 
     def has_bias(self, path: str) -> bool:
         """Whether a linear layer of a block has a bias. path: in the block, such as `attention.qkv` or `mlp.up`."""
@@ -298,10 +311,15 @@ class ModelConfig:
 
     def _path_problems(self) -> list[str]:
         found = []
-        if self.attention in ("sdpa", "flex") and self.attention_dropout > 0:
+        if self.attention in ("sdpa", "flex") and self.why_unfused is not None:
+            field = self.why_unfused.split()[0]
             found.append(
-                f"model.attention is {self.attention!r} with model.attention_dropout {self.attention_dropout}; "
-                "only unfused attention supports attention dropout: set model.attention to 'unfused' (or 'auto'), or "
-                "model.attention_dropout to 0"
+                f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
+                f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
+            )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            found.append(
+                f"model.qk_norm_over is {self.qk_norm_over!r} but model.qk_norm is false; "
+                "set model.qk_norm to true, or model.qk_norm_over to 'head'"
             )
         return found

@@ -225,6 +225,8 @@ def _check_attention(model: ModelConfig) -> None:
         ("bias", model.bias, ("all", "qkv", "none")),
         ("rope_scaling.kind", model.rope_scaling.kind, ("none", "linear", "llama3")),
         ("attention_scale", model.attention_scale, (None, plain)),
+        ("attention_softcap", model.attention_softcap, (None,)),
+        ("qk_norm_over", model.qk_norm_over, ("head",)),
     ):
         if value not in possible:
             words = " or ".join("null" if each is None else str(each) for each in possible)

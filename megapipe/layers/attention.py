@@ -25,7 +25,7 @@ from megapipe.kernels.registry import Registry
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
-from megapipe.layers.norms import Norm
+from megapipe.layers.norms import Norm, ProjectionNorm
 from megapipe.layers.rotary import RotaryAngles, rotated
 from megapipe.layers.split import Remade, SplitTape, run_again
 from megapipe.parallel.groups import Group
@@ -168,6 +168,7 @@ class Attention(nn.Module):
         self.num_heads = self.kv_groups * self.heads_per_group
         self.first_head = group.rank * self.num_heads
         self.scale = model.score_scale
+        self.softcap = model.attention_softcap
         self.path = model.attention
         self.window = model.sliding_window
         self.kernels = kernels
@@ -176,7 +177,10 @@ class Attention(nn.Module):
         self.dropout = Dropout(model.attention_dropout, site, kernels)
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
-        if model.qk_norm:
+        if model.qk_norm and model.qk_norm_over == "projection":
+            self.query_norm = ProjectionNorm(within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
+            self.key_norm = ProjectionNorm(within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
+        elif model.qk_norm:
             # Each rank normalises its own heads with the one weight.
             self.query_norm = Norm("rms_norm", within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
             self.key_norm = Norm("rms_norm", within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
@@ -226,7 +230,7 @@ class Attention(nn.Module):
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:
         if self.path == "sdpa" or self.path == "unfused":
             return self.path
-        if self.dropout.active(context):
+        if self.dropout.active(context) or self.softcap is not None:
             return "unfused"
         return choose_path(x.device.type, x.dtype, x.shape[1])
 
@@ -267,15 +271,29 @@ class Attention(nn.Module):
 
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
         """Attention weights [n, rows, s] of query [n, rows, d] and key [n, s, d]; n = b x kv groups."""
-        if context.document_starts is None:
+        starts, length = context.document_starts, key.shape[1]
+        if starts is None and self.softcap is None:
             op = self.kernels.pick("attention_probabilities", query)
             weights: Tensor = op.apply(query, key, self.scale, self.window)
             return weights
-        hidden = visible_within_documents(context.document_starts, self.window).logical_not_()
-        batch, length, _ = hidden.shape
-        scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale)
-        by_head = scores.view(batch, -1, length, length)
-        return by_head.masked_fill_(hidden.unsqueeze(1), -math.inf).softmax(dim=-1).view(scores.shape)
+        products, scale = self._products(query, key)
+        if starts is None:
+            mask = causal_mask(length, self.window, query.dtype, query.device)
+            scores = torch.add(mask, products.view(len(query), -1, length, length), alpha=scale)
+        else:
+            hidden = visible_within_documents(starts, self.window).logical_not_().unsqueeze(1)
+            # The gradient of a capped score needs what is multiplied here.
+            scores = products.mul_(scale) if self.softcap is None else products * scale
+            scores = scores.view(len(hidden), -1, length, length).masked_fill_(hidden, -math.inf)
+        return scores.softmax(dim=-1).view(products.shape)
+
+    def _products(self, query: Tensor, key: Tensor) -> tuple[Tensor, float]:
+        """(Products [n, rows, s] of query and key, the factor that makes them scores); capped, tanh is between."""
+        if self.softcap is None:
+            return torch.bmm(query, key.transpose(1, 2)), self.scale
+        # The scale enters the product: unscaled scores might leave the range of fp16.
+        empty, scale = query.new_empty(1, 1, 1), self.scale / self.softcap
+        return torch.baddbmm(empty, query, key.transpose(1, 2), beta=0.0, alpha=scale).tanh_(), self.softcap
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, kv groups, heads, d]. All query heads of a kv group share one product with its keys."""
@@ -307,8 +325,9 @@ class BidirectionalAttention(Attention):
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
         visible = visible_keys(context, key.shape[1])
         hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
-        scores = torch.bmm(query, key.transpose(1, 2)).view(len(hidden), -1, key.shape[1])
-        weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=self.scale), dim=-1)
+        products, scale = self._products(query, key)
+        scores = products.view(len(hidden), -1, key.shape[1])
+        weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=scale), dim=-1)
         return weights.view(query.shape[0], query.shape[1], key.shape[1])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megapipe.layers.attention import Attention
+from megapipe.layers.attention_pieces import Seen, Weighing, piece_forward
 from megapipe.layers.norms import Norm
 from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
@@ -95,6 +96,12 @@ class DecodingBlock:
         keys.transpose(1, 2)[place] = key.squeeze(3)
         values.transpose(1, 2)[place] = value.squeeze(3)
         length = context.visible.shape[-1]
+        if attention.softcap is not None:
+            weighing = Weighing(attention.scale, softcap=attention.softcap)
+            query = query.flatten(2, 3).transpose(1, 2)
+            visible = Seen(visible=context.visible.unsqueeze(1))
+            mixed, _ = piece_forward(query, keys[:, :, :length], values[:, :, :length], visible, weighing)
+            return attention.project(mixed.transpose(1, 2), None)
         # The query heads of a kv group are adjacent rows, so that they share its keys without copies.
         mixed = functional.scaled_dot_product_attention(
             query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads * new, width),

@@ -27,7 +27,7 @@ WITHOUT_EFFECT = (
     "tie_embeddings", "init_std", "scale_residual_init", "expert_bias", "attention_scale",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
-NEWER = ("rotary_fraction",)
+NEWER = ("rotary_fraction", "attention_softcap", "qk_norm_over")
 """Fields that older hardware files lack: they are part of a shape only if they differ from their default."""
 OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
 """Fields that matter only for a model with experts."""
