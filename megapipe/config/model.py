@@ -1,5 +1,6 @@
 """The shape of a transformer language model: GPT-2/3 and Llama, Mistral, Qwen shapes from one set of fields."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -8,6 +9,7 @@ from megapipe.config.field_types import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    Share,
     Size,
     TokenCount,
     bound_problems,
@@ -42,6 +44,14 @@ ACTIVATIONS = {
     "gelu_tanh": ActivationKind("gelu", arguments=("tanh",), biased="bias_gelu"),
     "swiglu": ActivationKind("swiglu", gated=True),
 }
+BIASED: Mapping[str, tuple[str, ...]] = {
+    "all": ("attention", "mlp"),
+    "attention": ("attention",),
+    "qkv": ("attention.qkv",),
+    "mlp": ("mlp",),
+    "none": (),
+}
+"""Value of `bias` -> first parts of the paths of a block's linear layers that have one."""
 NORMS = {"layer_norm": NormKind("layer_norm", centred=True), "rms_norm": NormKind("rms_norm", centred=False)}
 
 
@@ -49,17 +59,57 @@ NORMS = {"layer_norm": NormKind("layer_norm", centred=True), "rms_norm": NormKin
 class RopeScaling:
     """How rotary position frequencies are stretched for contexts longer than the original one."""
 
-    kind: Literal["none", "linear", "llama3"] = "none"
-    """Kind of stretching. none: no stretching. linear: divide every frequency by `factor`. llama3: divide only the
-    frequencies of long wavelengths (Llama 3.1)."""
+    kind: Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"] = "none"
+    """Kind of stretching. none: no stretching. linear: divide every frequency by `factor`. llama3, yarn: divide only
+    the frequencies of long wavelengths. dynamic: raise the base for sequences above original_length. longrope: divide
+    by short_factor, or by long_factor for sequences above original_length."""
     factor: PositiveFloat = 1.0
-    """Ratio of the new context length to the original one."""
+    """Ratio of the new context length to the original one. For longrope, it only sets the default attention_factor."""
     low_frequency_factor: PositiveFloat = 1.0
     """Only for llama3: wavelengths above original_length / low_frequency_factor are stretched fully."""
     high_frequency_factor: PositiveFloat = 4.0
     """Only for llama3: wavelengths below original_length / high_frequency_factor are not stretched."""
     original_length: PositiveInt = 8192
-    """Only for llama3: context length in tokens for which the frequencies were chosen."""
+    """For all kinds but linear: context length in tokens for which the frequencies were chosen. dynamic and longrope
+    compare it with the length of a whole sample (in generation with the longest text), padding included."""
+    beta_fast: PositiveFloat = 32.0
+    """Only for yarn: frequencies that turn more often than this within original_length are not stretched."""
+    beta_slow: PositiveFloat = 1.0
+    """Only for yarn: frequencies that turn less often than this within original_length are stretched fully."""
+    truncate: bool = True
+    """Only for yarn: round the first and the last partly stretched channel pair outwards to whole pairs."""
+    attention_factor: PositiveFloat | None = None
+    """Only for yarn and longrope: factor of cosines and sines; null means the one that `factor` recommends."""
+    mscale: NaturalFloat | None = None
+    """Only for yarn: weight of log(factor) in the numerator of the recommended attention factor (DeepSeek-V3)."""
+    mscale_all_dim: NaturalFloat | None = None
+    """Only for yarn: weight of log(factor) in the denominator; mscale and mscale_all_dim apply only together."""
+    short_factor: list[PositiveFloat] = field(default_factory=list)
+    """Only for longrope: divisor of each channel pair's frequency up to original_length."""
+    long_factor: list[PositiveFloat] = field(default_factory=list)
+    """Only for longrope: divisor of each channel pair's frequency in sequences longer than original_length."""
+
+    def problems(self, theta: float, channels: int) -> list[str]:
+        """Return one message for each broken rule. theta: base of the wavelengths. channels: that are rotated."""
+        place, pairs = f"model.rope_scaling.kind is {self.kind!r}", channels // 2
+        found = []
+        if self.kind == "longrope":
+            lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
+            found += [
+                f"{place}, but model.rope_scaling.{name} has {len(given)} numbers; it must have {pairs}, one for each "
+                "rotated pair of channels"
+                for name, given in lists.items()
+                if len(given) != pairs
+            ]
+        if self.kind == "longrope" and self.original_length == 1:
+            found.append(f"{place} and model.rope_scaling.original_length is 1; it must be at least 2")
+        if self.kind == "yarn" and theta <= 1:
+            found.append(f"{place} and model.rope_theta is {theta}; it must be above 1")
+        if self.kind == "dynamic" and channels == 2:
+            found.append(
+                f"{place}, but only 2 channels are rotated; it needs 4: set model.rotary_fraction or head_size"
+            )
+        return found
 
 
 @dataclass(kw_only=True)
@@ -108,14 +158,26 @@ class ModelConfig:
     with a first matrix of twice the width, as in Llama."""
     positions: Literal["learned", "rotary", "none"] = "learned"
     """Position encoding."""
+    rotary_fraction: Share = 1.0
+    """Fraction of each head's channels that rotary positions rotate, the first ones (GPT-NeoX, Phi)."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How rotary position frequencies are stretched for long contexts."""
-    bias: Literal["all", "qkv", "none"] = "all"
-    """Which linear layers have a bias: all (GPT-2), only query, key and value (Qwen2), or none (Llama)."""
+    bias: Literal["all", "attention", "qkv", "mlp", "none"] = "all"
+    """Which linear layers have a bias. all: every one (GPT-2). attention: query, key, value and output projection.
+    qkv: query, key and value (Qwen2). mlp: only those of the MLP. none (Llama)."""
     qk_norm: bool = False
-    """Apply RMS normalization to queries and keys, per head, before the rotation (Qwen3)."""
+    """Apply RMS normalization to queries and keys before the rotation (Qwen3)."""
+    qk_norm_over: Literal["head", "projection"] = "head"
+    """Channels that qk_norm normalizes together. head: those of each head, with one weight for all heads (Qwen3).
+    projection: those of all query heads, and those of all key heads, with a weight for every channel (OLMo 2)."""
+    attention_scale: PositiveFloat | None = None
+    """Factor of attention scores (Gemma's query_pre_attn_scalar ** -0.5, Granite's attention_multiplier); null means
+    head_size ** -0.5."""
+    attention_softcap: PositiveFloat | None = None
+    """Largest magnitude of attention scores: they become cap * tanh(score / cap) before the mask (Gemma 2); null means
+    no limit. It needs the slower unfused attention."""
     sliding_window: TokenCount | None = None
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
     tie_embeddings: bool = True
@@ -135,8 +197,8 @@ class ModelConfig:
     """Hugging Face family (model_type of config.json) that an export of this model belongs to; empty means the first
     one that can express the model."""
     attention: Literal["auto", "sdpa", "unfused", "flex"] = "auto"
-    """Attention implementation. auto: choose by device, precision and length (unfused for attention_dropout; flex,
-    which is torch's flex_attention, for data.isolate_documents on GPUs)."""
+    """Attention implementation. auto: choose by device, precision and length (unfused for attention_dropout and
+    attention_softcap; flex, which is torch's flex_attention, for data.isolate_documents on GPUs)."""
 
     @property
     def kv_heads(self) -> int:
@@ -147,6 +209,27 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Channels per head, with the default resolved."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of each head that rotary positions rotate."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores, with the default resolved."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def why_unfused(self) -> str | None:
+        """The field that only unfused attention supports, with its value; None if there is none."""
+        if self.attention_dropout > 0:
+            return f"model.attention_dropout {self.attention_dropout}"
+        return None if self.attention_softcap is None else f"model.attention_softcap {self.attention_softcap}"
+
+    def has_bias(self, path: str) -> bool:
+        """Whether a linear layer of a block has a bias. path: in the block, such as `attention.qkv` or `mlp.up`."""
+        return path.startswith(BIASED[self.bias])
 
     @property
     def activation_kind(self) -> ActivationKind:
@@ -192,9 +275,27 @@ class ModelConfig:
                 f"model.num_heads {self.num_heads} is not divisible by "
                 f"model.num_kv_heads {self.kv_heads}; pick a divisor of {self.num_heads}"
             )
-        if self.positions == "rotary" and self.head_dim % 2:
-            found.append(f"model.head_size is {self.head_dim}; rotary positions need an even number of channels")
-        return found
+        return found + self._rotary_problems()
+
+    def _rotary_problems(self) -> list[str]:
+        if self.positions != "rotary":
+            return [
+                f"model.{name} is {value!r} but model.positions is {self.positions!r}; "
+                f"set model.positions to 'rotary' or model.{name} to {default!r}"
+                for name, value, default in (
+                    ("rope_scaling.kind", self.rope_scaling.kind, "none"),
+                    ("rotary_fraction", self.rotary_fraction, 1.0),
+                )
+                if value != default
+            ]
+        if self.rotary_fraction == 1.0 and self.head_dim % 2:
+            return [f"model.head_size is {self.head_dim}; rotary positions need an even number of channels"]
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            return [
+                f"model.rotary_fraction {self.rotary_fraction} rotates {self.rotary_dim} of {self.head_dim} channels; "
+                "the number must be even and at least 2: change model.rotary_fraction"
+            ]
+        return self.rope_scaling.problems(self.rope_theta, self.rotary_dim)
 
     def _expert_problems(self) -> list[str]:
         if self.num_experts is None:
@@ -213,15 +314,15 @@ class ModelConfig:
 
     def _path_problems(self) -> list[str]:
         found = []
-        if self.attention in ("sdpa", "flex") and self.attention_dropout > 0:
+        if self.attention in ("sdpa", "flex") and self.why_unfused is not None:
+            field = self.why_unfused.split()[0]
             found.append(
-                f"model.attention is {self.attention!r} with model.attention_dropout {self.attention_dropout}; "
-                "only unfused attention supports attention dropout: set model.attention to 'unfused' (or 'auto'), or "
-                "model.attention_dropout to 0"
+                f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
+                f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
             )
-        if self.rope_scaling.kind != "none" and self.positions != "rotary":
+        if self.qk_norm_over != "head" and not self.qk_norm:
             found.append(
-                f"model.rope_scaling.kind is {self.rope_scaling.kind!r} but model.positions is {self.positions!r}; "
-                "set model.positions to 'rotary' or model.rope_scaling.kind to 'none'"
+                f"model.qk_norm_over is {self.qk_norm_over!r} but model.qk_norm is false; "
+                "set model.qk_norm to true, or model.qk_norm_over to 'head'"
             )
         return found

@@ -166,8 +166,6 @@ def model_of_arguments(saved: Any, origin: Path) -> ModelConfig:
         raise CheckpointError(f"{origin} contains no args, which describe the model")
     arguments = described.state
     unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
-    if arguments.get("rotary_percent", 1.0) != 1.0:
-        unsupported.append("rotary_percent")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         unsupported.append("qk_layernorm without RMSNorm")
     if unsupported:
@@ -204,6 +202,7 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
         "activation": "swiglu" if swiglu else gelu,
         "positions": known_word(_POSITIONS, positions),
+        "rotary_fraction": float(arguments.get("rotary_percent", 1.0)) if positions == "rope" else 1.0,
         "rope_theta": float(arguments.get("rotary_base", 10000)),
         "rope_scaling": _rope_scaling(arguments),
         "bias": bias,
@@ -221,6 +220,24 @@ def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _check_attention(model: ModelConfig) -> None:
+    """Raise CheckpointError for attention and biases that Megatron-LM's arguments cannot express."""
+    plain = model.head_dim**-0.5
+    for field, value, possible in (
+        ("bias", model.bias, ("all", "qkv", "none")),
+        ("rope_scaling.kind", model.rope_scaling.kind, ("none", "linear", "llama3")),
+        ("attention_scale", model.attention_scale, (None, plain)),
+        ("attention_softcap", model.attention_softcap, (None,)),
+        ("qk_norm_over", model.qk_norm_over, ("head",)),
+    ):
+        if value not in possible:
+            words = " or ".join("null" if each is None else str(each) for each in possible)
+            raise CheckpointError(
+                f"model.{field} is {value}; Megatron-LM's arguments can express only {words}: write a Hugging Face "
+                "folder instead (--to hf)"
+            )
+
+
 def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dtype: torch.dtype) -> Namespace:
     """Return the arguments that Megatron-LM compares with its command line, or uses with --use-checkpoint-args.
 
@@ -235,6 +252,7 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
             f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
             "kind of norm in a model; only rms_norm can be converted with model.qk_norm"
         )
+    _check_attention(model)
     run = contents.run
     reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
     return Namespace(
@@ -251,7 +269,7 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
         add_position_embedding=model.positions == "learned",
         use_rotary_position_embeddings=model.positions == "rotary",
         rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
-        rotary_percent=1.0,
+        rotary_percent=model.rotary_fraction,
         rotary_interleaved=False,
         rotary_seq_len_interpolation_factor=scaling.factor if scaling.kind == "linear" else None,
         use_rope_scaling=scaling.kind == "llama3",

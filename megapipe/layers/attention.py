@@ -6,7 +6,6 @@ mask costs the whole square of the sample's length. Which blocks those are follo
 a look at a token and without a square in memory.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,102 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig
 from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention import causal_mask
 from megapipe.kernels.registry import Registry
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
-from megapipe.layers.norms import Norm
+from megapipe.layers.norms import Norm, ProjectionNorm
+from megapipe.layers.rotary import RotaryAngles, rotated
 from megapipe.layers.split import Remade, SplitTape, run_again
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
-from megapipe.spec.token_order import Share, TokenOrder
-
-
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Radians per position of each channel pair, float64 [head_dim / 2].
-
-    theta^(-2i/d) (2104.09864, section 3.2.2); `linear` divides all by the factor (Chen et al. 2023, 2306.15595);
-    `llama3` divides wavelengths above original_length / low_frequency_factor, keeps those below original_length /
-    high_frequency_factor and interpolates between (Llama 3.1's published configuration).
-    """
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind == "llama3":
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        turns = scaling.original_length * frequencies / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return frequencies * (kept + (1.0 - kept) / scaling.factor)
-    return frequencies
-
-
-class RotaryAngles:
-    """Cosines and sines of one model's rotary positions. Layers of one model may share it."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        scaling = model.rope_scaling
-        self._key = (
-            model.head_dim,
-            model.rope_theta,
-            scaling.kind,
-            scaling.factor,
-            scaling.low_frequency_factor,
-            scaling.high_frequency_factor,
-            scaling.original_length,
-        )
-
-    def tables(self, num_tokens: int, like: Tensor, share: Share | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [s, head_dim / 2] of s = num_tokens tokens, or of those that a rank holds of so many.
-
-        On the device of `like`, in fp32 (fp64 for fp64).
-        """
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if share is None:
-            return _tables(self._key, num_tokens, dtype, like.device)
-        return _held_tables(self._key, num_tokens, dtype, like.device, share.order, share.rank, share.size)
-
-
-@constant_when_compiled
-def _tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _cached_tables(key, num_tokens, dtype, device)
-
-
-@constant_when_compiled
-def _held_tables(
-    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, order: TokenOrder, rank: int, size: int
-) -> tuple[Tensor, Tensor]:
-    return _cached_held_tables(key, num_tokens, dtype, device, Share(order, rank, size))
-
-
-@functools.lru_cache(maxsize=8)
-def _cached_held_tables(
-    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, share: Share
-) -> tuple[Tensor, Tensor]:
-    numbers = torch.from_numpy(share.numbers(num_tokens)).to(device)
-    with torch.inference_mode(False):
-        cosine, sine = _cached_tables(key, num_tokens, dtype, device)
-        return cosine[numbers], sine[numbers]
-
-
-@functools.lru_cache(maxsize=8)
-def _cached_tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    head_dim, theta, kind, factor, low, high, original_length = key
-    scaling = RopeScaling(
-        kind=kind,
-        factor=factor,
-        low_frequency_factor=low,
-        high_frequency_factor=high,
-        original_length=original_length,
-    )
-    # Tensors born in inference mode could never take part in training.
-    with torch.inference_mode(False):
-        positions = torch.arange(num_tokens, dtype=torch.float64, device="cpu")
-        angles = torch.outer(positions, inverse_frequencies(head_dim, theta, scaling))
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-
+from megapipe.spec.token_order import Share
 
 BLOCK = 128
 """Queries, and keys, of a block."""
@@ -251,7 +167,8 @@ class Attention(nn.Module):
         self.heads_per_group = rows - 2
         self.num_heads = self.kv_groups * self.heads_per_group
         self.first_head = group.rank * self.num_heads
-        self.scale = self.head_dim**-0.5
+        self.scale = model.score_scale
+        self.softcap = model.attention_softcap
         self.path = model.attention
         self.window = model.sliding_window
         self.kernels = kernels
@@ -260,7 +177,10 @@ class Attention(nn.Module):
         self.dropout = Dropout(model.attention_dropout, site, kernels)
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
-        if model.qk_norm:
+        if model.qk_norm and model.qk_norm_over == "projection":
+            self.query_norm = ProjectionNorm(within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
+            self.key_norm = ProjectionNorm(within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
+        elif model.qk_norm:
             # Each rank normalises its own heads with the one weight.
             self.query_norm = Norm("rms_norm", within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
             self.key_norm = Norm("rms_norm", within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
@@ -302,18 +222,15 @@ class Attention(nn.Module):
         whole = x.shape[1] if share is None else x.shape[1] * share.size
         if context.document_starts is not None:
             cosine, sine = self.rotary.tables(whole, x)
-            # The op knows one angle a token of one text: all samples pass as one long one.
             positions = token_numbers(context, x.shape[1], x.device) - context.document_starts
             cosine, sine = cosine[positions.flatten()], sine[positions.flatten()]
-            rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
-            return self.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)
-        cosine, sine = self.rotary.tables(whole, x, share)
-        return self.kernels.pick("rotary", x).apply(x.flatten(2, 3), cosine, sine).view(x.shape)
+            return rotated(x, cosine, sine, self.kernels, own_positions=True)
+        return rotated(x, *self.rotary.tables(whole, x, share), self.kernels)
 
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:
         if self.path == "sdpa" or self.path == "unfused":
             return self.path
-        if self.dropout.active(context):
+        if self.dropout.active(context) or self.softcap is not None:
             return "unfused"
         return choose_path(x.device.type, x.dtype, x.shape[1])
 
@@ -354,15 +271,29 @@ class Attention(nn.Module):
 
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
         """Attention weights [n, rows, s] of query [n, rows, d] and key [n, s, d]; n = b x kv groups."""
-        if context.document_starts is None:
+        starts, length = context.document_starts, key.shape[1]
+        if starts is None and self.softcap is None:
             op = self.kernels.pick("attention_probabilities", query)
             weights: Tensor = op.apply(query, key, self.scale, self.window)
             return weights
-        hidden = visible_within_documents(context.document_starts, self.window).logical_not_()
-        batch, length, _ = hidden.shape
-        scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scale)
-        by_head = scores.view(batch, -1, length, length)
-        return by_head.masked_fill_(hidden.unsqueeze(1), -math.inf).softmax(dim=-1).view(scores.shape)
+        products, scale = self._products(query, key)
+        if starts is None:
+            mask = causal_mask(length, self.window, query.dtype, query.device)
+            scores = torch.add(mask, products.view(len(query), -1, length, length), alpha=scale)
+        else:
+            hidden = visible_within_documents(starts, self.window).logical_not_().unsqueeze(1)
+            # The gradient of a capped score needs what is multiplied here.
+            scores = products.mul_(scale) if self.softcap is None else products * scale
+            scores = scores.view(len(hidden), -1, length, length).masked_fill_(hidden, -math.inf)
+        return scores.softmax(dim=-1).view(products.shape)
+
+    def _products(self, query: Tensor, key: Tensor) -> tuple[Tensor, float]:
+        """(Products [n, rows, s] of query and key, the factor that makes them scores); capped, tanh is between."""
+        if self.softcap is None:
+            return torch.bmm(query, key.transpose(1, 2)), self.scale
+        # The scale enters the product: unscaled scores might leave the range of fp16.
+        empty, scale = query.new_empty(1, 1, 1), self.scale / self.softcap
+        return torch.baddbmm(empty, query, key.transpose(1, 2), beta=0.0, alpha=scale).tanh_(), self.softcap
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, kv groups, heads, d]. All query heads of a kv group share one product with its keys."""
@@ -394,8 +325,9 @@ class BidirectionalAttention(Attention):
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
         visible = visible_keys(context, key.shape[1])
         hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
-        scores = torch.bmm(query, key.transpose(1, 2)).view(len(hidden), -1, key.shape[1])
-        weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=self.scale), dim=-1)
+        products, scale = self._products(query, key)
+        scores = products.view(len(hidden), -1, key.shape[1])
+        weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=scale), dim=-1)
         return weights.view(query.shape[0], query.shape[1], key.shape[1])
 
 

@@ -36,15 +36,16 @@ class Seen:
 @dataclass(frozen=True)
 class Weighing:
     """How scores become weights. drop: zeroes some of the weights [b, heads, rows, columns] and scales the others, the
-    same ones at every call; None keeps all. unfused: no kernels."""
+    same ones at every call; None keeps all. unfused: no kernels. softcap: largest magnitude of scores."""
 
     scale: float
     drop: Drop | None = None
     unfused: bool = False
+    softcap: float | None = None
 
     def is_fused(self, query: Tensor, seen: Seen) -> bool:
         """Whether a kernel of torch's does it."""
-        if self.unfused or self.drop is not None:
+        if self.unfused or self.drop is not None or self.softcap is not None:
             return False
         if query.device.type == "cpu":
             return True
@@ -134,7 +135,7 @@ def _addend(query: Tensor, seen: Seen) -> Tensor | None:
 def _unfused_forward(
     query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighing: Weighing
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, seen, weighing.scale)
+    scores = _scores(query, key, seen, weighing)
     log_sum = scores.logsumexp(-1)
     weights = _weights(scores, log_sum)
     dropped = weights if weighing.drop is None else weighing.drop(weights)
@@ -152,14 +153,18 @@ def _unfused_backward(
     how: Weighing,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = query.dtype
-    weights = _weights(_scores(query, key, seen, how.scale), log_sum)
+    scores = _scores(query, key, seen, how)
+    weights = _weights(scores, log_sum)
     dweights = _by_kv_head(gradient, value).matmul(value.transpose(-2, -1)).view(weights.shape).to(weights.dtype)
     dropped = weights
     if how.drop is not None:
         dropped, dweights = how.drop(weights), how.drop(dweights)
     # The weights of a query add up to 1: one number takes that out of its scores' gradients.
     total = (gradient.to(weights.dtype) * mixed.to(weights.dtype)).sum(-1, keepdim=True)
-    dscores = (weights * (dweights - total) * how.scale).to(dtype)
+    dscores = weights * (dweights - total) * how.scale
+    if how.softcap is not None:  # the slope of tanh; a hidden score is minus infinity
+        dscores *= 1.0 - (scores.clamp_min(-how.softcap) / how.softcap).square()
+    dscores = dscores.to(dtype)
     dvalue = _by_kv_head(dropped.to(dtype), value).transpose(-2, -1).matmul(_by_kv_head(gradient, value))
     dkey = _by_kv_head(dscores, key).transpose(-2, -1).matmul(_by_kv_head(query, key))
     return _by_kv_head(dscores, key).matmul(key).view(query.shape), dkey, dvalue
@@ -170,10 +175,12 @@ def _by_kv_head(x: Tensor, key: Tensor) -> Tensor:
     return x.reshape(x.shape[0], key.shape[1], -1, x.shape[-1])
 
 
-def _scores(query: Tensor, key: Tensor, seen: Seen, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor:
     """[b, heads, rows, columns] in fp32 (fp64 for fp64), minus infinity where hidden."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = _by_kv_head(query, key).matmul(key.transpose(-2, -1)).to(wide).mul_(scale)
+    scores = _by_kv_head(query, key).matmul(key.transpose(-2, -1)).to(wide).mul_(how.scale)
+    if how.softcap is not None:
+        scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
     scores = scores.view(*query.shape[:3], key.shape[2])
     visible = seen.visible
     if seen.causal:

@@ -46,6 +46,7 @@ class Ring:
     order: TokenOrder
     visibility: Visibility
     scale: float
+    softcap: float | None
     unfused: bool
     first_head: int
     dropout: Dropout
@@ -106,13 +107,13 @@ class Pass:
     def _weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
         ring = self.ring
         if not ring.dropout.active(self.context):
-            return Weighing(ring.scale, unfused=ring.unfused)
+            return Weighing(ring.scale, unfused=ring.unfused, softcap=ring.softcap)
         length = self.num_local * ring.group.size
 
         def drop(weights: Tensor) -> Tensor:
             return ring.dropout.drop_weights(weights, ring.first_head, queries, keys, length, self.context)
 
-        return Weighing(ring.scale, drop)
+        return Weighing(ring.scale, drop, softcap=ring.softcap)
 
 
 class _Ring(torch.autograd.Function):
@@ -266,6 +267,7 @@ def share_samples(attention: Attention, group: Group, kind: ContextAttention) ->
             order_of(kind, attention.causal),
             Visibility(attention.causal, attention.window if attention.causal else None),
             attention.scale,
+            attention.softcap,
             attention.path == "unfused",
             attention.first_head,
             attention.dropout,

@@ -1,12 +1,14 @@
 """Normalisation layers over the last axis, with a split backward."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.kernels.registry import Registry
+from megapipe.kernels.opaque import opaque
+from megapipe.kernels.reference.norms import to_dtype, wide
+from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter
 from megapipe.layers.split import Remade, SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group
@@ -31,7 +33,7 @@ class _FusedNorm(torch.autograd.Function):
         norm = ctx.norm
         if not any(ctx.needs_input_grad[:2]):
             return None, None, None, *norm.weight_gradients(dy, x, *rest)
-        dx, *gradients = norm.kernels.pick(norm.op, x).backward(dy, x, *rest, dtotal)
+        dx, *gradients = norm.implementation(x).backward(dy, x, *rest, dtotal)
         return dx, None if dtotal is None else dx, None, *norm.summed(gradients)
 
 
@@ -56,8 +58,7 @@ class _ProbedNorm(torch.autograd.Function):
         if not any(ctx.needs_input_grad[:2]):
             return None, None, dy, None, *nothing
         x, *rest = ctx.saved_tensors
-        op = ctx.norm.kernels.pick(ctx.norm.op, x)
-        dx = op.input_gradient(dy, x, *rest, others[0] if ctx.added else None)
+        dx = ctx.norm.implementation(x).input_gradient(dy, x, *rest, others[0] if ctx.added else None)
         return dx, dx if ctx.added else None, dy, None, *nothing
 
 
@@ -71,7 +72,7 @@ class Norm(SplitModule, OnShards):
     recompute: the layers after the norm recompute its result, see `again`.
     """
 
-    partial = ("weight", "bias")
+    partial: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     def __init__(
         self, op: str, shapes: Shapes, epsilon: float, kernels: Registry, gradient_group: Group | None = None
@@ -118,11 +119,15 @@ class Norm(SplitModule, OnShards):
         copies = [parameter.clone() for parameter in parameters]
         return Remade(lambda x, *copies: self.run(x, None, *copies)[0], (x.detach(), *copies))
 
+    def implementation(self, x: Tensor) -> Implementation:
+        """The functions that compute the norm of x and its gradients."""
+        return self.kernels.pick(self.op, x)
+
     def run(
         self, x: Tensor, residual: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """(normalised, sum of x and residual if there is one, the op's statistics)."""
-        op = self.kernels.pick(self.op, x)
+        op = self.implementation(x)
         if residual is None:
             y, *statistics = op.forward(x, *parameters, self.epsilon)
             return y, None, statistics
@@ -131,7 +136,7 @@ class Norm(SplitModule, OnShards):
 
     def weight_gradients(self, dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """Gradients of weight and bias. rest: the op's statistics and the weight."""
-        return self.summed(self.kernels.pick(self.op, x).weight_gradient(dy, x, *rest))
+        return self.summed(self.implementation(x).weight_gradient(dy, x, *rest))
 
     def summed(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """This rank's gradients of weight and bias to those over `gradient_group`."""
@@ -147,3 +152,51 @@ class Norm(SplitModule, OnShards):
 
     def _parameters_in_order(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+class ProjectionNorm(Norm):
+    """RMS normalisation of all heads of a projection together, which the ranks of a group share (OLMo 2: Walsh et al.
+    2024, arXiv 2501.00656, section 3.2): x [b, s, kv groups, heads, d], weight [kv groups, heads, d] of this rank.
+
+    In torch alone: a kernel would need the heads side by side, which is a copy of them to keep.
+    """
+
+    partial: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, shapes: Shapes, epsilon: float, kernels: Registry, group: Group) -> None:
+        super().__init__("rms_norm", shapes, epsilon, kernels)
+        self.group = group
+
+    def implementation(self, x: Tensor) -> Implementation:
+        return Implementation(
+            forward=self._forward,
+            backward=lambda dy, x, rstd, weight, _: (
+                self._input_gradient(dy, x, rstd, weight),
+                _projection_weight_gradient(dy, x, rstd, weight),
+            ),
+            input_gradient=self._input_gradient,
+            weight_gradient=lambda *saved: (_projection_weight_gradient(*saved),),
+        )
+
+    def _forward(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """(normalised, reciprocal root of the mean square [b, s, 1, 1, 1])."""
+        x_wide = wide(x)
+        rstd = torch.rsqrt(self._mean(x_wide.square()) + epsilon)
+        return to_dtype(x_wide * rstd * weight.view(x.shape[2:]), x.dtype), rstd
+
+    def _input_gradient(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, _: Tensor | None = None) -> Tensor:
+        normalised, scaled = wide(x) * rstd, wide(dy) * weight.view(x.shape[2:])
+        return to_dtype((scaled - normalised * self._mean(scaled * normalised)) * rstd, x.dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Mean [b, s, 1, 1, 1] over the channels of all ranks."""
+        total = reduce_from_group(x.sum((2, 3, 4), keepdim=True), self.group)
+        return total / (x.shape[2:].numel() * self.group.size)
+
+
+@opaque(
+    "projection_norm_weight_gradient(Tensor dy, Tensor x, Tensor rstd, Tensor weight) -> Tensor",
+    lambda dy, x, rstd, weight: torch.empty_like(weight),
+)
+def _projection_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    return (wide(dy) * (wide(x) * rstd)).sum((0, 1)).view(weight.shape).to(weight.dtype)

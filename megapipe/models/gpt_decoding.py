@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megapipe.layers.attention import Attention
+from megapipe.layers.attention_pieces import Seen, Weighing, piece_forward
 from megapipe.layers.norms import Norm
+from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
 
 
@@ -94,6 +96,12 @@ class DecodingBlock:
         keys.transpose(1, 2)[place] = key.squeeze(3)
         values.transpose(1, 2)[place] = value.squeeze(3)
         length = context.visible.shape[-1]
+        if attention.softcap is not None:
+            weighing = Weighing(attention.scale, softcap=attention.softcap)
+            query = query.flatten(2, 3).transpose(1, 2)
+            visible = Seen(visible=context.visible.unsqueeze(1))
+            mixed, _ = piece_forward(query, keys[:, :, :length], values[:, :, :length], visible, weighing)
+            return attention.project(mixed.transpose(1, 2), None)
         # The query heads of a kv group are adjacent rows, so that they share its keys without copies.
         mixed = functional.scaled_dot_product_attention(
             query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads * new, width),
@@ -140,6 +148,4 @@ def _placed(attention: Attention, x: Tensor, norm: Norm | None, positions: Tenso
     if attention.rotary is None:
         return x
     cosine, sine = (table[positions.flatten()] for table in attention.rotary.tables(capacity, x))
-    # The op knows one angle a token of one text: all texts pass as one long one.
-    rows = x.reshape(1, -1, x.shape[2] * x.shape[3], x.shape[4])
-    return attention.kernels.pick("rotary", x).apply(rows, cosine, sine).view(x.shape)
+    return rotated(x, cosine, sine, attention.kernels, own_positions=True)

@@ -24,9 +24,11 @@ from megapipe.spec.parameters import LayerSpec
 
 WITHOUT_EFFECT = (
     "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling",
-    "tie_embeddings", "init_std", "scale_residual_init", "expert_bias",
+    "tie_embeddings", "init_std", "scale_residual_init", "expert_bias", "attention_scale",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
+NEWER = ("rotary_fraction", "attention_softcap", "qk_norm_over")
+"""Fields that older hardware files lack: they are part of a shape only if they differ from their default."""
 OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
 """Fields that matter only for a model with experts."""
 RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
@@ -242,7 +244,9 @@ def shape_of(config: PretrainConfig) -> dict[str, str]:
     settings = {
         each.name: getattr(model, RESOLVED.get(each.name, each.name))
         for each in fields(model)
-        if each.name not in WITHOUT_EFFECT and (model.num_experts is not None or each.name not in OF_EXPERTS)
+        if each.name not in WITHOUT_EFFECT
+        and (model.num_experts is not None or each.name not in OF_EXPERTS)
+        and (each.name not in NEWER or getattr(model, each.name) != each.default)
     }
     settings["kind"] = config.kind
     settings |= {name: getattr(config.data, name) for name in ("sequence_length", "isolate_documents")}

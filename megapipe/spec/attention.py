@@ -9,7 +9,6 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.linear import (
     ONES,
-    ZEROS,
     all_tokens,
     entering,
     gathered_again,
@@ -33,6 +32,7 @@ from megapipe.spec.ops import (
     linear_flops,
     passes,
 )
+from megapipe.spec.parameters import ParameterSpec
 from megapipe.spec.token_order import Visibility, order_of, pieces
 
 CAUSAL_SHARE = 0.5
@@ -49,11 +49,10 @@ def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     hidden, head_dim = model.hidden_size, model.head_dim
     rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, head_dim)
     qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
-    bias = (vector("attention.qkv.bias", rows, 0, ZEROS),) if model.bias != "none" else ()
     projected = qkv.num_elements // hidden
     yield Op(
         "qkv",
-        weights=(qkv, *bias),
+        weights=(qkv, *linear_bias(model, "attention.qkv.bias", rows, 0)),
         saves=(source,),
         weight_needs=(source, gradient("qkv", shape.tokens * projected * shape.width // tensor)),
         flops=linear_flops(all_tokens(shape), qkv.num_elements),
@@ -84,10 +83,13 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     if model.qk_norm:
         rows = shape.tokens * (heads + keys)
         before = Value("heads before their norms", (rows + shape.tokens * keys) * head_dim * width)
-        statistics = Value("head norm statistics", rows * FULL_BYTES)
+        whole = model.qk_norm_over == "projection"
+        statistics = Value("head norm statistics", (2 * shape.tokens if whole else rows) * FULL_BYTES)
         saves.append(statistics)
         needs = before, statistics, gradient("normalised heads", rows * head_dim * width)
-        if tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
+        if tensor > 1 and whole:  # sums over the heads of all ranks, of queries and of keys
+            collectives.append(Collective("tensor", "all_reduce", shape.tokens, FULL_BYTES, 2, 2))
+        elif tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
             collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
     exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
     if exchanged:
@@ -112,10 +114,9 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
             collectives.append(Collective("context", "send", block, width, hops, hops))
             collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
     pairs = 4 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * head_dim
-    norms = ("query_norm", "key_norm") if model.qk_norm else ()
     return Op(
         "attention",
-        weights=tuple(vector(f"attention.{name}.weight", (head_dim,), None, ONES) for name in norms),
+        weights=tuple(_norm_weights(model)),
         saves=tuple(saves),
         weight_needs=needs,
         # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
@@ -126,6 +127,15 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         uses=_attention_uses(shape),
         moments=partial(attention_moments, shape),
     ), result
+
+
+def _norm_weights(model: ModelConfig) -> Iterator[ParameterSpec]:
+    """Yield the weights of the norms of queries and keys: one for every head, or one for each channel of all heads."""
+    whole = model.qk_norm_over == "projection"
+    query = (model.kv_heads, model.num_heads // model.kv_heads)
+    for name, heads in (("query_norm", query), ("key_norm", query[:1])) if model.qk_norm else ():
+        shape = (*heads, model.head_dim) if whole else (model.head_dim,)
+        yield vector(f"attention.{name}.weight", shape, 0 if whole else None, ONES)
 
 
 def _attended(
@@ -161,7 +171,9 @@ def _attended(
     if not unfused:
         return [product, Value("attention log-sums", rows * FULL_BYTES)]
     weights, dropped = rows * length, bool(model.attention_dropout)
-    size = weights * shape.width * (1 + dropped) + weights * dropped * shape.stored_masks
+    # A capped score's gradient is computed from its hyperbolic tangent.
+    copies = 1 + dropped + (model.attention_softcap is not None)
+    size = weights * shape.width * copies + weights * dropped * shape.stored_masks
     return [product, Value("attention weights", size, "attention", (product,))]
 
 
@@ -183,7 +195,7 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
     model, width, ring = shape.model, shape.width, _is_ring(shape)
     if shape.isolate_documents:
         if model.positions == "rotary":
-            yield Value("rotary tables", 4 * shape.tokens * model.head_dim // 2 * FULL_BYTES)
+            yield Value("rotary tables", 4 * shape.tokens * model.rotary_dim // 2 * FULL_BYTES)
         if not shape.document_blocks and not ring:
             pairs = shape.micro_size * shape.sequence_length**2
             unfused = shape.attention == "unfused"
@@ -195,10 +207,13 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
 def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     """Return the passes that rotate and normalise heads."""
     model = shape.model
-    kinds = (model.positions == "rotary") + model.qk_norm
-    query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
-    moved = 2 * (query + query * model.kv_heads // model.num_heads) * kinds
-    return passes("rotation and norms of heads", moved, moved) if kinds else ()
+    rotates, partly = model.positions == "rotary", model.rotary_dim < model.head_dim
+    # A partial rotation is a pass over the rotated channels, and one over all that puts them together with the others.
+    channels = model.head_dim * (model.qk_norm + (rotates and not partly))
+    channels += (model.head_dim + model.rotary_dim) * (rotates and partly)
+    rows = shape.tokens * (model.num_heads + model.kv_heads) // shape.tensor
+    moved = 2 * rows * channels * shape.width
+    return passes("rotation and norms of heads", moved, moved) if moved else ()
 
 
 def _attention_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
@@ -219,6 +234,8 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
                 yield kernel._replace(phase="recompute")
             yield kernel._replace(phase="backward_input", times=2.0)
         weights = batch * length * keys
+        if model.attention_softcap is not None:
+            yield from passes("score cap", 4 * weights * shape.width, 5 * weights * shape.width, again=again)
         yield from passes("softmax", 2 * weights * shape.width, 3 * weights * shape.width, again=again)
         if model.attention_dropout:
             moved = 2 * weights * shape.width
@@ -236,11 +253,12 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
 
 def _attention_uses(shape: MicrobatchShape) -> tuple[KernelUse, ...]:
     model, uses = shape.model, list[KernelUse]()
-    if model.qk_norm:
+    if model.qk_norm and model.qk_norm_over == "head":
         uses.append(KernelUse("rms_norm", model.head_dim, calls=2))
     if model.positions == "rotary":
-        uses.append(KernelUse("rotary", model.head_dim, calls=2))
-    if _is_unfused(shape) and not isinstance(model, BertModelConfig) and not shape.isolate_documents:
+        uses.append(KernelUse("rotary", model.rotary_dim, calls=2))
+    masks = isinstance(model, BertModelConfig) or shape.isolate_documents or model.attention_softcap is not None
+    if _is_unfused(shape) and not masks:
         uses.append(KernelUse("attention_probabilities", model.head_dim, part="attention"))
     if model.attention_dropout and _is_ring(shape):
         pieces = _ring_pieces(shape)
@@ -306,7 +324,7 @@ def attention_path(
     """Return the path of a model: the configured one, else the faster one that supports its dropout."""
     if model.attention != "auto":
         return "unfused" if model.attention == "unfused" else "sdpa"
-    if model.attention_dropout > 0:
+    if model.why_unfused is not None:
         return "unfused"
     return faster_path(device, precision != "fp32", num_tokens, amx)
 
@@ -315,8 +333,8 @@ def why_a_mask(model: ModelConfig, device: str) -> str | None:
     """Return why attention within documents takes a mask on this device type; None if it takes blocks."""
     if model.attention in ("sdpa", "unfused"):
         return f"model.attention is {model.attention}"
-    if model.attention_dropout > 0:
-        return "model.attention_dropout needs the unfused path"
+    if model.why_unfused is not None:
+        return f"{model.why_unfused} needs the unfused path"
     if device != "cuda":
         return f"torch's flex_attention has no backward on {device}"
     if model.head_dim < LEAST_HEAD_DIM:

@@ -54,7 +54,7 @@ def residual_std(model: ModelConfig) -> float:
 
 def linear_bias(model: ModelConfig, path: str, shape: tuple[int, ...], axis: int | None) -> tuple[ParameterSpec, ...]:
     """Return the bias of a linear layer, if the model has one."""
-    return (vector(path, shape, axis, ZEROS),) if model.bias == "all" else ()
+    return (vector(path, shape, axis, ZEROS),) if model.has_bias(path) else ()
 
 
 OUTPUT_GRADIENT = "gradient of the layer's output"

@@ -139,7 +139,7 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         kernels=partial(linear_products, shape, up, shape.tokens),
         moments=partial(up_moments, shape, up),
     )
-    yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.bias == "all")
+    yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias("mlp.up"))
     yield Op(
         "down",
         weights=(down, *linear_bias(model, "mlp.down.bias", (hidden,), None)),

@@ -30,8 +30,7 @@ from megapipe.engine.step import StepInput
 from megapipe.engine.trace import DeviceClock
 from megapipe.inference.generation import Limits, SamplingSettings, generate
 from megapipe.inference.trained_model import LoadedModel
-from megapipe.layers import attention as layers_attention
-from megapipe.layers import compiled
+from megapipe.layers import compiled, rotary
 from megapipe.optim.scaling import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
@@ -171,14 +170,14 @@ def _capture_graphs(watch: Watch) -> None:
     compiled.CompiledForward.__init__ = (  # type: ignore[method-assign]
         lambda self, **options: forward(self, **options, backend="eager")
     )
-    tables = layers_attention._cached_tables
+    tables = rotary._cached_tables
 
     @functools.lru_cache(maxsize=8)
     def within_modes(*constants: Any) -> Any:
         with watch.entered():
             return tables(*constants)
 
-    layers_attention._cached_tables = within_modes
+    rotary._cached_tables = within_modes
 
 
 @on_fake_device

@@ -48,6 +48,15 @@ def _schedules() -> dict[str, Change]:
 FEATURES: dict[str, dict[str, Change]] = {
     "schedule": _schedules(),
     "model": {name: {} for name in MODELS},
+    "attention": {
+        "plain": {},
+        "partly rotated": {
+            "model": {"positions": "rotary", "rotary_fraction": 0.5, "attention_scale": 0.3, "bias": "attention"}
+        },
+        "capped": {
+            "model": {"attention": "auto", "attention_softcap": 2.0, "qk_norm": True, "qk_norm_over": "projection"}
+        },
+    },
     "tied": {"tied": {"model": {"tie_embeddings": True}}, "untied": {"model": {"tie_embeddings": False}}},
     "tensor": {"1": parallel(tensor=1), "2": parallel(tensor=2)},
     "data": {"1": parallel(data=1), "2": parallel(data=2)},

@@ -1,0 +1,216 @@
+"""Variants of attention against transformers' attention modules and frequencies, and what is refused."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
+from transformers.models.stablelm.modeling_stablelm import StableLmAttention
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.conversion.megatron_model import arguments_of
+from megapipe.layers.rotary import attention_factor, inverse_frequencies
+from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
+from tests.layers.bound import LLAMA, bind, bind_model, make_context, small_model
+from tests.layers.bound import run as run_layers
+
+LENGTH, HEAD = 12, 8
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD,
+    "attention_bias": True,
+}
+YARN = RopeScaling(kind="yarn", factor=4.0, original_length=6, mscale=0.7, mscale_all_dim=1.2, truncate=False)
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+VARIANTS: dict[str, tuple[type[nn.Module], type, dict[str, Any], dict[str, Any]]] = {
+    "OLMo 2's norms": (
+        Olmo2Attention,
+        transformers.Olmo2Config,
+        {"rms_norm_eps": 1e-5, "rope_parameters": ROPE},
+        {"qk_norm": True, "qk_norm_over": "projection"},
+    ),
+    "Gemma 2's scores": (
+        Gemma2Attention,
+        transformers.Gemma2Config,
+        {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.7, "attn_implementation": "eager"},
+        {"attention_scale": 5**-0.5, "attention_softcap": 0.7},
+    ),
+    "StableLM's rotation": (
+        StableLmAttention,
+        transformers.StableLmConfig,
+        {"use_qkv_bias": True, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        {"rotary_fraction": 0.5, "bias": "qkv"},
+    ),
+    "YaRN": (
+        Olmo2Attention,
+        transformers.Olmo2Config,
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 6,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.2,
+                "truncate": False,
+            },
+        },
+        {"qk_norm": True, "qk_norm_over": "projection", "rope_scaling": YARN},
+    ),
+}
+
+
+def projections(attention: nn.Module, part: str) -> dict[str, Tensor]:
+    """Parameters of our attention, or their gradients, by transformers' names."""
+
+    def of(name: str) -> Tensor | None:
+        found = dict(attention.named_parameters()).get(name)
+        return found if found is None or part == "weight" else found.grad
+
+    found = {"o_proj.weight": of("output.weight"), "o_proj.bias": of("output.bias")}
+    for kind in ("weight", "bias"):
+        joint = of(f"qkv.{kind}")
+        for name, rows in (("q", slice(0, 2)), ("k", slice(2, 3)), ("v", slice(3, 4))) if joint is not None else ():
+            found[f"{name}_proj.{kind}"] = joint[:, rows].flatten(0, 2)
+    for name in ("query", "key"):
+        weight = of(f"{name}_norm.weight")
+        found[f"{name[0]}_norm.weight"] = None if weight is None else weight.flatten()
+    return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_agrees_with_transformers(name: str) -> None:
+    kind, config_kind, theirs, ours = VARIANTS[name]
+    config = config_kind(**{**SIZES, "max_position_embeddings": 64, "attn_implementation": "sdpa", **theirs})
+    model = small_model(**{**LLAMA, "bias": "attention", **ours})
+    block = bind(bind_model(model)[1].spec, model, dtype=torch.float64)
+    attention = block.module.attention
+    other = kind(config, 0).double()
+    other.load_state_dict(projections(attention, "weight"))
+    rope = dict(config.rope_parameters)
+    rope_type = rope["rope_type"]
+    inverse, factor = 1e4 ** (-torch.arange(0, model.rotary_dim, 2).double() / model.rotary_dim), 1.0
+    if rope_type != "default":
+        inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](config)
+    angles = torch.outer(torch.arange(LENGTH).double(), inverse.double()).repeat(1, 2)
+    tables = (angles.cos() * factor).unsqueeze(0), (angles.sin() * factor).unsqueeze(0)
+    inputs = [torch.randn(2, LENGTH, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))] * 2
+    x, y = (each.clone().requires_grad_() for each in inputs)
+    mask = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1).expand(2, 1, -1, -1)
+    found, expected = attention(x, make_context(model)), other(y, position_embeddings=tables, attention_mask=mask)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    weights = torch.randn_like(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-5)
+    gradients = projections(attention, "gradient")
+    for path, parameter in other.named_parameters():
+        torch.testing.assert_close(gradients[path].double(), parameter.grad, rtol=1e-4, atol=1e-4, msg=path)
+
+
+def drawn_scaling(draw: random.Random, kind: str, pairs: int) -> tuple[RopeScaling, dict[str, Any]]:
+    """A random scaling, and transformers' rope_parameters of it."""
+    length, factor = draw.choice([64, 2048, 8192]), draw.choice([1.0, 2.0, 3.7, 32.0])
+    fields: dict[str, Any] = {"original_length": length}
+    if kind == "longrope":
+        fields |= {f"{name}_factor": [draw.uniform(1, 60) for _ in range(pairs)] for name in ("short", "long")}
+    choices = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3}
+    for name, value in {"attention_factor": 1.5, **(choices if kind == "yarn" else {})}.items():
+        if kind in ("yarn", "longrope") and draw.random() < 0.5:
+            fields[name] = value
+    theirs = {name: value for name, value in fields.items() if name != "original_length"}
+    if kind in ("yarn", "longrope", "llama3"):
+        theirs["original_max_position_embeddings"] = length
+    if kind == "llama3":
+        theirs |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return RopeScaling(kind=kind, factor=factor, **fields), {"rope_type": kind, "factor": factor, **theirs}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "dynamic", "yarn", "longrope"])
+def test_stretched_frequencies_are_those_of_transformers(kind: str) -> None:
+    draw = random.Random(kind)
+    for _ in range(40):
+        head, fraction, theta = draw.choice([16, 64, 128]), draw.choice([1.0, 0.5, 0.25]), draw.choice([500.0, 1e6])
+        channels = int(head * fraction)
+        scaling, parameters = drawn_scaling(draw, kind, channels // 2)
+        config = transformers.LlamaConfig(
+            hidden_size=4 * head,
+            num_attention_heads=4,
+            head_dim=head,
+            max_position_embeddings=scaling.original_length,
+            rope_parameters={**parameters, "rope_theta": theta, "partial_rotary_factor": fraction},
+        )
+        assert not scaling.problems(theta, channels)
+        for num_tokens in (scaling.original_length, scaling.original_length + 1, 3 * scaling.original_length):
+            expected, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=num_tokens)
+            found = inverse_frequencies(channels, theta, scaling, num_tokens)
+            torch.testing.assert_close(found, expected.double(), rtol=2e-6, atol=0.0)
+            assert attention_factor(scaling) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
+    model = small_model(**{**LLAMA, "bias": "attention", **VARIANTS[name][3]})
+    layers = bind_model(model)
+    context = make_context(model)
+    with torch.no_grad():
+        expected = run_layers(layers, replace(context, labels=None))
+        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH) for layer in layers]
+        for position in range(LENGTH):
+            positions = torch.full((2, 1), position)
+            step = DecodingContext.of(
+                slice(0, 2),
+                context.tokens[:, position : position + 1],
+                positions,
+                torch.zeros(2, dtype=torch.int64),
+                length=LENGTH,
+                window=None,
+            )
+            hidden: tuple[Tensor, ...] = ()
+            for layer in decoding:
+                hidden = layer(*hidden, context=step)
+            torch.testing.assert_close(hidden[0], expected[:, position], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rotary_fraction": 0.4}, "rotates 3 of 8 channels; the number must be even and at least 2"),
+        ({"positions": "none", "rotary_fraction": 0.5}, "model.rotary_fraction is 0.5 but model.positions is 'none'"),
+        ({"attention_softcap": 5.0, "attention": "sdpa"}, "'sdpa' with model.attention_softcap 5.0; only unfused"),
+        ({"qk_norm_over": "projection"}, "'projection' but model.qk_norm is false; set model.qk_norm to true"),
+        ({"rope_scaling": RopeScaling(kind="longrope", short_factor=[1.0] * 4)}, "long_factor has 0 numbers"),
+        ({"rope_scaling": RopeScaling(kind="yarn"), "rope_theta": 1.0}, "model.rope_theta is 1.0; it must be above 1"),
+    ],
+)
+def test_impossible_fields_are_refused(fields: dict[str, Any], message: str) -> None:
+    problems = small_model(**{**LLAMA, **fields}).problems()
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bias": "attention"}, "model.bias is attention"),
+        ({"attention_scale": 0.5}, "model.attention_scale is 0.5; Megatron-LM's arguments can express only null or"),
+        ({"attention_softcap": 5.0}, "model.attention_softcap is 5.0"),
+        ({"rope_scaling": YARN}, "model.rope_scaling.kind is yarn"),
+        ({"qk_norm": True, "qk_norm_over": "projection"}, "model.qk_norm_over is projection"),
+    ],
+)
+def test_megatron_refuses_what_its_arguments_cannot_express(fields: dict[str, Any], message: str) -> None:
+    contents: Any = SimpleNamespace(model=ModelConfig(**{**LLAMA, **fields}), run=None)
+    with pytest.raises(CheckpointError, match=message):
+        arguments_of(contents, 1, 1, 1, torch.float32)
