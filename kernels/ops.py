@@ -37,6 +37,7 @@ _OPTIMIZER = Backend(REFERENCE, optimizer)
 TABLE = (
     KernelOp("layer_norm", NORM, (_triton("norms"), _CUDA, _apex("layer_norm"), _NORMS)),
     KernelOp("rms_norm", NORM, (_triton("norms"), _CUDA, _apex("rms_norm"), _NORMS)),
+    KernelOp("rms_norm_unit_offset", NORM, (_triton("norms"), _NORMS)),
     KernelOp("gelu", ("apply",), _ACTIVATIONS),
     KernelOp("bias_gelu", ("apply",), _ACTIVATIONS),
     KernelOp("swiglu", ("apply",), _ACTIVATIONS),

@@ -30,19 +30,32 @@ class ActivationKind:
 
 @dataclass(frozen=True)
 class NormKind:
-    """Properties of a norm. op: of the kernel registry. centred: the norm subtracts the mean, saves it for the
-    backward, and has a bias."""
+    """Properties of a norm.
+
+    op: of the kernel registry. centred: the norm subtracts the mean, saves it for the backward, and has a bias.
+    initial: what its weight starts with.
+    """
 
     op: str
     centred: bool
+    initial: Literal["ones", "zeros"] = "ones"
 
 
 ACTIVATIONS = {
     "gelu": ActivationKind("gelu", arguments=("none",), biased="bias_gelu"),
     "gelu_tanh": ActivationKind("gelu", arguments=("tanh",), biased="bias_gelu"),
     "swiglu": ActivationKind("swiglu", gated=True),
+    "geglu": ActivationKind("geglu", gated=True, arguments=("none",)),
+    "geglu_tanh": ActivationKind("geglu", gated=True, arguments=("tanh",)),
+    "relu": ActivationKind("relu"),
+    "relu_squared": ActivationKind("relu_squared"),
+    "silu": ActivationKind("silu"),
 }
-NORMS = {"layer_norm": NormKind("layer_norm", centred=True), "rms_norm": NormKind("rms_norm", centred=False)}
+NORMS = {
+    "layer_norm": NormKind("layer_norm", centred=True),
+    "rms_norm": NormKind("rms_norm", centred=False),
+    "rms_norm_unit_offset": NormKind("rms_norm_unit_offset", centred=False, initial="zeros"),
+}
 
 
 @dataclass(kw_only=True)
@@ -82,7 +95,7 @@ class ModelConfig:
     """Channels per attention head; null means hidden_size / num_heads."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
-    swiglu."""
+    gated activations (swiglu, geglu, geglu_tanh)."""
     num_experts: Size | None = None
     """Number of expert MLPs in every block (mixture of experts); null means one ordinary MLP."""
     experts_per_token: PositiveInt = 2
@@ -99,13 +112,14 @@ class ModelConfig:
     over the scores of all experts (Wang et al. 2024). scores: the scores themselves, as in version 0.1."""
     max_positions: TokenCount = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
-    normalization: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    """Normalization before attention, before the MLP and before the output head."""
+    normalization: Literal["layer_norm", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
+    """Normalization of hidden states. rms_norm_unit_offset: rms_norm whose factor is 1 + its weight, which starts at
+    0 (Gemma)."""
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu: gated,
-    with a first matrix of twice the width, as in Llama."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "relu", "relu_squared", "silu"] = "gelu"
+    """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu, geglu,
+    geglu_tanh: silu, gelu or gelu_tanh of a gate, with a first matrix of twice the width (Llama, Gemma)."""
     positions: Literal["learned", "rotary", "none"] = "learned"
     """Position encoding."""
     rope_theta: PositiveFloat = 10000.0
@@ -154,6 +168,11 @@ class ModelConfig:
     def norm_kind(self) -> NormKind:
         """Properties of the norms."""
         return NORMS[self.normalization]
+
+    @property
+    def head_norm_kind(self) -> NormKind:
+        """Properties of the norms of queries and keys, which are rms norms."""
+        return NORMS["rms_norm"] if self.norm_kind.centred else self.norm_kind
 
     @property
     def ffn_size(self) -> int:

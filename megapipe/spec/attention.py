@@ -8,7 +8,6 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.linear import (
-    ONES,
     ZEROS,
     all_tokens,
     entering,
@@ -17,6 +16,7 @@ from megapipe.spec.linear import (
     linear_bias,
     linear_products,
     matrix,
+    norm_init,
     residual_std,
     scales,
     vector,
@@ -112,10 +112,10 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
             collectives.append(Collective("context", "send", block, width, hops, hops))
             collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
     pairs = 4 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * head_dim
-    norms = ("query_norm", "key_norm") if model.qk_norm else ()
+    norms, init = ("query_norm", "key_norm") if model.qk_norm else (), norm_init(model.head_norm_kind)
     return Op(
         "attention",
-        weights=tuple(vector(f"attention.{name}.weight", (head_dim,), None, ONES) for name in norms),
+        weights=tuple(vector(f"attention.{name}.weight", (head_dim,), None, init) for name in norms),
         saves=tuple(saves),
         weight_needs=needs,
         # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
@@ -237,7 +237,7 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
 def _attention_uses(shape: MicrobatchShape) -> tuple[KernelUse, ...]:
     model, uses = shape.model, list[KernelUse]()
     if model.qk_norm:
-        uses.append(KernelUse("rms_norm", model.head_dim, calls=2))
+        uses.append(KernelUse(model.head_norm_kind.op, model.head_dim, calls=2))
     if model.positions == "rotary":
         uses.append(KernelUse("rotary", model.head_dim, calls=2))
     if _is_unfused(shape) and not isinstance(model, BertModelConfig) and not shape.isolate_documents:
