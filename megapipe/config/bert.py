@@ -36,6 +36,10 @@ class BertModelConfig(ModelConfig):
 
     def problems(self) -> list[str]:
         found = super().problems()
+        if self.norm_position not in ("pre", "post"):
+            found.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
+        if self.logit_scale != 1:
+            found.append(f"model.logit_scale is {self.logit_scale}, which only a GPT has: set it to 1")
         if self.sliding_window is not None:
             found.append(
                 f"model.sliding_window is {self.sliding_window}; BERT attends to the whole sample: set it to null"

@@ -115,6 +115,11 @@ class ModelConfig:
     normalization: Literal["layer_norm", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
     """Normalization of hidden states. rms_norm_unit_offset: rms_norm whose factor is 1 + its weight, which starts at
     0 (Gemma)."""
+    norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
+    """Where blocks are normalized. pre: the inputs of attention and MLP. output: their outputs, before these are added
+    to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). post: the sums (only in a BERT)."""
+    parallel_residual: bool = False
+    """Compute attention and MLP from the same hidden states, each with its own norm, and add both (GPT-NeoX)."""
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "relu", "relu_squared", "silu"] = "gelu"
@@ -134,6 +139,12 @@ class ModelConfig:
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
     tie_embeddings: bool = True
     """Use the word embedding's matrix as the output head's matrix."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor of the word embeddings, which is rounded to the compute dtype (Gemma: the square root of hidden_size)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor of the outputs of attention and MLP, before they are added to the residual stream (Granite)."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor of the logits (Granite: 1 / logits_scaling)."""
     embedding_dropout: Probability = 0.0
     """Dropout probability after the sum of the embeddings."""
     attention_dropout: Probability = 0.0
@@ -173,6 +184,16 @@ class ModelConfig:
     def head_norm_kind(self) -> NormKind:
         """Properties of the norms of queries and keys, which are rms norms."""
         return NORMS["rms_norm"] if self.norm_kind.centred else self.norm_kind
+
+    @property
+    def normalizes_outputs(self) -> bool:
+        """Whether norms follow attention and MLP, before their outputs are added to the residual stream."""
+        return self.norm_position in ("sandwich", "output")
+
+    @property
+    def changes_updates(self) -> bool:
+        """Whether something between a matrix product and the residual sum changes the gradient that it receives."""
+        return self.normalizes_outputs or self.residual_scale != 1 or bool(self.hidden_dropout)
 
     @property
     def ffn_size(self) -> int:
@@ -229,6 +250,15 @@ class ModelConfig:
 
     def _path_problems(self) -> list[str]:
         found = []
+        if self.norm_position == "post" and self.kind == "gpt":
+            found.append(
+                "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich' or 'output'"
+            )
+        if self.parallel_residual and self.norm_position != "pre":
+            found.append(
+                f"model.parallel_residual is true with model.norm_position {self.norm_position!r}; parallel branches "
+                "have a norm before each: set model.norm_position to 'pre' or model.parallel_residual to false"
+            )
         if self.attention in ("sdpa", "flex") and self.attention_dropout > 0:
             found.append(
                 f"model.attention is {self.attention!r} with model.attention_dropout {self.attention_dropout}; "

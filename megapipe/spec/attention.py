@@ -39,8 +39,8 @@ CAUSAL_SHARE = 0.5
 """Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
 
 
-def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
-    """Yield the projections and what is between them.
+def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
+    """Yield the projections and what is between them. handed: gradient of the output.
 
     qkv has, per kv group, the group's query heads, then its key, then its value. An attention of context ranks is a
     ring (keys and values go round, in the backward with their gradients in fp32), or exchanges heads for tokens.
@@ -68,7 +68,7 @@ def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         "output",
         weights=(output, *linear_bias(model, "attention.output.bias", (hidden,), None)),
         saves=(result,),
-        weight_needs=(Value("attention result", mixed), gradient("attention output", shape.own_stream)),
+        weight_needs=(Value("attention result", mixed), handed),
         flops=linear_flops(all_tokens(shape), output.num_elements),
         collectives=scales(shape),
         kernels=partial(linear_products, shape, output, shape.tokens),
