@@ -145,6 +145,8 @@ class ModelConfig:
     """Factor of the outputs of attention and MLP, before they are added to the residual stream (Granite)."""
     logit_scale: PositiveFloat = 1.0
     """Factor of the logits (Granite: 1 / logits_scaling)."""
+    logit_softcap: PositiveFloat | None = None
+    """Bound c of the logits, which become c x tanh(logits / c) (Gemma 2); null means no bound."""
     embedding_dropout: Probability = 0.0
     """Dropout probability after the sum of the embeddings."""
     attention_dropout: Probability = 0.0

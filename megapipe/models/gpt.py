@@ -137,7 +137,7 @@ class Head(nn.Module):
         self.norm = make_norm(model, within(shapes, "norm"), kernels)
         self.logit_scale = model.logit_scale
         self.output = VocabParallelHead(
-            within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits
+            within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits, model.logit_softcap
         )
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:

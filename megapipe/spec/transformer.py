@@ -491,13 +491,14 @@ def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
     model, shards = shape.model, shape.tensor
     columns = max(0, min(_columns(shape), model.vocabulary_size - shape.tensor_rank * _columns(shape)))
     gradients = int(columns > 0)
+    op = "linear_cross_entropy" if model.logit_softcap is None else "softcapped_linear_cross_entropy"
     if shape.recompute_logits:
         chunks = -(-rows // chunk_rows(columns, shape.width))
-        return KernelUse("linear_cross_entropy", model.hidden_size, chunks, backward=chunks * gradients)
+        return KernelUse(op, model.hidden_size, chunks, backward=chunks * gradients)
     if isinstance(model, BertModelConfig):
         return KernelUse("cross_entropy", -(-model.vocabulary_size // shards), gradients)
     calls = 1 if shards == 1 else 1 + gradients
-    return KernelUse("linear_cross_entropy", model.hidden_size, calls, backward=0)
+    return KernelUse(op, model.hidden_size, calls, backward=0)
 
 
 def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:
