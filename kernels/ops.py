@@ -37,6 +37,7 @@ _OPTIMIZER = Backend(REFERENCE, optimizer)
 TABLE = (
     KernelOp("layer_norm", NORM, (_triton("norms"), _CUDA, _apex("layer_norm"), _NORMS)),
     KernelOp("rms_norm", NORM, (_triton("norms"), _CUDA, _apex("rms_norm"), _NORMS)),
+    KernelOp("rms_norm_unit_offset", NORM, (_triton("norms"), _NORMS)),
     KernelOp("gelu", ("apply",), _ACTIVATIONS),
     KernelOp("bias_gelu", ("apply",), _ACTIVATIONS),
     KernelOp("swiglu", ("apply",), _ACTIVATIONS),
@@ -55,6 +56,7 @@ TABLE = (
     ),
     KernelOp("cross_entropy", CROSS_ENTROPY, _CROSS_ENTROPY),
     KernelOp("linear_cross_entropy", LINEAR_CROSS_ENTROPY, _CROSS_ENTROPY),
+    KernelOp("softcapped_linear_cross_entropy", LINEAR_CROSS_ENTROPY, (Backend(REFERENCE, cross_entropy),)),
     KernelOp("adamw", ("step",), (_triton("optimizer"), _CUDA, _apex("adamw"), _OPTIMIZER)),
     KernelOp("stochastic_rounding", ("apply",), (_triton("optimizer"), _OPTIMIZER)),
     KernelOp("gradient_norm", ("apply",), (_triton("optimizer"), _apex("gradient_norm"), _OPTIMIZER)),

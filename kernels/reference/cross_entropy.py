@@ -11,7 +11,8 @@ keeps 12 bytes a row, and `linear_cross_entropy_backward` recomputes the logits 
 so that no tensor of rows times vocabulary ever exists. That way cannot be split: each half would recompute the logits.
 In these functions: x [n, h]. weight [stored, h], of which the first num_columns rows are vocabulary and the rest
 padding. columns: int64 [n], each row's label as a row of weight, 0 where `owned` (bool [n]) is false. bias: [stored],
-added to the logits, or None.
+added to the logits, or None. cap: the logits are cap x tanh(logits / cap), in fp32 (fp64 for fp64), before anything
+else (Gemma 2, arXiv 2408.00118, section 2); None for no bound. The gradient is that of the logits before it.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.opaque import opaque
+from megapipe.kernels.registry import Implementation
 
 
 def cross_entropy_row_statistics(
@@ -46,17 +48,20 @@ def cross_entropy_row_statistics(
     return log_sum_exp, torch.where(owned, target, 0.0)
 
 
-def cross_entropy_logit_gradient(softmax: Tensor, targets: Tensor, owned: Tensor, share: Tensor | None) -> None:
+def cross_entropy_logit_gradient(
+    softmax: Tensor, targets: Tensor, owned: Tensor, share: Tensor | None, at_target: Tensor | None = None
+) -> None:
     """Turn this rank's softmax [n, v] in place into the gradient of each row's loss.
 
-    share: [n], the part that this rank's exponentials are of the sum over all ranks; None for all of it.
+    share: [n], the part that this rank's exponentials are of the sum over all ranks; None for all of it. at_target:
+    [n], what the softmax was multiplied by in the target's column; None for 1.
     """
     if share is not None:
         softmax.mul_(share.unsqueeze(1))
     if softmax.shape[1]:
         # scatter_add_ copies the whole of a bf16 tensor on the CPU, which took longer than the softmax.
         rows = torch.arange(softmax.shape[0], device=softmax.device)
-        softmax[rows, targets] -= owned.to(softmax.dtype)
+        softmax[rows, targets] -= (owned if at_target is None else owned * at_target).to(softmax.dtype)
 
 
 def cross_entropy_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
@@ -108,14 +113,26 @@ CHUNK_ROWS = 256
 
 
 def linear_cross_entropy_statistics(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Statistics of the logits [3, n], as `megapipe.kernels.reference.cross_entropy` describes them."""
-    return _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, None, bias)
+    return _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, None, bias, cap)
 
 
 def _linear_cross_entropy_fake_statistics_and_gradient(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    alone: bool,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty(3, x.shape[0], dtype=wide), x.new_empty(x.shape[0], weight.shape[0])
@@ -124,11 +141,17 @@ def _linear_cross_entropy_fake_statistics_and_gradient(
 # Opaque, as is what follows: chunks written in place would be unrolled into a graph, as many as there are.
 @opaque(
     "linear_cross_entropy_gradient(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
-    "bool alone) -> (Tensor, Tensor)",
+    "bool alone, float? cap=None) -> (Tensor, Tensor)",
     _linear_cross_entropy_fake_statistics_and_gradient,
 )
 def linear_cross_entropy_statistics_and_gradient(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
+    x: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    alone: bool,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(statistics [3, n], gradient of each row's loss by its logits [n, stored] in x's dtype, 0 in the padding).
 
@@ -136,26 +159,32 @@ def linear_cross_entropy_statistics_and_gradient(
     """
     gradient = x.new_empty(x.shape[0], weight.shape[0])
     gradient[:, num_columns:].zero_()
-    found = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient)
+    found = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient, cap=cap)
     if alone:
-        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None)
+        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, _slope_at(found[2], cap))
     return found, gradient
 
 
 @opaque(
     "linear_cross_entropy_complete(Tensor(a!) gradient, Tensor columns, Tensor owned, SymInt num_columns, Tensor own, "
-    "Tensor log_sum_exp) -> ()",
-    lambda gradient, columns, owned, num_columns, own, log_sum_exp: None,
+    "Tensor log_sum_exp, float? cap=None) -> ()",
+    lambda gradient, columns, owned, num_columns, own, log_sum_exp, cap=None: None,
 )
 def linear_cross_entropy_complete_gradient(
-    gradient: Tensor, columns: Tensor, owned: Tensor, num_columns: int, own: Tensor, log_sum_exp: Tensor
+    gradient: Tensor,
+    columns: Tensor,
+    owned: Tensor,
+    num_columns: int,
+    own: Tensor,
+    log_sum_exp: Tensor,
+    cap: float | None = None,
 ) -> None:
     """Make, in place, what `statistics_and_gradient` left of a rank among others the gradient that it promises.
 
     own: this rank's statistics. log_sum_exp: [n], merged from all ranks' statistics.
     """
     share = own[1] * torch.exp(own[0] - log_sum_exp)
-    cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, share)
+    cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, share, _slope_at(own[2], cap))
 
 
 def linear_cross_entropy_backward(
@@ -167,6 +196,7 @@ def linear_cross_entropy_backward(
     log_sum_exp: Tensor,
     scale: Tensor,
     bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> list[Tensor]:
     """Gradients of the losses' weighted sum: of x [n, h] in its dtype, of weight [stored, h] in log_sum_exp's and, if
     there is a bias, of it [stored] likewise.
@@ -174,7 +204,7 @@ def linear_cross_entropy_backward(
     scale: [n] in log_sum_exp's dtype, each row's weight. Recomputes the logits.
     """
     return backward_by(
-        cross_entropy_gradient, CHUNK_ROWS, x, weight, columns, owned, num_columns, log_sum_exp, scale, bias
+        cross_entropy_gradient, CHUNK_ROWS, x, weight, columns, owned, num_columns, log_sum_exp, scale, bias, cap
     )
 
 
@@ -189,6 +219,7 @@ def backward_by(
     log_sum_exp: Tensor,
     scale: Tensor,
     bias: Tensor | None,
+    cap: float | None = None,
 ) -> list[Tensor]:
     """Return what `linear_cross_entropy_backward` does, with the `cross_entropy_gradient` of a backend and `step` rows
     at a time."""
@@ -198,7 +229,12 @@ def backward_by(
     for first in range(0, x.shape[0], step):
         chunk = slice(first, first + step)
         logits = projected(x[chunk], used, added)
+        slope = None
+        if cap is not None:
+            logits, slope = softcapped(logits, cap)
         gradient(logits, columns[chunk], owned[chunk], log_sum_exp[chunk], scale[chunk])
+        if slope is not None:
+            logits = logits.mul_(slope).to(x.dtype)
         dx[chunk] = logits @ used
         sums[0][:num_columns] += logits.t() @ x[chunk]
         if bias is not None:
@@ -211,6 +247,17 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
 
+def softcapped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """(cap x tanh(logits / cap), its derivative), in fp32 (fp64 for fp64)."""
+    wide = torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap)
+    return wide * cap, 1 - wide.square()
+
+
+def _slope_at(target: Tensor, cap: float | None) -> Tensor | None:
+    """Return the derivative of the cap where its result is the target's logit."""
+    return None if cap is None else 1 - (target / cap).square()
+
+
 def _linear_cross_entropy_statistics(
     x: Tensor,
     weight: Tensor,
@@ -219,12 +266,29 @@ def _linear_cross_entropy_statistics(
     num_columns: int,
     softmax: Tensor | None,
     bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """softmax: if given, [n, stored], receives this rank's softmax of the logits."""
+    """softmax: if given, [n, stored], receives this rank's softmax of the logits, times the derivative of the cap."""
     pieces = [x.new_empty(2, 0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)]
     for first in range(0, x.shape[0], CHUNK_ROWS):
         chunk = slice(first, first + CHUNK_ROWS)
         logits = projected(x[chunk], weight, bias)[:, :num_columns]
         result = None if softmax is None else softmax[chunk, :num_columns]
+        if cap is not None:
+            logits, slope = softcapped(logits, cap)
+            exact = None if result is None else torch.empty_like(logits)
+            pieces.append(torch.stack(cross_entropy_row_statistics(logits, columns[chunk], owned[chunk], exact)))
+            if result is not None and exact is not None:
+                result.copy_(exact.mul_(slope))
+            continue
         pieces.append(torch.stack(cross_entropy_row_statistics(logits, columns[chunk], owned[chunk], result)))
     return with_sums(*torch.cat(pieces, dim=1))
+
+
+softcapped_linear_cross_entropy = Implementation(
+    statistics=linear_cross_entropy_statistics,
+    statistics_and_gradient=linear_cross_entropy_statistics_and_gradient,
+    complete_gradient=linear_cross_entropy_complete_gradient,
+    backward=linear_cross_entropy_backward,
+)
+"""An op of its own, always called with `cap`, because other backends of `linear_cross_entropy` know none."""

@@ -146,3 +146,40 @@ rms_norm = Implementation(
     weight_gradient=rms_norm_weight_gradient,
     backward=rms_norm_backward,
 )
+
+
+def unit_offset(norm: Implementation) -> Implementation:
+    """Return an rms norm whose factor is 1 + weight, from one whose factor is the weight.
+
+    The sum is fp32 (fp64 for fp64), and the norm takes a weight that is wider than x, so the result is rounded once:
+    the formula of transformers' GemmaRMSNorm.
+    """
+
+    def forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+        return norm.forward(x, 1 + wide(weight), epsilon)
+
+    def add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+        return norm.add_forward(x, residual, 1 + wide(weight), epsilon)
+
+    def input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> Tensor:
+        return norm.input_gradient(dy, x, rstd, 1 + wide(weight), dx)
+
+    def weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
+        return (to_dtype(norm.weight_gradient(dy, x, rstd, wide(weight))[0], weight.dtype),)
+
+    def backward(
+        dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        through, dweight = norm.backward(dy, x, rstd, 1 + wide(weight), dx)
+        return through, to_dtype(dweight, weight.dtype)
+
+    return Implementation(
+        forward=forward,
+        add_forward=add_forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        backward=backward,
+    )
+
+
+rms_norm_unit_offset = unit_offset(rms_norm)

@@ -36,6 +36,14 @@ class BertModelConfig(ModelConfig):
 
     def problems(self) -> list[str]:
         found = super().problems()
+        if self.norm_position not in ("pre", "post"):
+            found.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
+        for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None)):
+            if getattr(self, name) != neutral:
+                found.append(
+                    f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
+                    f"{'null' if neutral is None else neutral}"
+                )
         if self.sliding_window is not None:
             found.append(
                 f"model.sliding_window is {self.sliding_window}; BERT attends to the whole sample: set it to null"

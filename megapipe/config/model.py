@@ -32,17 +32,31 @@ class ActivationKind:
 
 @dataclass(frozen=True)
 class NormKind:
-    """Properties of a norm. op: of the kernel registry. centred: the norm subtracts the mean, saves it for the
-    backward, and has a bias."""
+    """Properties of a norm.
+
+    op: of the kernel registry. centred: the norm subtracts the mean, saves it for the backward, and has a bias.
+    initial: what its weight starts with.
+    """
 
     op: str
     centred: bool
+    initial: Literal["ones", "zeros"] = "ones"
 
 
 ACTIVATIONS = {
     "gelu": ActivationKind("gelu", arguments=("none",), biased="bias_gelu"),
     "gelu_tanh": ActivationKind("gelu", arguments=("tanh",), biased="bias_gelu"),
     "swiglu": ActivationKind("swiglu", gated=True),
+    "geglu": ActivationKind("geglu", gated=True, arguments=("none",)),
+    "geglu_tanh": ActivationKind("geglu", gated=True, arguments=("tanh",)),
+    "relu": ActivationKind("relu"),
+    "relu_squared": ActivationKind("relu_squared"),
+    "silu": ActivationKind("silu"),
+}
+NORMS = {
+    "layer_norm": NormKind("layer_norm", centred=True),
+    "rms_norm": NormKind("rms_norm", centred=False),
+    "rms_norm_unit_offset": NormKind("rms_norm_unit_offset", centred=False, initial="zeros"),
 }
 BIASED: Mapping[str, tuple[str, ...]] = {
     "all": ("attention", "mlp"),
@@ -52,7 +66,6 @@ BIASED: Mapping[str, tuple[str, ...]] = {
     "none": (),
 }
 """Value of `bias` -> first parts of the paths of a block's linear layers that have one."""
-NORMS = {"layer_norm": NormKind("layer_norm", centred=True), "rms_norm": NormKind("rms_norm", centred=False)}
 
 
 @dataclass(kw_only=True)
@@ -132,7 +145,7 @@ class ModelConfig:
     """Channels per attention head; null means hidden_size / num_heads."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
-    swiglu."""
+    gated activations (swiglu, geglu, geglu_tanh)."""
     num_experts: Size | None = None
     """Number of expert MLPs in every block (mixture of experts); null means one ordinary MLP."""
     experts_per_token: PositiveInt = 2
@@ -149,13 +162,19 @@ class ModelConfig:
     over the scores of all experts (Wang et al. 2024). scores: the scores themselves, as in version 0.1."""
     max_positions: TokenCount = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
-    normalization: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    """Normalization before attention, before the MLP and before the output head."""
+    normalization: Literal["layer_norm", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
+    """Normalization of hidden states. rms_norm_unit_offset: rms_norm whose factor is 1 + its weight, which starts at
+    0 (Gemma)."""
+    norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
+    """Where blocks are normalized. pre: the inputs of attention and MLP. output: their outputs, before these are added
+    to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). post: the sums (only in a BERT)."""
+    parallel_residual: bool = False
+    """Compute attention and MLP from the same hidden states, each with its own norm, and add both (GPT-NeoX)."""
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu: gated,
-    with a first matrix of twice the width, as in Llama."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "relu", "relu_squared", "silu"] = "gelu"
+    """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu, geglu,
+    geglu_tanh: silu, gelu or gelu_tanh of a gate, with a first matrix of twice the width (Llama, Gemma)."""
     positions: Literal["learned", "rotary", "none"] = "learned"
     """Position encoding."""
     rotary_fraction: Share = 1.0
@@ -182,6 +201,14 @@ class ModelConfig:
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
     tie_embeddings: bool = True
     """Use the word embedding's matrix as the output head's matrix."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor of the word embeddings, which is rounded to the compute dtype (Gemma: the square root of hidden_size)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor of the outputs of attention and MLP, before they are added to the residual stream (Granite)."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor of the logits (Granite: 1 / logits_scaling)."""
+    logit_softcap: PositiveFloat | None = None
+    """Bound c of the logits, which become c x tanh(logits / c) (Gemma 2); null means no bound."""
     embedding_dropout: Probability = 0.0
     """Dropout probability after the sum of the embeddings."""
     attention_dropout: Probability = 0.0
@@ -240,6 +267,21 @@ class ModelConfig:
     def norm_kind(self) -> NormKind:
         """Properties of the norms."""
         return NORMS[self.normalization]
+
+    @property
+    def head_norm_kind(self) -> NormKind:
+        """Properties of the norms of queries and keys, which are rms norms."""
+        return NORMS["rms_norm"] if self.norm_kind.centred else self.norm_kind
+
+    @property
+    def normalizes_outputs(self) -> bool:
+        """Whether norms follow attention and MLP, before their outputs are added to the residual stream."""
+        return self.norm_position in ("sandwich", "output")
+
+    @property
+    def changes_updates(self) -> bool:
+        """Whether something between a matrix product and the residual sum changes the gradient that it receives."""
+        return self.normalizes_outputs or self.residual_scale != 1 or bool(self.hidden_dropout)
 
     @property
     def ffn_size(self) -> int:
@@ -314,11 +356,25 @@ class ModelConfig:
 
     def _path_problems(self) -> list[str]:
         found = []
+        if self.norm_position == "post" and self.kind == "gpt":
+            found.append(
+                "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich' or 'output'"
+            )
+        if self.parallel_residual and self.norm_position != "pre":
+            found.append(
+                f"model.parallel_residual is true with model.norm_position {self.norm_position!r}; parallel branches "
+                "have a norm before each: set model.norm_position to 'pre' or model.parallel_residual to false"
+            )
         if self.attention in ("sdpa", "flex") and self.why_unfused is not None:
             field = self.why_unfused.split()[0]
             found.append(
                 f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
                 f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
+            )
+        if self.qk_norm_over != "head" and self.normalization == "rms_norm_unit_offset":
+            found.append(
+                f"model.qk_norm_over is {self.qk_norm_over!r} with model.normalization 'rms_norm_unit_offset'; norms of "
+                "whole projections have no offset: set model.qk_norm_over to 'head' or model.normalization to 'rms_norm'"
             )
         if self.qk_norm_over != "head" and not self.qk_norm:
             found.append(

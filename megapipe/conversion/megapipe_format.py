@@ -145,7 +145,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
     Raises CheckpointError for unknown fields, wrong types and invalid values.
     """
     parser = FieldParser()
-    parser.add_class_arguments(BertModelConfig if "norm_position" in fields else ModelConfig, "model")
+    parser.add_class_arguments(BertModelConfig if "sentence_head" in fields else ModelConfig, "model")
     try:
         model: ModelConfig = parser.instantiate(parser.parse_object({"model": dict(fields)}))["model"]
         problems = model.problems()

@@ -56,9 +56,6 @@ LINEAR_LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp
 _UNSUPPORTED = (
     "num_experts",
     "multi_latent_attention",
-    "apply_layernorm_1p",
-    "layernorm_zero_centered_gamma",
-    "squared_relu",
     "rotary_interleaved",
     "mtp_num_layers",
     "qk_l2_norm",
@@ -69,6 +66,9 @@ _UNSUPPORTED = (
     "quick_geglu",
 )
 _NORMALIZATIONS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+_UNIT_OFFSET = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+_ACTIVATIONS = {"swiglu": "swiglu", "squared_relu": "relu_squared", "openai_gelu": "gelu_tanh"}
+"""Activation by the argument that selects it; without one of them it is the exact GELU."""
 _POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "none": "none"}
 _LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}
 """Constants of Megatron-LM's --use-rope-scaling."""
@@ -166,6 +166,8 @@ def model_of_arguments(saved: Any, origin: Path) -> ModelConfig:
         raise CheckpointError(f"{origin} contains no args, which describe the model")
     arguments = described.state
     unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
+    if arguments.get("normalization") != "RMSNorm":
+        unsupported += [f"{name} without RMSNorm" for name in _UNIT_OFFSET if arguments.get(name)]
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         unsupported.append("qk_layernorm without RMSNorm")
     if unsupported:
@@ -184,10 +186,12 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     padded, vocabulary = arguments["padded_vocab_size"], arguments.get("vocab_size")
     heads = arguments["num_attention_heads"]
     grouped = arguments.get("group_query_attention")
-    swiglu = bool(arguments.get("swiglu"))
     bias = "all" if arguments.get("add_bias_linear", True) else "qkv" if arguments.get("add_qkv_bias") else "none"
     fused_gelu = arguments.get("bias_gelu_fusion") and bias == "all"  # the fused kernel computes the approximation
-    gelu = "gelu_tanh" if fused_gelu or arguments.get("openai_gelu") else "gelu"
+    gelu = "gelu_tanh" if fused_gelu else "gelu"
+    activation = next((ours for theirs, ours in _ACTIVATIONS.items() if arguments.get(theirs)), gelu)
+    norm = known_word(_NORMALIZATIONS, arguments.get("normalization", "LayerNorm"))
+    offset = "_unit_offset" if any(map(arguments.get, _UNIT_OFFSET)) else ""
     positions = arguments.get("position_embedding_type", "learned_absolute")
     return {
         "vocabulary_size": vocabulary if isinstance(vocabulary, int) and 0 < vocabulary <= padded else padded,
@@ -198,9 +202,9 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "head_size": arguments.get("kv_channels"),
         "ffn_hidden_size": arguments["ffn_hidden_size"],
         "max_positions": arguments["max_position_embeddings"],
-        "normalization": known_word(_NORMALIZATIONS, arguments.get("normalization", "LayerNorm")),
+        "normalization": norm + offset,
         "norm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
-        "activation": "swiglu" if swiglu else gelu,
+        "activation": activation,
         "positions": known_word(_POSITIONS, positions),
         "rotary_fraction": float(arguments.get("rotary_percent", 1.0)) if positions == "rope" else 1.0,
         "rope_theta": float(arguments.get("rotary_base", 10000)),
@@ -247,10 +251,15 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
     scaling = model.rope_scaling
     if scaling.kind == "llama3" and any(getattr(scaling, name) != value for name, value in _LLAMA3.items()):
         raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
-    if model.qk_norm and model.normalization != "rms_norm":
+    if model.activation not in ("gelu", *_ACTIVATIONS.values()):
+        raise CheckpointError(
+            f"model.activation is {model.activation!r}, which Megatron-LM's arguments cannot express; only gelu, "
+            f"{', '.join(_ACTIVATIONS.values())} can be converted"
+        )
+    if model.qk_norm and model.normalization == "layer_norm":
         raise CheckpointError(
             f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
-            "kind of norm in a model; only rms_norm can be converted with model.qk_norm"
+            "kind of norm in a model; only rms norms can be converted with model.qk_norm"
         )
     _check_attention(model)
     run = contents.run
@@ -274,13 +283,11 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
         rotary_seq_len_interpolation_factor=scaling.factor if scaling.kind == "linear" else None,
         use_rope_scaling=scaling.kind == "llama3",
         rope_scaling_factor=scaling.factor if scaling.kind == "llama3" else 8.0,
-        normalization=reverse[model.normalization],
+        normalization=reverse[model.normalization.removesuffix("_unit_offset")],
         norm_epsilon=model.norm_epsilon,
-        apply_layernorm_1p=False,
-        swiglu=model.activation == "swiglu",
-        openai_gelu=model.activation == "gelu_tanh",
+        apply_layernorm_1p=model.normalization == "rms_norm_unit_offset",
+        **{theirs: model.activation == ours for theirs, ours in _ACTIVATIONS.items()},
         bias_gelu_fusion=False,
-        squared_relu=False,
         add_bias_linear=model.bias == "all",
         add_qkv_bias=model.bias != "none",
         qk_layernorm=model.qk_norm,

@@ -146,7 +146,7 @@ def bert_config(trained: TrainedModel) -> BertPretrainConfig:
 
 
 def _is_bert(run: RunState) -> bool:
-    return "norm_position" in run.config.get("model", {})
+    return "sentence_head" in run.config.get("model", {})
 
 
 def _config_as(kind: type[Config], run: RunState) -> Config:

@@ -182,8 +182,9 @@ class Attention(nn.Module):
             self.key_norm = ProjectionNorm(within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
         elif model.qk_norm:
             # Each rank normalises its own heads with the one weight.
-            self.query_norm = Norm("rms_norm", within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
-            self.key_norm = Norm("rms_norm", within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
+            op = model.head_norm_kind.op
+            self.query_norm = Norm(op, within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
+            self.key_norm = Norm(op, within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
 
     def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
         """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""

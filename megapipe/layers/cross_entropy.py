@@ -12,13 +12,14 @@ them one.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.kernels.reference.cross_entropy import merged
-from megapipe.kernels.registry import Registry
+from megapipe.kernels.reference.cross_entropy import merged, softcapped
+from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import Linear, OnShards, Shapes, weight_gradient
 from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_from_group
@@ -43,16 +44,23 @@ class VocabParallelHead(Linear, OnShards):
 
     shapes: of `weight` (stored rows, hidden). vocabulary_size: true number of tokens; rows after it are padding,
     which neither enters a softmax nor gets a gradient. recompute: recompute the logits in the backward, chunk by
-    chunk, instead of keeping their gradient; such a loss cannot be split.
+    chunk, instead of keeping their gradient; such a loss cannot be split. softcap: bound of the logits, by tanh.
     """
 
     def __init__(
-        self, shapes: Shapes, vocabulary_size: int, group: Group, kernels: Registry, recompute: bool = False
+        self,
+        shapes: Shapes,
+        vocabulary_size: int,
+        group: Group,
+        kernels: Registry,
+        recompute: bool = False,
+        softcap: float | None = None,
     ) -> None:
         super().__init__(shapes, group)
         self.vocabulary_size = vocabulary_size
         self.kernels = kernels
         self.recompute = recompute
+        self.softcap = softcap
         stored = shapes["weight"][0]
         self.first_column = group.rank * stored
         self.num_columns = max(0, min(stored, vocabulary_size - self.first_column))
@@ -60,6 +68,8 @@ class VocabParallelHead(Linear, OnShards):
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """x [b, s, h] to logits over the true vocabulary [b, s, v], on every rank."""
         local = self.local_product(self._all_tokens(x), tape, add_bias=False)
+        if self.softcap is not None:
+            local = softcapped(local, self.softcap)[0].to(local.dtype)
         return gather_from_group(local, self.group, dim=-1)[..., : self.vocabulary_size]
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
@@ -106,6 +116,13 @@ class VocabParallelHead(Linear, OnShards):
         row_weight = saved[2] if len(saved) == 3 else None
         return [(self.weight, loss_weight_gradient(self.rows_of(saved[0]), saved[1], row_weight, gradient))]
 
+    def loss_op(self, rows: Tensor) -> Implementation:
+        """The op `linear_cross_entropy` for such rows, of capped logits if there is a cap."""
+        if self.softcap is None:
+            return self.kernels.pick("linear_cross_entropy", rows)
+        op = self.kernels.pick("softcapped_linear_cross_entropy", rows)
+        return Implementation(**{name: partial(function, cap=self.softcap) for name, function in vars(op).items()})
+
     def _all_tokens(self, x: Tensor) -> Tensor:
         """Return the rows that every rank multiplies with its part of the matrix."""
         return copy_to_group(x, self.group) if self.sequence is None else self.sequence.whole(x)
@@ -141,7 +158,7 @@ def loss_and_logit_gradient(
     rows: Tensor, weight: Tensor, head: VocabParallelHead, targets: Targets, row_weight: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(loss sum, gradient of the unweighted loss of each row by its logits [n, stored columns] if `keep`)."""
-    op = head.kernels.pick("linear_cross_entropy", rows)
+    op = head.loss_op(rows)
     group, columns, owned = head.group, targets.columns, targets.owned
     gradient = None
     if keep:
@@ -219,7 +236,7 @@ class _Recomputed(torch.autograd.Function):
         kept: Tensor,
     ) -> Tensor:
         targets = head._targets(labels, row_weight)
-        op = head.kernels.pick("linear_cross_entropy", rows)
+        op = head.loss_op(rows)
         own = op.statistics(rows, weight, targets.columns, targets.owned, head.num_columns, bias)
         log_sum_exp, loss = merged_loss(own, head.group, targets, row_weight)
         ctx.save_for_backward(kept, weight, bias, labels, row_weight, log_sum_exp)
@@ -231,7 +248,7 @@ class _Recomputed(torch.autograd.Function):
         kept, weight, bias, labels, row_weight, log_sum_exp = ctx.saved_tensors
         head = ctx.head
         rows = head.rows_of(kept)
-        op = head.kernels.pick("linear_cross_entropy", rows)
+        op = head.loss_op(rows)
         scale = dloss.expand(len(rows)).contiguous() if row_weight is None else dloss * row_weight
         columns, owned = head.columns_of(labels)
         found = op.backward(rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias)

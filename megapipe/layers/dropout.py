@@ -38,8 +38,10 @@ class Dropout(nn.Module, OnShards):
             return x
         return self._drop(x, self._row_keys(context, x).unsqueeze(-1), numbers(0, x.shape[2], x.device))
 
-    def add(self, update: Tensor, residual: Tensor, context: MicrobatchContext) -> Tensor:
-        """Residual [b, s, h] plus an update with channels dropped, for an active dropout."""
+    def add(self, update: Tensor, residual: Tensor, context: MicrobatchContext | None) -> Tensor:
+        """Residual [b, s, h] plus an update, of which an active dropout drops channels."""
+        if context is None or not self.active(context):
+            return residual + update
         op = self.kernels.pick("bias_dropout_residual", update)
         return op.apply(update, None, residual, self._row_keys(context, update), self.probability)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megapipe.kernels.opaque import opaque
+from megapipe.kernels.opaque import constant_when_compiled, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group, scatter_sum
@@ -110,11 +110,12 @@ class _Table(SplitModule):
 class VocabParallelEmbedding(_Table, OnShards):
     """Word embedding: each rank of the group holds an equal share of the rows, with padding after the last.
 
-    vocabulary_size: true number of tokens.
+    vocabulary_size: true number of tokens. scale: factor of the rows, which is rounded to their dtype first.
     """
 
-    def __init__(self, shapes: Shapes, vocabulary_size: int, group: Group) -> None:
+    def __init__(self, shapes: Shapes, vocabulary_size: int, group: Group, scale: float) -> None:
         super().__init__(shapes, group.rank, group.size)
+        self.scale = scale
         self.vocabulary_size = vocabulary_size
         self.group = group
 
@@ -131,9 +132,14 @@ class VocabParallelEmbedding(_Table, OnShards):
                     "raise model.vocabulary_size to the tokenizer's"
                 )
         found = self.look_up(tokens, None, tape)
-        if self.group.size == 1:
-            return found
-        return reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
+        if self.group.size > 1:
+            found = reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
+        return found if self.scale == 1 else found * _rounded(self.scale, found.dtype)
+
+
+@constant_when_compiled
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()
 
 
 class LearnedPositions(_Table, OnShards):

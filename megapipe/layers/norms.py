@@ -65,7 +65,7 @@ class _ProbedNorm(torch.autograd.Function):
 class Norm(SplitModule, OnShards):
     """Normalisation of [..., h] with weight and, where the op has one, bias [h].
 
-    op: of the kernel registry, layer_norm or rms_norm. shapes: of `weight` and `bias`. epsilon: added to the variance
+    op: of the kernel registry, such as layer_norm. shapes: of `weight` and `bias`. epsilon: added to the variance
     (mean square). kernels: runs the op.
     gradient_group: ranks that normalise different rows with one weight, so that its gradient is a sum over them. Where
     tokens are sharded that holds for every norm, and the sum is left to the step.

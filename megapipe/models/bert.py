@@ -14,7 +14,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import BidirectionalAttention
-from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
+from megapipe.layers.context import BertContext, token_numbers
 from megapipe.layers.cross_entropy import MaskedTokenHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
@@ -30,7 +30,7 @@ class BertEmbedding(nn.Module):
 
     def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group)
+        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
         self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
         self.token_type = TokenTypes(within(shapes, "token_type"))
         self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.norm_position == "post" else None
@@ -52,24 +52,9 @@ class BertEmbedding(nn.Module):
 
 
 class BertBlock(Block):
-    """One transformer block with bidirectional attention; the model decides where its norms are."""
+    """One transformer block with bidirectional attention."""
 
     attention_kind = BidirectionalAttention
-
-    def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry, index: int) -> None:
-        super().__init__(model, shapes, group, kernels, index)
-        self.norm_position = model.norm_position
-
-    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
-        if self.norm_position == "pre":
-            return super().forward(hidden, context)
-        tape = context.tape
-        update = self.attention(hidden, context)
-        added = _added(self.attention_dropout, update, hidden, context)
-        hidden = self.attention_norm(added, tape)
-        update = self.mlp(hidden, tape, self.attention_norm.again(added, tape))
-        return (self.mlp_norm(_added(self.mlp_dropout, update, hidden, context), tape),)
 
 
 class BertHead(nn.Module, OnShards):
@@ -157,10 +142,6 @@ def build_layer(
         module = BertHead(model, shapes, tensor_group, kernels, recompute_logits)
     check_declared(module, spec, model, shapes)
     return module
-
-
-def _added(dropout: Dropout, update: Tensor, hidden: Tensor, context: MicrobatchContext) -> Tensor:
-    return dropout.add(update, hidden, context) if dropout.active(context) else hidden + update
 
 
 def _sentence_loss(logits: Tensor, context: BertContext) -> Tensor:

@@ -1,6 +1,6 @@
 """GPT as a list of layers: embedding, blocks, head. GPT-2/3, Llama, Mistral and Qwen shapes come from one block."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
 from megapipe.layers.feed_forward import MLP, Experts
 from megapipe.layers.linear import Shapes, partial_parameters, within
 from megapipe.layers.norms import Norm
+from megapipe.layers.split import Remade, SplitTape
 from megapipe.parallel.groups import Group
 from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.layers import layer_ops
@@ -29,7 +30,7 @@ class Embedding(nn.Module):
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group)
+        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
         self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
@@ -44,18 +45,26 @@ class Embedding(nn.Module):
         return (self.dropout(hidden, context),)
 
 
+BlockAttention = Callable[[Tensor, Remade | None], Tensor]
+"""Hidden states [b, s, h], and how to recompute them, to the output of attention [b, s, h]."""
+
+
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One transformer block; the model decides where its norms are."""
 
     attention_kind = Attention
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, index: int) -> None:
         super().__init__()
         attention_site, attention_output_site, mlp_output_site = block_sites(index)
-        self.attention_norm = make_norm(model, within(shapes, "attention_norm"), kernels)
+        self.post_norm, self.parallel = model.norm_position == "post", model.parallel_residual
+        self.update_scale = model.residual_scale
+        self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = (
+            make_norm(model, within(shapes, path), kernels) if f"{path}.weight" in shapes else None
+            for path in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
+        )
         self.attention = self.attention_kind(model, within(shapes, "attention"), group, kernels, attention_site)
         self.attention_dropout = Dropout(model.hidden_dropout, attention_output_site, kernels)
-        self.mlp_norm = make_norm(model, within(shapes, "mlp_norm"), kernels)
         feed_forward = MLP if model.num_experts is None else Experts
         self.mlp = feed_forward(model, within(shapes, "mlp"), group, kernels)
         self.mlp_dropout = Dropout(model.hidden_dropout, mlp_output_site, kernels)
@@ -68,21 +77,54 @@ class Block(nn.Module):
         """Recompute these parts in the backward instead of saving them; the bits are the same."""
         self.attention.recompute = "attention" in parts
         self.mlp.recompute = "mlp" in parts
-        self.attention_norm.recompute = self.mlp_norm.recompute = "norms" in parts
+        for norm in (self.attention_norm, self.mlp_norm):
+            if norm is not None:
+                norm.recompute = "norms" in parts
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
-        tape = context.tape
-        update = self.attention(self.attention_norm(hidden, tape), context, self.attention_norm.again(hidden, tape))
-        if self.attention_dropout.active(context):
+        return (self.around(lambda x, again: self.attention(x, context, again), hidden, context),)
+
+    def around(self, attention: BlockAttention, hidden: Tensor, context: MicrobatchContext | None) -> Tensor:
+        """Return the output [b, s, h] of the block with this attention. context: None for decoding."""
+        tape = None if context is None else context.tape
+        if self.post_norm:
+            return self._post_norm(attention, hidden, context, tape)
+        update = self._update(
+            attention(*_normalised(self.attention_norm, hidden, tape)), self.attention_output_norm, tape
+        )
+        if self.parallel:
+            mlp_input = _normalised(self.mlp_norm, hidden, tape)
             hidden = self.attention_dropout.add(update, hidden, context)
-            normalised = self.mlp_norm(hidden, tape)
+        elif self.mlp_norm is None or (context is not None and self.attention_dropout.active(context)):
+            hidden = self.attention_dropout.add(update, hidden, context)
+            mlp_input = _normalised(self.mlp_norm, hidden, tape)
         else:
             normalised, hidden = self.mlp_norm.add(update, hidden, tape)
-        update = self.mlp(normalised, tape, self.mlp_norm.again(hidden, tape))
-        if self.mlp_dropout.active(context):
-            return (self.mlp_dropout.add(update, hidden, context),)
-        return (hidden + update,)
+            mlp_input = normalised, self.mlp_norm.again(hidden, tape)
+        update = self._update(self.mlp(mlp_input[0], tape, mlp_input[1]), self.mlp_output_norm, tape)
+        return self.mlp_dropout.add(update, hidden, context)
+
+    def _post_norm(
+        self, attention: BlockAttention, hidden: Tensor, context: MicrobatchContext | None, tape: SplitTape | None
+    ) -> Tensor:
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
+        added = self.attention_dropout.add(self._update(attention(hidden, None), None, tape), hidden, context)
+        hidden = self.attention_norm(added, tape)
+        update = self._update(self.mlp(hidden, tape, self.attention_norm.again(added, tape)), None, tape)
+        return self.mlp_norm(self.mlp_dropout.add(update, hidden, context), tape)
+
+    def _update(self, output: Tensor, norm: Norm | None, tape: SplitTape | None) -> Tensor:
+        """Return what an output of attention or MLP adds to the residual stream."""
+        if norm is not None:
+            output = norm(output, tape)
+        return output if self.update_scale == 1 else output * self.update_scale
+
+
+def _normalised(norm: Norm | None, hidden: Tensor, tape: SplitTape | None) -> tuple[Tensor, Remade | None]:
+    """Return the norm of hidden states, and how to recompute it; without a norm the hidden states."""
+    return (hidden, None) if norm is None else (norm(hidden, tape), norm.again(hidden, tape))
 
 
 class Head(nn.Module):
@@ -93,8 +135,9 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = make_norm(model, within(shapes, "norm"), kernels)
+        self.logit_scale = model.logit_scale
         self.output = VocabParallelHead(
-            within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits
+            within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits, model.logit_softcap
         )
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
@@ -102,10 +145,15 @@ class Head(nn.Module):
 
         Without labels in the context: to (logits over the true vocabulary [b, s, v],).
         """
-        hidden = self.norm(hidden, context.tape)
+        hidden = self.normalised(hidden, context.tape)
         if context.labels is None:
             return (self.output.logits(hidden, context.tape),)
         return (self.output.loss_sum(hidden, context.labels, context.loss_mask, context.tape),)
+
+    def normalised(self, hidden: Tensor, tape: SplitTape | None) -> Tensor:
+        """Return what the output projection reads. Scaled hidden states have scaled logits."""
+        hidden = self.norm(hidden, tape)
+        return hidden if self.logit_scale == 1 else hidden * self.logit_scale
 
 
 def build_layer(

@@ -79,8 +79,7 @@ class DecodingBlock:
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
         (hidden,) = inputs
-        hidden = hidden + self._attention(self._block.attention_norm(hidden, None), context)
-        return (hidden + self._block.mlp(self._block.mlp_norm(hidden, None), None),)
+        return (self._block.around(lambda x, _: self._attention(x, context), hidden, None),)
 
     def _attention(self, x: Tensor, context: DecodingContext) -> Tensor:
         attention = self._block.attention
@@ -124,7 +123,7 @@ class DecodingHead:
         """(hidden [b, s, h],) to (logits over the true vocabulary [b, v],)."""
         (hidden,) = inputs
         wanted = hidden[torch.arange(len(hidden), device=hidden.device), context.last].unsqueeze(1)
-        return (self._head.output.logits(self._head.norm(wanted, None), None).squeeze(1),)
+        return (self._head.output.logits(self._head.normalised(wanted, None), None).squeeze(1),)
 
 
 def decoding_layer(layer: object, *, rows: int, capacity: int) -> DecodingLayer:

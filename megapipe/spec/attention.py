@@ -16,6 +16,7 @@ from megapipe.spec.linear import (
     linear_bias,
     linear_products,
     matrix,
+    norm_init,
     residual_std,
     scales,
     vector,
@@ -39,8 +40,8 @@ CAUSAL_SHARE = 0.5
 """Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
 
 
-def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
-    """Yield the projections and what is between them.
+def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
+    """Yield the projections and what is between them. handed: gradient of the output.
 
     qkv has, per kv group, the group's query heads, then its key, then its value. An attention of context ranks is a
     ring (keys and values go round, in the backward with their gradients in fp32), or exchanges heads for tokens.
@@ -67,7 +68,7 @@ def attention(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         "output",
         weights=(output, *linear_bias(model, "attention.output.bias", (hidden,), None)),
         saves=(result,),
-        weight_needs=(Value("attention result", mixed), gradient("attention output", shape.own_stream)),
+        weight_needs=(Value("attention result", mixed), handed),
         flops=linear_flops(all_tokens(shape), output.num_elements),
         collectives=scales(shape),
         kernels=partial(linear_products, shape, output, shape.tokens),
@@ -84,6 +85,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         rows = shape.tokens * (heads + keys)
         before = Value("heads before their norms", (rows + shape.tokens * keys) * head_dim * width)
         whole = model.qk_norm_over == "projection"
+    init = ONES if whole else norm_init(model.head_norm_kind)
         statistics = Value("head norm statistics", (2 * shape.tokens if whole else rows) * FULL_BYTES)
         saves.append(statistics)
         needs = before, statistics, gradient("normalised heads", rows * head_dim * width)
@@ -132,10 +134,11 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
 def _norm_weights(model: ModelConfig) -> Iterator[ParameterSpec]:
     """Yield the weights of the norms of queries and keys: one for every head, or one for each channel of all heads."""
     whole = model.qk_norm_over == "projection"
+    init = ONES if whole else norm_init(model.head_norm_kind)
     query = (model.kv_heads, model.num_heads // model.kv_heads)
     for name, heads in (("query_norm", query), ("key_norm", query[:1])) if model.qk_norm else ():
         shape = (*heads, model.head_dim) if whole else (model.head_dim,)
-        yield vector(f"attention.{name}.weight", shape, 0 if whole else None, ONES)
+        yield vector(f"attention.{name}.weight", shape, 0 if whole else None, init)
 
 
 def _attended(
@@ -254,7 +257,7 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
 def _attention_uses(shape: MicrobatchShape) -> tuple[KernelUse, ...]:
     model, uses = shape.model, list[KernelUse]()
     if model.qk_norm and model.qk_norm_over == "head":
-        uses.append(KernelUse("rms_norm", model.head_dim, calls=2))
+        uses.append(KernelUse(model.head_norm_kind.op, model.head_dim, calls=2))
     if model.positions == "rotary":
         uses.append(KernelUse("rotary", model.rotary_dim, calls=2))
     masks = isinstance(model, BertModelConfig) or shape.isolate_documents or model.attention_softcap is not None

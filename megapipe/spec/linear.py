@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ModelConfig, NormKind
 from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.ops import (
     Collective,
@@ -14,14 +14,19 @@ from megapipe.spec.ops import (
 )
 from megapipe.spec.parameters import Init, ParameterSpec
 
-ZEROS, ONES = Init("zeros"), Init("ones")
+ZEROS = Init("zeros")
 CHUNK_BYTES = 2**28
 """Bytes of the logits that are computed at a time where the backward recomputes them."""
 
 
+def norm_init(kind: NormKind) -> Init:
+    """Return how the weight of a norm starts."""
+    return Init(kind.initial)
+
+
 def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
     """Return the weight and, for layer norm, the bias of the norm at `path`."""
-    weight = vector(f"{path}.weight", (model.hidden_size,), None, ONES)
+    weight = vector(f"{path}.weight", (model.hidden_size,), None, norm_init(model.norm_kind))
     if not model.norm_kind.centred:
         return (weight,)
     return weight, vector(f"{path}.bias", (model.hidden_size,), None, ZEROS)

@@ -79,11 +79,12 @@ def _feed_forward(shape: MicrobatchShape, *, whole: bool) -> _FeedForward:
     hidden = rows * model.hidden_size * shape.width // (1 if experts else shape.shards)
     inner = rows * model.ffn_size * shape.width // (1 if experts else shape.tensor)
     again = inner if "mlp" in shape.recompute else 0
+    freed = hidden * experts + shape.own_stream * model.normalizes_outputs
     return _FeedForward(
         hidden,
         inner,
         inner * (1 + model.activation_kind.gated),
-        hidden if experts and whole else 0,
+        freed if whole else 0,
         inner - again if whole else 0,
         again,
     )
@@ -92,7 +93,7 @@ def _feed_forward(shape: MicrobatchShape, *, whole: bool) -> _FeedForward:
 def down_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
     """Return those of an MLP's second matrix. A product's output gradient is freed before its weight's gradient is
     cast, unless it is the residual stream's."""
-    keeps = shape.model.num_experts is not None or bool(shape.model.hidden_dropout)
+    keeps = shape.model.num_experts is not None or shape.model.changes_updates
 
     def of(whole: bool) -> int:
         sizes, elements = _feed_forward(shape, whole=whole), _elements(shape, weight) if whole else 0

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.memory import RecomputedPart
@@ -64,23 +65,50 @@ SENTENCE_CLASSES = 2
 
 def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of one block: attention and MLP, or experts, with their norms and residual sums."""
-    model = shape.model
-    post_norm = isinstance(model, BertModelConfig) and model.norm_position == "post"
+    model, position = shape.model, shape.model.norm_position
     layer_input, after_attention, after_mlp = (
         Value(name, shape.own_stream) for name in ("input", "attention residual", "mlp residual")
     )
     # Each norm's input, and its result, which the following matrix product reads.
-    first_input, second_input = (after_attention, after_mlp) if post_norm else (layer_input, after_attention)
+    first_input = after_attention if position == "post" else layer_input
+    second_input = {"post": after_mlp}.get(position, layer_input if model.parallel_residual else after_attention)
     first, second = (
         Value(name, shape.own_stream, "norms", (source,))
         for name, source in (("attention norm", first_input), ("mlp norm", second_input))
     )
-    yield norm(shape, "attention_norm", first_input, part="norms")
-    yield from attention(shape, layer_input if post_norm else first)
+    reads = {"post": (layer_input, first), "output": (layer_input, after_attention)}.get(position, (first, second))
+    if position != "output":
+        yield norm(shape, "attention_norm", first_input, part="norms")
+    # Only sums that nothing else reads hand the gradient of the block's output on.
+    first_handed, second_handed = (
+        gradient(name, shape.own_stream) if changed else Value(OUTPUT_GRADIENT, shape.own_stream)
+        for name, changed in (
+            ("attention output", model.changes_updates or not model.parallel_residual),
+            ("down", model.changes_updates or position == "post"),
+        )
+    )
+    yield from attention(shape, reads[0], first_handed)
+    yield from _output_norm(shape, "attention")
     yield residual(shape, "attention residual")
-    yield norm(shape, "mlp_norm", second_input, part=None if post_norm else "norms")
-    yield from (mlp if model.num_experts is None else experts)(shape, first if post_norm else second)
+    if position != "output":
+        yield norm(shape, "mlp_norm", second_input, part=None if position == "post" else "norms")
+    if model.num_experts is None:
+        yield from mlp(shape, reads[1], second_handed)
+    else:
+        yield from experts(shape, reads[1])
+    yield from _output_norm(shape, "mlp")
     yield residual(shape, "mlp residual")
+
+
+def _output_norm(shape: MicrobatchShape, half: Literal["attention", "mlp"]) -> Iterator[Op]:
+    """Yield the norm of the output of attention or MLP, if the model has one. Nothing keeps its result."""
+    model, stream = shape.model, shape.own_stream
+    if not model.normalizes_outputs:
+        return
+    op = norm(shape, f"{half}_output_norm", Value(f"{half} update", stream))
+    if half == "mlp" and not model.hidden_dropout and model.residual_scale == 1:
+        op = op._replace(weight_needs=(*op.weight_needs[:-1], Value(OUTPUT_GRADIENT, stream)))
+    yield op
 
 
 def norm(
@@ -91,7 +119,7 @@ def norm(
     of its last norm, where that comes after the residual sum."""
     model, stream = shape.model, shape.own_stream
     statistics = Value(f"{path} statistics", shape.statistics(shape.tokens // shape.shards))
-    again = path != "norm" and "norms" in shape.recompute
+    again = path in ("attention_norm", "mlp_norm") and "norms" in shape.recompute
     weights = norm_weights(model, path)
     copied = sum(spec.num_elements for spec in weights) * shape.width
     return Op(
@@ -116,8 +144,8 @@ def residual(shape: MicrobatchShape, name: str) -> Op:
     )
 
 
-def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
-    """Yield the ops of an MLP. Under swiglu axis 0 of `up` is (gate, up)."""
+def mlp(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
+    """Yield the ops of an MLP. Axis 0 of a gated `up` is (gate, up). handed: gradient of its output."""
     model, hidden, ffn = shape.model, shape.model.hidden_size, shape.model.ffn_size
     gate = 1 + model.activation_kind.gated
     rows, axis = ((2, ffn), 1) if model.activation_kind.gated else ((ffn,), 0)
@@ -126,9 +154,6 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
     inner = shape.tokens * ffn * shape.width // shape.tensor
     outer = Value("up", inner * gate)
     activated = Value("activation", inner, "mlp", (outer,))
-    # A residual sum hands its gradient on as it is, but a norm or dropout after the product makes another one.
-    post_norm = isinstance(model, BertModelConfig) and model.norm_position == "post"
-    handed = "gradient of down" if post_norm or model.hidden_dropout else OUTPUT_GRADIENT
     yield Op(
         "up",
         weights=(up, *linear_bias(model, "mlp.up.bias", rows, axis)),
@@ -144,7 +169,7 @@ def mlp(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         "down",
         weights=(down, *linear_bias(model, "mlp.down.bias", (hidden,), None)),
         saves=(activated,),
-        weight_needs=(activated, Value(handed, shape.own_stream)),
+        weight_needs=(activated, handed),
         flops=linear_flops(all_tokens(shape), down.num_elements),
         collectives=scales(shape),
         kernels=partial(linear_products, shape, down, shape.tokens),
@@ -285,7 +310,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of an embedding: rows that are looked up and summed, and a norm in post-norm BERTs."""
     model, stream = shape.model, shape.own_stream
     bert = isinstance(model, BertModelConfig)
-    post_norm = isinstance(model, BertModelConfig) and model.norm_position == "post"
+    post_norm = model.norm_position == "post"
     tables = [table(model, "word.weight", model.vocabulary_size, padded=True)]
     if model.positions == "learned":
         tables.append(table(model, "position.weight", model.max_positions, padded=False))
@@ -303,7 +328,8 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     # Sequence parallelism gathers the gradient of the word embeddings; other tables read that of their shard, and
     # positions its sum over samples, unless they count from the starts of documents, which differ between samples.
     changed = post_norm or model.embedding_dropout > 0
-    words = "gradient of words" if changed or shape.sequence_parallel else OUTPUT_GRADIENT
+    scaled = changed or model.embedding_scale != 1
+    words = "gradient of words" if scaled or shape.sequence_parallel else OUTPUT_GRADIENT
     handed = [Value(words, shape.stream)]
     summed = model.positions == "learned" and not shape.isolate_documents
     if shape.sequence_parallel and (bert or (model.positions == "learned" and not summed)):
@@ -465,13 +491,14 @@ def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
     model, shards = shape.model, shape.tensor
     columns = max(0, min(_columns(shape), model.vocabulary_size - shape.tensor_rank * _columns(shape)))
     gradients = int(columns > 0)
+    op = "linear_cross_entropy" if model.logit_softcap is None else "softcapped_linear_cross_entropy"
     if shape.recompute_logits:
         chunks = -(-rows // chunk_rows(columns, shape.width))
-        return KernelUse("linear_cross_entropy", model.hidden_size, chunks, backward=chunks * gradients)
+        return KernelUse(op, model.hidden_size, chunks, backward=chunks * gradients)
     if isinstance(model, BertModelConfig):
         return KernelUse("cross_entropy", -(-model.vocabulary_size // shards), gradients)
     calls = 1 if shards == 1 else 1 + gradients
-    return KernelUse("linear_cross_entropy", model.hidden_size, calls, backward=0)
+    return KernelUse(op, model.hidden_size, calls, backward=0)
 
 
 def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:

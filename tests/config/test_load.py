@@ -62,7 +62,7 @@ FILES = {
     "group": "modle:\n  num_layers: 2\n",
     "twice": "model:\n  num_layers: 2\n  num_layers: 3\n",
     "words": "model:\n  num_layers: two\n",
-    "choice": "model:\n  activation: relu\n",
+    "choice": "model:\n  activation: rely\n",
     "open": "a: [1\n",
     "two": "num_layers: two\n",
     "text": "just text\n",
@@ -75,7 +75,7 @@ WRONG_FILES = """
 --config group | did you mean 'model
 --config twice | line 3: the key 'num_layers' appears twice
 --config words | model.num_layers is two, but must be a whole number from 1 to 1048576
---config choice | model.activation is relu, but must be one of gelu, gelu_tanh, swiglu
+--config choice | model.activation is rely, but must be one of gelu, gelu_tanh, swiglu
 --model open | is not valid YAML: line 2, column 1: expected
 --model two | two.yaml: model.num_layers is two, but must be a whole number from 1 to
 --model text | is not a mapping

@@ -33,6 +33,8 @@ class Norm:
 
     def torchs(self, x: Tensor, parameters: list[Tensor]) -> Tensor:
         function = functional.layer_norm if self.op == "layer_norm" else functional.rms_norm
+        if self.op == "rms_norm_unit_offset":  # torch's own takes a weight of x's dtype
+            return functional.rms_norm(x, x.shape[-1:], 1 + parameters[0], eps=EPSILON)
         return function(x, x.shape[-1:], *parameters, eps=EPSILON)
 
     def torchs_gradients(self, x: Tensor, parameters: list[Tensor], dy: Tensor, dx: Tensor) -> list[Tensor]:

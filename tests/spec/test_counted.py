@@ -29,6 +29,12 @@ LLAMA: dict[str, Any] = {
     "tie_embeddings": False,
 }
 DROPOUT = {"hidden_dropout": 0.1, "embedding_dropout": 0.1}
+GEMMA: dict[str, Any] = {
+    **LLAMA,
+    "norm_position": "sandwich",
+    "normalization": "rms_norm_unit_offset",
+    "activation": "geglu_tanh",
+}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn_hidden_size": 96, "expert_balance_rate": 0.0}
 GPT: dict[str, dict[str, Any]] = {
     "gpt2": {},
@@ -43,6 +49,13 @@ GPT: dict[str, dict[str, Any]] = {
     "capped scores": {**LLAMA, "attention_softcap": 5.0, "qk_norm": True, "qk_norm_over": "projection"},
     "experts": {**EXPERTS, "normalize_expert_shares": False},
     "llama with experts": {**LLAMA, **EXPERTS},
+    "gemma": {**GEMMA, "embedding_scale": 8.0},
+    "gemma with dropout": {**GEMMA, **DROPOUT, "normalization": "layer_norm"},
+    "experts between norms": {**GEMMA, **EXPERTS},
+    "olmo2": {**LLAMA, "norm_position": "output", "qk_norm": True},
+    "gpt-neox": {"parallel_residual": True, "tie_embeddings": False},
+    "gpt-neox with dropout": {"parallel_residual": True, **DROPOUT},
+    "granite": {**LLAMA, "residual_scale": 0.5, "logit_scale": 0.25, "embedding_scale": 3.0},
 }
 BERT: dict[str, dict[str, Any]] = {
     "post-norm bert": {"norm_position": "post"},
