@@ -319,6 +319,7 @@ def why_a_mask(model: ModelConfig, device: str) -> str | None:
         return "model.attention_dropout needs the unfused path"
     if device != "cuda":
         return f"torch's flex_attention has no backward on {device}"
-    if model.head_dim < LEAST_HEAD_DIM:
-        return f"torch's flex_attention needs heads of {LEAST_HEAD_DIM} channels, and these have {model.head_dim}"
+    narrowest = min(each.head_dim for each in model.kinds_of_layers.values())
+    if narrowest < LEAST_HEAD_DIM:
+        return f"torch's flex_attention needs heads of {LEAST_HEAD_DIM} channels, and these have {narrowest}"
     return None
