@@ -384,6 +384,11 @@ def _check(
     ]
     lists = {"tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
     problems += [f"no {name} is given; give one or more" for name, values in lists.items() if not values]
+    if config.model.layer_pattern:
+        problems.append(
+            f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is measured for all; "
+            "leave it and model.layer_kinds out, and set the fields of the kind of block to measure"
+        )
     if not problems:
         problems += [problem for size in tensor_sizes for problem in tensor_problems(config.model, size)]
         problems += [problem for size in context_sizes for problem in context_problems(_of_context(config, size))]

@@ -37,6 +37,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
         "model": (
             *("vocabulary_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size"),
             *("ffn_hidden_size", "num_experts", "experts_per_token", "normalize_expert_shares", "max_positions"),
+            *("layer_kinds", "layer_pattern"),
             *("normalization", "norm_epsilon", "norm_position", "activation", "positions", "rope_theta"),
             *("rope_scaling.kind", "rope_scaling.factor", "rope_scaling.low_frequency_factor"),
             *("rope_scaling.high_frequency_factor", "rope_scaling.original_length", "rope_scaling.beta_fast"),

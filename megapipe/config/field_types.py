@@ -75,6 +75,25 @@ def rule_of(hint: Any) -> str:
     return f"each {rule}" if rule and get_origin(hint) in (list, tuple, dict, Mapping) else rule
 
 
+def is_value_of(hint: Any, value: Any) -> bool:
+    """Return whether a plain value has the type of a field, within its bounds: a number, text, true or false, null, or
+    one of several words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(is_value_of(each, value) for each in arguments)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    kind = base_of(hint)
+    if kind is NoneType:
+        return value is None
+    if isinstance(value, bool) or kind is bool:
+        return kind is type(value)
+    if not isinstance(value, (int, float) if kind is float else kind):
+        return False
+    bound = bound_of(hint)
+    return bound is None or bound.holds(value)
+
+
 def in_words(hint: Any) -> str:
     """Return the values of a type in words, such as `a whole number of at least 1, or null`."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -100,6 +119,8 @@ def _several(hint: Any) -> str:
         return f"mappings of any of {', '.join(type_hints(hint))}"
     if get_origin(hint) in (list, tuple):
         return f"lists of {_several(get_args(hint)[0])}"
+    if get_origin(hint) in (dict, Mapping):
+        return "mappings of fields to values"
     if get_origin(hint) is Literal:
         return f"any of {', '.join(map(str, get_args(hint)))}"
     return {int: "whole numbers", float: "numbers"}.get(hint, "names")
@@ -125,7 +146,7 @@ def outside(hint: Any, value: Any, place: str = "") -> Iterator[tuple[str, Any, 
 
     place: name of the value, such as `parallel.tensor`; the places of parts start with it.
     """
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str) or hint is Any:
         return
     if is_dataclass(value):
         for name, inner in type_hints(value.__class__).items():

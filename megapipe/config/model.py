@@ -1,8 +1,8 @@
 """The shape of a transformer language model: GPT-2/3 and Llama, Mistral, Qwen shapes from one set of fields."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 from megapipe.config.field_types import (
     NaturalFloat,
@@ -13,6 +13,9 @@ from megapipe.config.field_types import (
     Size,
     TokenCount,
     bound_problems,
+    in_words,
+    is_value_of,
+    type_hints,
 )
 
 
@@ -53,6 +56,17 @@ ACTIVATIONS = {
     "relu_squared": ActivationKind("relu_squared"),
     "silu": ActivationKind("silu"),
 }
+BASE_KIND = "base"
+"""Entry of `model.layer_pattern` for blocks that have the fields of the model itself."""
+OF_BLOCKS = frozenset(
+    (
+        "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
+        "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
+        "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
+        "expert_balance_rate", "expert_bias",
+    )
+)  # fmt: skip
+"""Fields of a model that its blocks alone read, so that kinds of layers may differ in them."""
 NORMS = {
     "layer_norm": NormKind("layer_norm", centred=True),
     "rms_norm": NormKind("rms_norm", centred=False),
@@ -227,6 +241,39 @@ class ModelConfig:
     """Attention implementation. auto: choose by device, precision and length (unfused for attention_dropout and
     attention_softcap; flex, which is torch's flex_attention, for data.isolate_documents on GPUs)."""
 
+    layer_kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Kinds of blocks that differ from the rest of the model: a name, and the fields that blocks of this kind have
+    instead of the model's, for example {local: {sliding_window: 512}, dense: {num_experts: null}}. They are used by
+    model.layer_pattern."""
+    layer_pattern: tuple[str, ...] = ()
+    """Kind of each block, in order: names of model.layer_kinds, or base for the model's own fields. A pattern that is
+    shorter than model.num_layers repeats, for example [local, local, base]. Empty means that all blocks are alike."""
+
+    def kind_of_layer(self, index: int) -> str:
+        """Return the name of the kind of a block, by its index; base if its fields are those of the model."""
+        name = self.layer_pattern[index % len(self.layer_pattern)] if self.layer_pattern else BASE_KIND
+        return name if self.layer_kinds.get(name) else BASE_KIND
+
+    def of_kind(self, name: str) -> Self:
+        """Return a model whose blocks all are of one kind: the model itself if it has no pattern."""
+        if not self.layer_pattern:
+            return self
+        own = dict(self.layer_kinds.get(name, {}))
+        if own.get("positions") == "none":
+            own.setdefault("rope_scaling", {})
+        if isinstance(own.get("rope_scaling"), Mapping):
+            own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
+        return replace(self, layer_kinds={}, layer_pattern=(), **own)
+
+    @property
+    def kinds_of_layers(self) -> dict[str, Self]:
+        """The models of the kinds that blocks have, by name, in order of their first block; the model alone if its
+        kinds are not valid."""
+        if not self.layer_pattern or self._kind_problems():
+            return {BASE_KIND: self}
+        names = dict.fromkeys(map(self.kind_of_layer, range(min(len(self.layer_pattern), self.num_layers))))
+        return {name: self.of_kind(name) for name in names}
+
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads, with the default resolved."""
@@ -303,7 +350,67 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break; empty if the model is valid."""
-        return bound_problems(self, "model") or self._head_problems() + self._expert_problems() + self._path_problems()
+        found = bound_problems(self, "model") or self._kind_problems()
+        if found or not self.layer_pattern:
+            return found or self._head_problems() + self._expert_problems() + self._path_problems()
+        for name, model in self.kinds_of_layers.items():
+            where = "" if name == BASE_KIND else f" (in model.layer_kinds {name})"
+            found += [problem + where for problem in model.problems()]
+        return list(dict.fromkeys(found))
+
+    def _kind_problems(self) -> list[str]:
+        """Return one message for each rule that kinds of layers and their pattern break."""
+        found, known = [], [BASE_KIND, *self.layer_kinds]
+        for name in dict.fromkeys(self.layer_pattern):
+            if name not in known:
+                found.append(
+                    f"model.layer_pattern has {name!r}, which is not a kind of layer; use one of "
+                    f"{', '.join(map(str, known))}, or add it to model.layer_kinds"
+                )
+        if len(self.layer_pattern) > self.num_layers:
+            found.append(
+                f"model.layer_pattern has {len(self.layer_pattern)} entries, but model.num_layers is "
+                f"{self.num_layers}; leave the last ones out, or raise model.num_layers"
+            )
+        for name, own in self.layer_kinds.items():
+            if not isinstance(name, str):
+                found.append(f"model.layer_kinds has the name {name!r}; names of kinds are text: use another name")
+            elif name == BASE_KIND:
+                found.append(f"model.layer_kinds has {name!r}, the name of the model's own fields; use another name")
+            elif name not in self.layer_pattern:
+                found.append(
+                    f"model.layer_kinds has {name!r}, which model.layer_pattern does not use; add it there, or leave "
+                    "it out"
+                )
+            found += [problem for field, value in own.items() if (problem := self._field_problem(name, field, value))]
+        return found
+
+    def _field_problem(self, kind: str, name: str, value: Any) -> str | None:
+        """Return why the blocks of a kind cannot have a value instead of the model's; None if they can."""
+        where = f"model.layer_kinds {kind}"
+        if name not in OF_BLOCKS:
+            return (
+                f"{where} sets {name!r}, which cannot differ between blocks; use any of {', '.join(sorted(OF_BLOCKS))}"
+            )
+        hint = type_hints(type(self))[name]
+        if is_dataclass(hint):
+            own = value if isinstance(value, Mapping) else {}
+            hints = type_hints(hint)
+            wrong = next((key for key in own if key not in hints), None)
+            if wrong is not None or own is not value:
+                return f"{where}: {name} is {value!r}, but must be a mapping of any of {', '.join(hints)}"
+            for key, each in own.items():
+                if not is_value_of(hints[key], each):
+                    return f"{where}: {name}.{key} is {each!r}, but must be {in_words(hints[key])}"
+            return None
+        if not is_value_of(hint, value):
+            return f"{where}: {name} is {value!r}, but must be {in_words(hint)}"
+        if name == "positions" and value != self.positions and "learned" in (value, self.positions):
+            return (
+                f"{where}: positions is {value!r} and model.positions is {self.positions!r}; learned positions are "
+                "added before the first block, so blocks differ only in rotary or none: set both to one of these"
+            )
+        return None
 
     def _head_problems(self) -> list[str]:
         found = []
@@ -373,8 +480,9 @@ class ModelConfig:
             )
         if self.qk_norm_over != "head" and self.normalization == "rms_norm_unit_offset":
             found.append(
-                f"model.qk_norm_over is {self.qk_norm_over!r} with model.normalization 'rms_norm_unit_offset'; norms of "
-                "whole projections have no offset: set model.qk_norm_over to 'head' or model.normalization to 'rms_norm'"
+                f"model.qk_norm_over is {self.qk_norm_over!r} with model.normalization 'rms_norm_unit_offset'; norms "
+                "of whole projections have no offset: set model.qk_norm_over to 'head', or model.normalization to "
+                "'rms_norm'"
             )
         if self.qk_norm_over != "head" and not self.qk_norm:
             found.append(

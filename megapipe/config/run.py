@@ -507,13 +507,14 @@ class PretrainConfig:
 
     def _expert_problems(self) -> list[str]:
         """Return one message for each option that cannot be combined with a mixture of experts."""
-        if self.model.num_experts is None:
+        with_some = [each for each in self.model.kinds_of_layers.values() if each.num_experts is not None]
+        if not with_some:
             size = self.zero.expert_shard_size
             message = (
                 f"zero.expert_shard_size is {size}, but the model has no experts; set model.num_experts, or leave it"
             )
             return [] if size is None else [f"{message} out"]
-        with_experts = f"cannot be combined with model.num_experts {self.model.num_experts}"
+        with_experts = f"cannot be combined with model.num_experts {with_some[0].num_experts}"
         problems = []
         if self.training.fp8 != "none":
             problems.append(
@@ -530,7 +531,7 @@ class PretrainConfig:
                 f"optimizer.name muon {with_experts}: the matrices of all "
                 "experts are one parameter; set optimizer.name adamw or sgd"
             )
-        if self.model.balances_experts and not self.training.master_weights:
+        if any(each.balances_experts for each in with_some) and not self.training.master_weights:
             problems.append(
                 f"training.master_weights false {with_experts}: bf16 would round away the "
                 f"bias updates of model.expert_balance_rate {self.model.expert_balance_rate}; "

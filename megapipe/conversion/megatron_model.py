@@ -95,6 +95,11 @@ def places(model: ModelConfig) -> dict[str, ParameterLocation]:
     """Return each parameter's location. Raises CheckpointError for a model that Megatron-LM's GPT cannot express."""
     if model.kind != "gpt":
         raise CheckpointError("only GPT models can be converted to and from Megatron-LM; this checkpoint is a BERT")
+    if model.layer_pattern:
+        raise CheckpointError(
+            f"model.layer_pattern is {', '.join(model.layer_pattern)}; only models whose blocks are alike can be "
+            "converted to and from Megatron-LM: write a Hugging Face folder instead (--to hf)"
+        )
     if model.num_experts is not None:
         raise CheckpointError(
             f"model.num_experts is {model.num_experts}; only dense models can be converted to and from "

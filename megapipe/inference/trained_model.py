@@ -360,7 +360,7 @@ class Passes:
         """
         num_texts, width = tokens.shape
         split = self._splits[width]
-        window = self._model.config.model.sliding_window
+        windows = {each.sliding_window for each in self._model.config.model.kinds_of_layers.values()}
         length = int(positions.max()) + 1
         # The last text is repeated to fill the last micro-batch, in rows of the caches that no text uses.
         source = torch.arange(split.total).clamp(max=num_texts - 1)
@@ -369,7 +369,7 @@ class Passes:
         for first in range(0, split.total, split.rows):
             rows = slice(first, first + split.rows)
             contexts.append(
-                DecodingContext.of(rows, tokens[rows], positions[rows], last[rows], length=length, window=window)
+                DecodingContext.of(rows, tokens[rows], positions[rows], last[rows], length=length, windows=windows)
             )
         result = self._engine(width).run(StepInput(0, contexts, token_counts=()))
         return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None

@@ -208,7 +208,7 @@ class Attention(nn.Module):
         """Mixed values [b, s, kv groups, heads, d] or [b, s, all heads, d] of whole samples: query [b, s, kv groups,
         heads, d], key and value [b, s, kv groups, 1, d]."""
         if context.document_blocks is not None:
-            return self._within_blocks(query, key, value, context.document_blocks)
+            return self._within_blocks(query, key, value, context.document_blocks[self.window])
         if self._picked_path(query, context) == "unfused":
             return self._unfused(query, key, value, context)
         return self._fused(query, key, value, context)

@@ -19,7 +19,7 @@ class MicrobatchContext:
     token's loss, None for 1. ordinals: int64 [b], number of each sample in the run, for dropout.
     document_starts: int64 [b, s], place in its sample where each token's document begins: attention sees that document
     alone and positions count from there; None for samples that are one text. document_blocks: the same as blocks for
-    flex_attention, where that is to be used in place of a mask.
+    flex_attention, where that is to be used in place of a mask, by the sliding window of a block's attention.
     token_numbers: int64 [s], ascending, place in its sample of each token in hand; None for 0 to s - 1.
     whole_document_starts: int64 [b, whole length], document_starts of all tokens, where attention gathers whole
     samples; document_blocks are of these too.
@@ -34,7 +34,7 @@ class MicrobatchContext:
     training: bool = True
     tape: SplitTape | None = None
     document_starts: Tensor | None = None
-    document_blocks: BlockMask | None = None
+    document_blocks: dict[int | None, BlockMask] | None = None
     token_numbers: Tensor | None = None
     whole_document_starts: Tensor | None = None
 

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 from megapipe.config.bert import BertPretrainConfig
+from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.units import UnitCosts
@@ -120,7 +121,7 @@ class LayoutCosts:
         predictions: hidden tokens of a sample that this rank holds at most if context ranks shard a BERT's; the data
         decides which these are.
         """
-        base, config = self._shape, self.config
+        base, config = self._shape_of(layer.variant), self.config
         held = base.predictions if predictions is None else predictions
         in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
         recompute = base.recompute
@@ -137,12 +138,21 @@ class LayoutCosts:
         return _ops(layer.kind, self.shape(layer, predictions))
 
     @cached_property
-    def _shape(self) -> MicrobatchShape:
-        """The shape for a layer without products in fp8."""
-        config, model = self.config, self.config.model
+    def _shapes(self) -> dict[str, MicrobatchShape]:
+        """Shapes for layers without products in fp8, by their variant."""
+        return {}
+
+    def _shape_of(self, variant: str) -> MicrobatchShape:
+        if variant not in self._shapes:
+            self._shapes[variant] = self._plain_shape(self.config.model.of_kind(variant))
+        return self._shapes[variant]
+
+    def _plain_shape(self, model: ModelConfig) -> MicrobatchShape:
+        """Return the shape for a layer without products in fp8. model: the layer's own."""
+        config = self.config
         parallel, recompute = config.parallel, config.recompute
         isolates = config.data.isolate_documents
-        blocks = isolates and why_a_mask(model, self.device) is None
+        blocks = isolates and why_a_mask(config.model, self.device) is None
         # On a GPU only flash attention shares keys among heads, which takes neither fp32 nor a mask.
         masked = isolates or (model.sliding_window or self.tokens) < self.tokens
         grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1

@@ -10,7 +10,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import num_stages
 from megapipe.schedules.balance import balance_layers, check_assignment
-from megapipe.spec.layers import layer_flops, model_layers
+from megapipe.spec.layers import layer_flops, model_layers, one_of_each
 from megapipe.spec.parameters import LayerSpec, tied_stages
 
 VOCABULARY_ALIGNMENT = 64
@@ -97,12 +97,13 @@ def lay_out(
     Raises ScheduleError for more stages than layers, or given numbers that do not fit.
     """
     if layers_per_stage is None:
-        by_kind = {layer.kind: layer for layer in layers}
         flops = {
-            kind: layer_flops(model, layer, 1, sequence_length, predictions, recompute_logits).executed
-            for kind, layer in by_kind.items()
+            (each.kind, each.variant): layer_flops(
+                model, each, 1, sequence_length, predictions, recompute_logits
+            ).executed
+            for each in one_of_each(layers)
         }
-        bounds = balance_layers([flops[layer.kind] for layer in layers], num_stages)
+        bounds = balance_layers([flops[layer.kind, layer.variant] for layer in layers], num_stages)
     else:
         bounds = check_assignment(layers_per_stage, len(layers), num_stages)
     ranges = tuple(range(first, stop) for first, stop in bounds)

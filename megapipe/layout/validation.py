@@ -70,14 +70,15 @@ def context_problems(config: PretrainConfig) -> list[str]:
             f"data.sequence_length {length} is not divisible by {parts}, the number of chunks of a sample with "
             f"parallel.context {size} ({token_order(config)}); use {near}, for example"
         )
-    heads = config.model.num_heads // config.parallel.tensor
-    if kind == "all_to_all" and heads % size:
-        working = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
-        problems.append(
-            f"model.num_heads {config.model.num_heads} with parallel.tensor {config.parallel.tensor} gives {heads} "
-            f"heads per tensor rank, which parallel.context {size} does not divide, as parallel.context_attention "
-            f"all_to_all requires; set it to ring, or parallel.context to one of {working}"
-        )
+    for all_heads in dict.fromkeys(each.num_heads for each in config.model.kinds_of_layers.values()):
+        heads = all_heads // config.parallel.tensor
+        if kind == "all_to_all" and heads % size:
+            working = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+            problems.append(
+                f"model.num_heads {all_heads} with parallel.tensor {config.parallel.tensor} gives {heads} "
+                f"heads per tensor rank, which parallel.context {size} does not divide, as parallel.context_attention "
+                f"all_to_all requires; set it to ring, or parallel.context to one of {working}"
+            )
     if kind == "ring" and config.model.attention == "flex":
         problems.append(
             "model.attention is 'flex', which parallel.context_attention ring does not support; set model.attention "

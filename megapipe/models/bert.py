@@ -133,6 +133,7 @@ def build_layer(
 ) -> nn.Module:
     """As models.gpt.build_layer, for the layers of spec.layers.model_layers."""
     shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
+    model = model.of_kind(spec.variant)
     module: nn.Module
     if spec.kind == "embedding":
         module = BertEmbedding(model, shapes, tensor_group, kernels)

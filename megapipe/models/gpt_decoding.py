@@ -4,6 +4,7 @@ Wrappers around the modules that training uses, over the same parameters. Rows o
 positions, so prompts of different lengths are processed together.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,22 +25,30 @@ class DecodingContext:
 
     rows: the texts' rows in the caches. tokens: int64 [b, s], for the embedding. positions: int64 [b, s], of these
     tokens in their texts. last: int64 [b], index within s of the token whose successor is asked for.
-    visible: bool [b, s, length], which of the first `length` positions each new token attends to.
+    visible: bool [b, s, length], which of the first `length` positions each new token attends to, by the sliding
+    window of a block's attention.
     """
 
     rows: slice
     tokens: Tensor
     positions: Tensor
     last: Tensor
-    visible: Tensor
+    visible: Mapping[int | None, Tensor]
 
     @classmethod
     def of(
-        cls, rows: slice, tokens: Tensor, positions: Tensor, last: Tensor, *, length: int, window: int | None
+        cls,
+        rows: slice,
+        tokens: Tensor,
+        positions: Tensor,
+        last: Tensor,
+        *,
+        length: int,
+        windows: Collection[int | None],
     ) -> "DecodingContext":
-        """With what a causal model sees, at most `window` positions. length: above every position."""
+        """With what causal attention sees, at most so many positions. length: above every position."""
         distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
-        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        visible = {each: (distance >= 0) & (distance < (length if each is None else each)) for each in windows}
         return cls(rows, tokens, positions, last, visible)
 
 
@@ -94,19 +103,20 @@ class DecodingBlock:
         place = (torch.arange(batch, device=x.device).unsqueeze(1), context.positions)
         keys.transpose(1, 2)[place] = key.squeeze(3)
         values.transpose(1, 2)[place] = value.squeeze(3)
-        length = context.visible.shape[-1]
+        visible = context.visible[attention.window]
+        length = visible.shape[-1]
         if attention.softcap is not None:
             weighing = Weighing(attention.scale, softcap=attention.softcap)
             query = query.flatten(2, 3).transpose(1, 2)
-            visible = Seen(visible=context.visible.unsqueeze(1))
-            mixed, _ = piece_forward(query, keys[:, :, :length], values[:, :, :length], visible, weighing)
+            seen = Seen(visible=visible.unsqueeze(1))
+            mixed, _ = piece_forward(query, keys[:, :, :length], values[:, :, :length], seen, weighing)
             return attention.project(mixed.transpose(1, 2), None)
         # The query heads of a kv group are adjacent rows, so that they share its keys without copies.
         mixed = functional.scaled_dot_product_attention(
             query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads * new, width),
             keys[:, :, :length],
             values[:, :, :length],
-            attn_mask=context.visible.unsqueeze(1).repeat(1, 1, heads, 1),
+            attn_mask=visible.unsqueeze(1).repeat(1, 1, heads, 1),
             scale=attention.scale,
         )
         mixed = mixed.view(batch, groups, heads, new, width).permute(0, 3, 1, 2, 4)

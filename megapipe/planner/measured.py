@@ -8,6 +8,7 @@ from math import log
 from typing import cast
 
 from megapipe.config.memory import RecomputedPart
+from megapipe.config.model import BASE_KIND
 from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, IntraNodeLink
@@ -25,6 +26,7 @@ from megapipe.spec.parameters import LayerSpec
 WITHOUT_EFFECT = (
     "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling",
     "tie_embeddings", "init_std", "scale_residual_init", "expert_bias", "attention_scale",
+    "layer_kinds", "layer_pattern",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
 NEWER = ("rotary_fraction", "attention_softcap", "qk_norm_over")
@@ -101,7 +103,7 @@ class MeasuredTimes:
 
     def _why_not(self, config: PretrainConfig, layer: LayerSpec) -> str:
         """Return why no row applies to a layer; empty if one does."""
-        parallel, shape = config.parallel, shape_of(config)
+        parallel, shape = config.parallel, shape_of(config, layer.variant)
         for name, dimension in ONLY_SHARED.items():
             if getattr(parallel, dimension) == 1:
                 shape.pop(name)
@@ -235,12 +237,13 @@ def at_ease(hardware: Hardware) -> Hardware:
     return replace(hardware, groups=tuple(groups))
 
 
-def shape_of(config: PretrainConfig) -> dict[str, str]:
+def shape_of(config: PretrainConfig, variant: str = BASE_KIND) -> dict[str, str]:
     """Return every setting that the time of a layer depends on, except numbers of ranks and samples: name -> value.
 
-    Times that were measured with one shape do not apply to another.
+    Times that were measured with one shape do not apply to another. variant: the layer's kind in model.layer_kinds;
+    its shape is that of a model whose blocks all are of this kind.
     """
-    model, recompute = config.model, config.recompute
+    model, recompute = config.model.of_kind(variant), config.recompute
     settings = {
         each.name: getattr(model, RESOLVED.get(each.name, each.name))
         for each in fields(model)

@@ -23,6 +23,7 @@ from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.run_layout import with_data
 from megapipe.planner.measured import MeasuredTimes
+from megapipe.spec.layers import one_of_each
 
 GIB = 2**30
 PARTS: tuple[list[RecomputedPart], ...] = (["norms"], ["mlp"], ["mlp", "norms"], ["attention", "mlp", "norms"])
@@ -189,9 +190,8 @@ def _step_seconds(
     plain, times = candidates[0], MeasuredTimes(hardware)
     slowest = min(devices, key=lambda device: device.peak(plain.training.precision))
     roofline = [_seconds(each, hardware, RooflineTimes(slowest)) for each in candidates]
-    one_of_each = {layer.kind: layer for layer in layers_of(plain)}.values()
     if hardware.measured is None or not all(
-        times.of(plain, layer).source.startswith("measured") for layer in one_of_each
+        times.of(plain, layer).source.startswith("measured") for layer in one_of_each(layers_of(plain))
     ):
         return roofline, f"the roofline of {slowest.name}"
     plain_seconds = _seconds(plain, hardware, times)

@@ -8,7 +8,6 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.linear import (
-    ONES,
     all_tokens,
     entering,
     gathered_again,
@@ -33,7 +32,7 @@ from megapipe.spec.ops import (
     linear_flops,
     passes,
 )
-from megapipe.spec.parameters import ParameterSpec
+from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.spec.token_order import Visibility, order_of, pieces
 
 CAUSAL_SHARE = 0.5
@@ -85,7 +84,6 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         rows = shape.tokens * (heads + keys)
         before = Value("heads before their norms", (rows + shape.tokens * keys) * head_dim * width)
         whole = model.qk_norm_over == "projection"
-    init = ONES if whole else norm_init(model.head_norm_kind)
         statistics = Value("head norm statistics", (2 * shape.tokens if whole else rows) * FULL_BYTES)
         saves.append(statistics)
         needs = before, statistics, gradient("normalised heads", rows * head_dim * width)
@@ -134,7 +132,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
 def _norm_weights(model: ModelConfig) -> Iterator[ParameterSpec]:
     """Yield the weights of the norms of queries and keys: one for every head, or one for each channel of all heads."""
     whole = model.qk_norm_over == "projection"
-    init = ONES if whole else norm_init(model.head_norm_kind)
+    init = Init("ones") if whole else norm_init(model.head_norm_kind)
     query = (model.kv_heads, model.num_heads // model.kv_heads)
     for name, heads in (("query_norm", query), ("key_norm", query[:1])) if model.qk_norm else ():
         shape = (*heads, model.head_dim) if whole else (model.head_dim,)
@@ -340,6 +338,7 @@ def why_a_mask(model: ModelConfig, device: str) -> str | None:
         return f"{model.why_unfused} needs the unfused path"
     if device != "cuda":
         return f"torch's flex_attention has no backward on {device}"
-    if model.head_dim < LEAST_HEAD_DIM:
-        return f"torch's flex_attention needs heads of {LEAST_HEAD_DIM} channels, and these have {model.head_dim}"
+    narrowest = min(each.head_dim for each in model.kinds_of_layers.values())
+    if narrowest < LEAST_HEAD_DIM:
+        return f"torch's flex_attention needs heads of {LEAST_HEAD_DIM} channels, and these have {narrowest}"
     return None

@@ -1,11 +1,11 @@
 """The layers of a model in order, with every parameter declared once, and what a layer's ops amount to."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import BASE_KIND, ModelConfig
 from megapipe.spec.ops import Flops, MicrobatchShape, Op, total_flops
 from megapipe.spec.parameters import LayerKind, LayerSpec
 from megapipe.spec.transformer import bert_head_ops, block_ops, embedding_ops, gpt_head_ops
@@ -19,8 +19,9 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """
     shape = MicrobatchShape(model)
     embedding = _layer("embedding", "embedding", 0, embedding_ops(shape))
-    block = tuple(block_ops(shape))
-    blocks = (_layer(f"blocks.{index}", "block", index, block) for index in range(model.num_layers))
+    ops = {name: tuple(block_ops(MicrobatchShape(each))) for name, each in model.kinds_of_layers.items()}
+    kinds = map(model.kind_of_layer, range(model.num_layers))
+    blocks = (_layer(f"blocks.{index}", "block", index, ops[kind], kind) for index, kind in enumerate(kinds))
     head = _layer("head", "head", 0, _head_ops(shape))
     if model.tie_embeddings:
         head.parameters["output.weight"] = embedding.parameters["word.weight"]
@@ -28,7 +29,8 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def layer_ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
-    """Return the ops of a kind of layer for a micro-batch on one rank."""
+    """Return the ops of a kind of layer for a micro-batch on one rank. shape: its model is the layer's own, as
+    `ModelConfig.of_kind` returns it for the layer's variant."""
     kinds = {"embedding": embedding_ops, "block": block_ops, "head": _head_ops}
     return tuple(kinds[kind](shape))
 
@@ -50,8 +52,9 @@ def layer_flops(
     predictions: tokens of a sample that the head predicts, by default all. recompute_logits: the backward recomputes
     the logits.
     """
+    own = model.of_kind(layer.variant)
     shape = MicrobatchShape(
-        model, micro_size, sequence_length, predictions=predictions, recompute_logits=recompute_logits
+        own, micro_size, sequence_length, predictions=predictions, recompute_logits=recompute_logits
     )
     return total_flops(layer_ops(layer.kind, shape))
 
@@ -65,26 +68,40 @@ def model_flops_per_token(
     return per_sample // sequence_length
 
 
+def one_of_each(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
+    """Return the first layer of every kind and variant, in order."""
+    found: dict[tuple[str, str], LayerSpec] = {}
+    for layer in layers:
+        found.setdefault((layer.kind, layer.variant), layer)
+    return list(found.values())
+
+
 def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
     """Return the parameters that one token uses, tied ones once: all but those of experts that it does not choose."""
     used = {}
     for layer in layers:
+        own = model.of_kind(layer.variant)
         for spec in layer.parameters.values():
             of_experts = spec.state_unit == "experts"
-            one = spec.num_elements // (model.num_experts or 1) * model.experts_per_token
+            one = spec.num_elements // (own.num_experts or 1) * own.experts_per_token
             used[spec.name] = one if of_experts else spec.num_elements
     return sum(used.values())
 
 
 def load_variations(model: ModelConfig, squared_loads: Sequence[float], tokens: int) -> list[float]:
-    """Return for each block the standard deviation over the mean of its experts' numbers of tokens.
+    """Return for each block whose experts are balanced the standard deviation over the mean of their token counts.
 
     It is 0 where all experts got the same number; the one that got most has at most 1 + variation x sqrt(experts - 1)
     times the mean. squared_loads: of each block the sum over its experts of squared loads, a load being what an expert
     got beyond the mean, times the number of experts. tokens: tokens that the experts shared.
     """
-    pairs = tokens * model.experts_per_token
-    return [math.sqrt(squares / (model.num_experts or 1)) / pairs for squares in squared_loads]
+    kinds = model.kinds_of_layers
+    blocks = (kinds[model.kind_of_layer(index)] for index in range(model.num_layers))
+    balanced = (own for own in blocks if own.balances_experts)
+    return [
+        math.sqrt(squares / (own.num_experts or 1)) / (tokens * own.experts_per_token)
+        for squares, own in zip(squared_loads, balanced, strict=False)
+    ]
 
 
 def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
@@ -94,24 +111,29 @@ def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
     """
     if tensor_size < 1:
         return [f"parallel.tensor is {tensor_size}; it must be at least 1"]
-    lengths = {"model.num_heads": model.num_heads}
-    if model.num_experts is None:
-        lengths["model.ffn_hidden_size"] = model.ffn_size
-    else:
-        lengths["model.num_experts"] = model.num_experts
-    if model.num_kv_heads is not None:
-        lengths["model.num_kv_heads"] = model.num_kv_heads
-    common = math.gcd(*lengths.values())
+    lengths = dict.fromkeys(each for own in model.kinds_of_layers.values() for each in _sharded_lengths(own))
+    common = math.gcd(*(length for _, length in lengths))
     working = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
     return [
         f"{name} {length} is not divisible by parallel.tensor {tensor_size}; "
         f"tensor sizes that divide this model: {working}"
-        for name, length in lengths.items()
+        for name, length in lengths
         if length % tensor_size
     ]
 
 
-def _layer(name: str, kind: LayerKind, index: int, ops: Iterable[Op]) -> LayerSpec:
+def _sharded_lengths(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yield name and length of each axis of a block that tensor ranks share."""
+    yield "model.num_heads", model.num_heads
+    if model.num_experts is None:
+        yield "model.ffn_hidden_size", model.ffn_size
+    else:
+        yield "model.num_experts", model.num_experts
+    if model.num_kv_heads is not None:
+        yield "model.num_kv_heads", model.num_kv_heads
+
+
+def _layer(name: str, kind: LayerKind, index: int, ops: Iterable[Op], variant: str = BASE_KIND) -> LayerSpec:
     """Return a layer of the parameters of its ops, with its name in front of their global names."""
     parameters = {spec.name: replace(spec, name=f"{name}.{spec.name}") for op in ops for spec in op.weights}
-    return LayerSpec(name, kind, index, parameters)
+    return LayerSpec(name, kind, index, parameters, variant)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megapipe.config.model import BASE_KIND
+
 LayerKind = Literal["embedding", "block", "head"]
 SEGMENT_ALIGNMENT = 64
 """Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
@@ -107,13 +109,15 @@ class LayerSpec:
 
     name: global name (`embedding`, `blocks.3`, `head`). kind: what models/ builds from it.
     parameters: attribute path within the layer's module -> ParameterSpec. Two layers whose entries share a
-    spec *name* use one tied weight.
+    spec *name* use one tied weight. variant: name in model.layer_kinds of the fields that a block has instead of the
+    model's. Layers of the same kind and variant are alike.
     """
 
     name: str
     kind: LayerKind
     index: int
     parameters: dict[str, ParameterSpec]
+    variant: str = BASE_KIND
 
 
 def tied_names(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:

@@ -256,10 +256,10 @@ def num_parameters(layers: Sequence[LayerSpec]) -> int:
 
 def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
     layers = family_of(config).layers
-    active = active_parameters(config.model, layers)
-    used = f" ({active:,} used by a token)" if config.model.num_experts is not None else ""
+    active, total = active_parameters(config.model, layers), num_parameters(layers)
+    used = f" ({active:,} used by a token)" if active < total else ""
     say(
-        f"{num_parameters(layers):,} parameters{used} on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
+        f"{total:,} parameters{used} on {mesh.world_size} rank(s) ({mesh.shape}), schedule "
         f"{schedule_name(config)}, {config.training.precision} on {mesh.device.type}"
     )
     peak = device_peak(mesh.device, cast(Precision, config.training.precision))

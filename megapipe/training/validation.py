@@ -21,6 +21,7 @@ from megapipe.layout.validation import run_problems
 from megapipe.models.families import DTYPES
 from megapipe.optim.scaling import learning_rate_problems
 from megapipe.spec.attention import why_a_mask
+from megapipe.spec.layers import one_of_each
 from megapipe.spec.ops import registry_uses
 from megapipe.training.loop.loader import runs_ring
 
@@ -73,8 +74,7 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
 def layer_uses(config: PretrainConfig, device: str) -> list[tuple[str, int]]:
     """Return the ops of the kernel registry that training runs in the layers, with the length of the last axis."""
     costs = layout_costs(config, device=device, amx=device == "cpu" and has_amx())
-    distinct = (costs.layers[0], costs.layers[1], costs.layers[-1])
-    return registry_uses([op for layer in distinct for op in costs.ops(layer)])
+    return registry_uses([op for layer in one_of_each(costs.layers) for op in costs.ops(layer)])
 
 
 def document_attention(config: PretrainConfig, device: torch.device) -> str | None:
@@ -112,7 +112,7 @@ def fp8_products(config: PretrainConfig, device: torch.device) -> str | None:
 
 def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[str]:
     """Return a message for each reason why GPUs of this compute capability cannot run products in fp8."""
-    model, tensor, recipe = config.model, config.parallel.tensor, config.training.fp8
+    tensor, recipe = config.parallel.tensor, config.training.fp8
     found = []
     if capability < FP8_CAPABILITY:
         found.append(
@@ -124,20 +124,21 @@ def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[st
             "training.fp8 rowwise returns its results in bf16, but training.precision is "
             f"{config.training.precision}; set training.precision bf16, or training.fp8 tensorwise"
         )
-    extents = {
-        "model.hidden_size": model.hidden_size,
-        "rows of the MLP's matrices on a rank": model.ffn_size // tensor,
-        "columns of the attention's output matrix on a rank": model.num_heads * model.head_dim // tensor,
-        "rows of its qkv matrix on a rank": (model.num_heads + 2 * model.kv_heads) * model.head_dim // tensor,
-        **_tokens_of_products(config),
-    }
-    found += [
-        f"training.fp8 {recipe}: {name} {extent} must be a multiple of "
-        f"{ALIGNMENT} on a GPU; choose another size, or set training.fp8 none"
-        for name, extent in extents.items()
-        if extent % ALIGNMENT
-    ]
-    return found
+    for model in config.model.kinds_of_layers.values():
+        extents = {
+            "model.hidden_size": model.hidden_size,
+            "rows of the MLP's matrices on a rank": model.ffn_size // tensor,
+            "columns of the attention's output matrix on a rank": model.num_heads * model.head_dim // tensor,
+            "rows of its qkv matrix on a rank": (model.num_heads + 2 * model.kv_heads) * model.head_dim // tensor,
+            **_tokens_of_products(config),
+        }
+        found += [
+            f"training.fp8 {recipe}: {name} {extent} must be a multiple of "
+            f"{ALIGNMENT} on a GPU; choose another size, or set training.fp8 none"
+            for name, extent in extents.items()
+            if extent % ALIGNMENT
+        ]
+    return list(dict.fromkeys(found))
 
 
 def _tokens_of_products(config: PretrainConfig) -> dict[str, int]:

@@ -58,7 +58,7 @@ def test_every_stage_computes_the_same_blocks(make: Make, as_on_a_gpu: None) -> 
     )
     for contexts in zip(first, middle, last, strict=True):
         assert contexts[1].tokens is None
-        seen = [context.document_blocks for context in contexts]
+        seen = [context.document_blocks[None] for context in contexts]
         for blocks in seen[1:]:
             for found, expected in zip(blocks.as_tuple(), seen[0].as_tuple(), strict=True):
                 assert not isinstance(found, Tensor) or torch.equal(found, expected)

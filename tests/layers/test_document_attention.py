@@ -124,7 +124,7 @@ def with_blocks(context: MicrobatchContext, window: int | None) -> MicrobatchCon
     assert context.document_starts is not None
     lists = block_lists(context.document_starts.numpy(), window, blocks.BLOCK)
     tensors = [torch.from_numpy(each) for each in (lists.num_partial, lists.partial, lists.num_full, lists.full)]
-    return replace(context, document_blocks=document_blocks(tensors, context.document_starts, window))
+    return replace(context, document_blocks={window: document_blocks(tensors, context.document_starts, window)})
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -189,7 +189,7 @@ def test_other_documents_need_no_other_kernel(differentiable_on_cpu: None) -> No
         begins = np.where(generator.random((2, 12)) < 0.3, np.arange(12), 0)
         starts = torch.from_numpy(np.maximum.accumulate(begins, axis=1))
         context = with_blocks(MicrobatchContext(document_starts=starts), None)
-        found = compiled(query, key, value, block_mask=context.document_blocks)
+        found = compiled(query, key, value, block_mask=context.document_blocks[None])
         mask = visible_within_documents(starts, None).unsqueeze(1)
         assert torch.allclose(found, functional.scaled_dot_product_attention(query, key, value, mask), atol=1e-5)
     assert counter.frame_count == 1

@@ -331,10 +331,11 @@ def _problems(request: Request) -> Iterator[str]:
         yield "--bounds needs --hardware, whose nominal figures it uses; set it to a file or a preset"
     # The formulas, unlike a search, assume that every token uses every parameter.
     formula = achieved is not None and flags["parameters"] is None
-    if model.num_experts is not None and (formula or flags["bounds"]):
+    experts = [each.num_experts for each in model.kinds_of_layers.values() if each.num_experts is not None]
+    if experts and (formula or flags["bounds"]):
         active = active_parameters(model, layers_of(request.config))
         yield (
-            f"model.num_experts is {model.num_experts}, but these formulas are for dense models; pass --parameters "
+            f"model.num_experts is {experts[0]}, but these formulas are for dense models; pass --parameters "
             f"{active}, the parameters that a token uses, and leave --bounds out"
         )
     if achieved is not None and devices is None:

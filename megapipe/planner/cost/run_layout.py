@@ -195,7 +195,13 @@ def _cached_shape(keyed: Keyed) -> _Shape:
     classes, kinds = [], []
     for index, layer in enumerate(stages.layers):
         in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
-        kind = layer.kind, in_fp8, zero_stage_of(config, layer.name), recompute_method(config, layer.name)
+        kind = (
+            layer.kind,
+            layer.variant,
+            in_fp8,
+            zero_stage_of(config, layer.name),
+            recompute_method(config, layer.name),
+        )
         if kind not in numbers:
             numbers[kind] = len(numbers)
             kinds.append(index)

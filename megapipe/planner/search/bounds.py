@@ -18,12 +18,13 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.config.parallel import is_fp8
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.scheduling import schedule_options
-from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of, predictions_of
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, lay_out, layers_of, predictions_of
 from megapipe.layout.units import Unit, UnitCosts, layer_units
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE, Assumptions
@@ -35,7 +36,7 @@ from megapipe.planner.search.space import Branch, Choice, Configurations, Layout
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.attention import attention_path
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.spec.layers import layer_flops
+from megapipe.spec.layers import layer_flops, one_of_each
 from megapipe.spec.parameters import LayerSpec, tied_names
 
 Floats = npt.NDArray[np.float64]
@@ -119,11 +120,11 @@ class LayerFigures:
         self._embedding, *blocks, self._head = self._layers
         self._tied = set(tied_names(self._layers))
         self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
-        # Blocks differ only in their times, if some compute in fp8: use the first, a middle one and the last.
-        training = base.training
-        apart = {0} | ({training.fp8_first_kept, base.model.num_layers - 1} if training.fp8 != "none" else set())
-        self._blocks = [layer for layer in blocks if layer.index in apart]
-        self._precision: Precision = training.precision  # type: ignore[assignment]
+        self._kinds = one_of_each(blocks)
+        # Blocks of one kind differ only in their times, if some compute in fp8.
+        timed = {(each.variant, is_fp8(base, each.index)): each for each in reversed(blocks)}
+        self._blocks = list(timed.values())
+        self._precision: Precision = base.training.precision  # type: ignore[assignment]
         self._device = hardware_device_type(hardware)
         self._path = attention_path(base.model, self._precision, self._device, base.data.sequence_length)
 
@@ -138,7 +139,7 @@ class LayerFigures:
     @cached_method
     def held(self, micro: Micro, method: Method) -> MicrobatchBytes[float]:
         costs = self._costs(micro, method)
-        whole, stream = float(costs.kept(self._blocks[0])), float(costs.stream)
+        whole, stream = float(min(map(costs.kept, self._kinds))), float(costs.stream)
         edges = float(costs.kept(self._embedding)), float(costs.kept(self._head))
         if costs.config.recompute.method != "full":
             return MicrobatchBytes(whole, *edges, 0.0, stream)
@@ -148,7 +149,10 @@ class LayerFigures:
     @cached_method
     def work(self, micro: Micro, method: Method) -> MicrobatchWork:
         config = self._costs(micro, method).config
-        block = min((self._of_layer(config, each) for each in self._blocks), key=lambda work: work.whole)
+        works = [self._of_layer(config, each) for each in self._blocks]
+        block = min(works, key=lambda work: work.whole)
+        if len(self._kinds) > 1:  # the fastest forward and the fastest backward may be those of different blocks
+            block = LayerWork(*map(min, zip(*works, strict=True)))
         return MicrobatchWork(self._of_layer(config, self._embedding), block, self._of_layer(config, self._head))
 
     def _of_layer(self, config: PretrainConfig, layer: LayerSpec) -> LayerWork:
@@ -189,19 +193,21 @@ class LayerFigures:
     @cached_method
     def state(self, tensor: int, zero: ZeroStage, replicas: int) -> StateFigures[float]:
         units = self._units(tensor, zero, replicas)
-        embedding, blocks, head = (
-            layer_units(layer, self._tied, units.config.zero)
-            for layer in (self._embedding, self._blocks[0], self._head)
+        embedding, head, *kinds = (
+            layer_units(layer, self._tied, units.config.zero) for layer in (self._embedding, self._head, *self._kinds)
         )
 
         def lasting(members: Iterable[Unit]) -> float:
             return float(sum(units.state(unit).total for unit in members))
 
         tied = lasting(Unit((self._specs[name],), tied=True) for name in self._tied)
-        sharded = sum(units.elements(unit) for unit in blocks if units.shards_of(unit) > 1) if units.shards > 1 else 0
+        sharded = 0
+        if units.shards > 1:
+            sharded = min(sum(units.elements(unit) for unit in each if units.shards_of(unit) > 1) for each in kinds)
         weights = float(sharded * ELEMENT_BYTES[self._precision] if zero >= 3 else 0)
         gradients = float(sharded * FULL_BYTES if zero >= 2 else 0)
-        return StateFigures(lasting(blocks), lasting(embedding) + tied, lasting(head) + tied, tied, weights, gradients)
+        block = min(map(lasting, kinds))
+        return StateFigures(block, lasting(embedding) + tied, lasting(head) + tied, tied, weights, gradients)
 
     @cached_method
     def placement(self, data: int, tensor: int, pipeline: int, context: int) -> Placement:
@@ -219,14 +225,20 @@ class LayerFigures:
             return 0.0, 0.0
         groups = placement.groups("data", "context")
         slowest = min(groups, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
-        units, gather, reduction = self._units(tensor, zero, replicas), 0.0, 0.0
-        for unit in layer_units(self._blocks[0], self._tied, units.config.zero):
-            if units.shards_of(unit) == 1:  # whole experts are reduced once per step
-                continue
-            group, _ = shard_groups(slowest, units.shards_of(unit))
-            gather += group_seconds([each for calls in units.gather(unit).values() for each in calls], group)
-            reduction += group_seconds([each for calls in units.reduction(unit).values() for each in calls], group)
-        return gather, reduction
+        units = self._units(tensor, zero, replicas)
+
+        def seconds(layer: LayerSpec) -> tuple[float, float]:
+            gather = reduction = 0.0
+            for unit in layer_units(layer, self._tied, units.config.zero):
+                if units.shards_of(unit) == 1:  # whole experts are reduced once per step
+                    continue
+                group, _ = shard_groups(slowest, units.shards_of(unit))
+                gather += group_seconds([each for calls in units.gather(unit).values() for each in calls], group)
+                reduction += group_seconds([each for calls in units.reduction(unit).values() for each in calls], group)
+            return gather, reduction
+
+        gathers, reductions = zip(*map(seconds, self._kinds), strict=True)
+        return min(gathers), min(reductions)
 
 
 def _outlasting(traffic: PhaseSeconds, work: PhaseSeconds) -> PhaseSeconds:
@@ -243,12 +255,14 @@ class StageLimits(NamedTuple):
 
 class StageLimiter:
     """Maximum numbers of blocks that `schedules.balance.balance_layers` assigns to stages. It minimizes the FLOPs of
-    the largest stage. All blocks are alike, so this minimum follows from counts alone."""
+    the largest stage. If all blocks are alike, this minimum follows from counts alone."""
 
     def __init__(self, base: PretrainConfig) -> None:
         self._by_hand, self._blocks = base.parallel.layers_per_stage, base.model.num_layers
         length, predictions = base.data.sequence_length, predictions_of(base)
-        embedding, block, *_, head = layers_of(base)
+        self._base, layers = base, layers_of(base)
+        self._alike = len(one_of_each(layers[1:-1])) == 1
+        embedding, block, *_, head = layers
         self._embedding, self._block, self._head = (
             float(layer_flops(base.model, layer, 1, length, predictions, base.recompute.logits).executed)
             for layer in (embedding, block, head)
@@ -272,10 +286,20 @@ class StageLimiter:
         if self._by_hand is not None or num_stages == 1:
             most = max(self._by_hand or [self._blocks])
             return StageLimits(most, most)
+        if not self._alike:
+            sizes = self._divided(num_stages)
+            return StageLimits(max(sizes), sizes[-1])
         edges = (0.0, self._embedding, self._head)
         tried = sorted({edge + count * self._block for edge in edges for count in range(self._blocks + 1)})
         least = next(each for each in tried if self._fits(each, num_stages))
         return StageLimits(self._room(least, 0.0), self._room(least, self._head))
+
+    def _divided(self, num_stages: int) -> list[int]:
+        """Return the blocks of each stage."""
+        base, length = self._base, self._base.data.sequence_length
+        layers, logits = layers_of(base), base.recompute.logits
+        laid = lay_out(layers, base.model, num_stages, length, None, predictions_of(base), logits)
+        return [len(laid.blocks(stage)) for stage in range(num_stages)]
 
     def _fits(self, bottleneck: float, num_stages: int) -> bool:
         room = self._room(bottleneck, self._embedding) + self._room(bottleneck, self._head)

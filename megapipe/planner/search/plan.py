@@ -233,10 +233,10 @@ class Refiner:
         config = before.config
         if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
             return before
-        known: dict[tuple[str, int], float] = {}
+        known: dict[tuple[str, str, int], float] = {}
         seconds = []
         for layer in layers_of(config):
-            key = layer.kind, layer.index if config.training.fp8 != "none" else 0
+            key = layer.kind, layer.variant, layer.index if config.training.fp8 != "none" else 0
             if key not in known:
                 known[key] = sum(self.times.of(config, layer)[:4])  # all phases
             seconds.append(known[key])
@@ -381,8 +381,13 @@ def family(base: PretrainConfig) -> tuple[Member, ...]:
     """Return smaller and larger versions of `base.model`, width and depth scaled by one factor, in ascending order.
 
     The head size, the number of queries per group, and the ratio of a given MLP width to the hidden size stay the
-    same. Models that are equal after rounding appear once.
+    same. Models that are equal after rounding appear once. Raises ConfigError for a model with kinds of layers.
     """
+    if base.model.layer_pattern:
+        raise ConfigError(
+            f"model.layer_pattern is {', '.join(base.model.layer_pattern)}; only a model whose blocks are alike can "
+            "be scaled: leave it and model.layer_kinds out, or name the models to compare"
+        )
     models = [_scaled(base.model, 2.0 ** (step / STEPS)) for step in range(SMALLEST * STEPS, LARGEST * STEPS + 1)]
     different = {(each.num_heads, each.num_layers): each for each in models}.values()
     return given(base, [(f"{each.num_layers} layers of {each.hidden_size}", each) for each in different])

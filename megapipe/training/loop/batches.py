@@ -74,7 +74,7 @@ class BatchLoader(RankLoader):
             mask_end_of_document=config.data.mask_end_of_document or config.data.pack == "best_fit",
             isolate_documents=config.data.isolate_documents,
         )
-        self._window = config.model.sliding_window
+        self._windows = {each.sliding_window for each in config.model.kinds_of_layers.values()}
         no_mask = not runs_ring(config.parallel) and why_a_mask(config.model, mesh.device.type) is None
         self._blocks = config.data.isolate_documents and no_mask
 
@@ -110,10 +110,12 @@ class BatchLoader(RankLoader):
         if self._held.gathers:
             whole_starts = context.whole_document_starts = self._on_device(document_starts)
         if self._blocks:
-            lists = block_lists(document_starts, self._window)
-            arrays = (lists.num_partial, lists.partial, lists.num_full, lists.full)
-            moved = list(map(self._on_device, arrays))
-            context.document_blocks = document_blocks(moved, whole_starts, self._window)
+            context.document_blocks = {}
+            for window in self._windows:
+                lists = block_lists(document_starts, window)
+                arrays = (lists.num_partial, lists.partial, lists.num_full, lists.full)
+                moved = list(map(self._on_device, arrays))
+                context.document_blocks[window] = document_blocks(moved, whole_starts, window)
         return context
 
 
