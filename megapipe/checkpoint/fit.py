@@ -41,6 +41,8 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
             *("rope_scaling.kind", "rope_scaling.factor", "rope_scaling.low_frequency_factor"),
             *("rope_scaling.high_frequency_factor", "rope_scaling.original_length"),
             *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head", "expert_bias"),
+            *("router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen"),
+            *("shared_expert_size", "shared_expert_gate"),
         ),
         "optimizer": ("name",),
     },

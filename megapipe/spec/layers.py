@@ -99,6 +99,8 @@ def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
         lengths["model.ffn_hidden_size"] = model.ffn_size
     else:
         lengths["model.num_experts"] = model.num_experts
+        if model.shared_expert_size is not None:
+            lengths["model.shared_expert_size"] = model.shared_expert_size
     if model.num_kv_heads is not None:
         lengths["model.num_kv_heads"] = model.num_kv_heads
     common = math.gcd(*lengths.values())

@@ -30,6 +30,13 @@ LLAMA: dict[str, Any] = {
 }
 DROPOUT = {"hidden_dropout": 0.1, "embedding_dropout": 0.1}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn_hidden_size": 96, "expert_balance_rate": 0.0}
+SHARED = {"shared_expert_size": 80}
+SIGMOIDS: dict[str, Any] = {
+    "router_scores": "sigmoid",
+    "router_groups": 2,
+    "router_groups_chosen": 1,
+    "router_scale": 2.5,
+}
 GPT: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2 with dropout": DROPOUT,
@@ -40,6 +47,10 @@ GPT: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "qk_norm": True, "head_size": 24},
     "experts": {**EXPERTS, "normalize_expert_shares": False},
     "llama with experts": {**LLAMA, **EXPERTS},
+    "qwen2 experts": {**LLAMA, **EXPERTS, **SHARED, "shared_expert_gate": True, "normalize_expert_shares": False},
+    "deepseek experts": {**LLAMA, **EXPERTS, **SHARED, **SIGMOIDS},
+    "sigmoid experts": {**EXPERTS, **SIGMOIDS, "normalize_expert_shares": False, "router_bias": True},
+    "dropout with shared experts": {**EXPERTS, **SHARED, **DROPOUT},
 }
 BERT: dict[str, dict[str, Any]] = {
     "post-norm bert": {"norm_position": "post"},
