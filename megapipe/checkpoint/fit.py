@@ -46,6 +46,8 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
             *("rope_scaling.long_factor", "rotary_fraction", "attention_scale", "attention_softcap"),
             *("qk_norm_over",),
             *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head", "expert_bias"),
+            *("router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen"),
+            *("shared_expert_size", "shared_expert_gate"),
         ),
         "optimizer": ("name",),
     },

@@ -63,7 +63,8 @@ OF_BLOCKS = frozenset(
         "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
         "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
         "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
-        "expert_balance_rate", "expert_bias",
+        "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups",
+        "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
     )
 )  # fmt: skip
 """Fields of a model that its blocks alone read, so that kinds of layers may differ in them."""
@@ -172,8 +173,26 @@ class ModelConfig:
     than its share of the tokens and rises if it received less. The bias affects only which experts are chosen. 0 turns
     balancing off."""
     expert_bias: Literal["shares", "scores"] = "shares"
-    """Values that the balancing biases are added to when a token's experts are chosen. shares: the softmax
-    over the scores of all experts (Wang et al. 2024). scores: the scores themselves, as in version 0.1."""
+    """Values that the balancing biases are added to when a token's experts are chosen. shares: the values of
+    `router_scores` over all experts (Wang et al. 2024). scores: the scores themselves, as in version 0.1."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function that turns a token's scores into the shares of its experts. softmax: over all experts, as in Mixtral.
+    sigmoid: of each score by itself, as in DeepSeek-V3."""
+    router_scale: PositiveFloat = 1.0
+    """Factor of the shares, after they are normalized (DeepSeek's routed_scaling_factor)."""
+    router_bias: bool = False
+    """Give the router's linear layer a trained bias, which is part of the scores (gpt-oss)."""
+    router_groups: PositiveInt = 1
+    """Number of groups of equal size that the experts are divided into, in order. A token uses experts of its best
+    `router_groups_chosen` groups only. For softmax a group is as good as its best expert (DeepSeek-V2), for sigmoid as
+    the sum of its two best (DeepSeek-V3)."""
+    router_groups_chosen: PositiveInt = 1
+    """Number of groups from which a token's experts are chosen."""
+    shared_expert_size: Size | None = None
+    """Inner width of an additional MLP that every token uses in blocks with experts (shared experts of DeepSeek and
+    Qwen2-MoE; several shared experts are one of their total width); null means none."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a linear layer of the token (Qwen2-MoE)."""
     max_positions: TokenCount = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
     normalization: Literal["layer_norm", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
@@ -340,6 +359,11 @@ class ModelConfig:
         return 4 * self.hidden_size
 
     @property
+    def best_of_group(self) -> int:
+        """Number of experts, from the best, whose values say how good a group of experts is."""
+        return 1 if self.router_scores == "softmax" else 2
+
+    @property
     def balances_experts(self) -> bool:
         """Whether experts have biases that balance their load. They have none if every token uses all experts."""
         return (
@@ -459,7 +483,32 @@ class ModelConfig:
                 "model.experts_per_token is 1 with model.normalize_expert_shares true: the weight of the only expert "
                 "would always be 1, and the router would learn nothing; set model.normalize_expert_shares false"
             ]
-        return []
+        return self._router_problems(self.num_experts)
+
+    def _router_problems(self, num_experts: int) -> list[str]:
+        found = []
+        groups, chosen = self.router_groups, self.router_groups_chosen
+        size, least = num_experts // groups, self.best_of_group
+        if num_experts % groups or (groups > 1 and size < least):
+            found.append(
+                f"model.router_groups {groups} does not divide model.num_experts {num_experts} into equal groups of "
+                f"at least {least}; pick a divisor of {num_experts} that is at most {max(1, num_experts // least)}"
+            )
+        elif chosen > groups or self.experts_per_token > chosen * size:
+            found.append(
+                f"model.router_groups_chosen is {chosen}; it must be at most model.router_groups {groups}, and the "
+                f"chosen groups, of {size} experts each, must have model.experts_per_token {self.experts_per_token}"
+            )
+        if self.expert_bias == "scores" and self.router_scores != "softmax" and self.balances_experts:
+            found.append(
+                f"model.expert_bias is 'scores' with model.router_scores {self.router_scores!r}; that rule of version "
+                "0.1 is for softmax: set model.expert_bias to 'shares'"
+            )
+        if self.shared_expert_gate and self.shared_expert_size is None:
+            found.append(
+                "model.shared_expert_gate is true, but there is no shared expert; set model.shared_expert_size"
+            )
+        return found
 
     def _path_problems(self) -> list[str]:
         found = []

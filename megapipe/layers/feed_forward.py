@@ -3,7 +3,8 @@
 The experts are sharded over the tensor ranks (PPMoE, arXiv 2304.11414). Tensor ranks have the same tokens after
 attention, so each picks those that go to experts of its own, and the sum that a row-parallel MLP needs anyway brings
 the results together: no rank sends a token anywhere. No token is dropped. Which experts a token goes to, and with what
-shares, is decided by a router (Shazeer et al. 2017, arXiv 1701.06538, section 2.1).
+shares, is decided by a router (Shazeer et al. 2017, arXiv 1701.06538, section 2.1). A shared expert is an MLP that
+every token goes to as well (Dai et al. 2024, arXiv 2401.06066, section 3.2).
 
 Tokens go to the rows of their experts and back, each direction the transpose of the other. Both directions gather:
 sums are over a token's own experts in the order of its choices, so a device that adds with atomics gives the same bits
@@ -12,7 +13,7 @@ every time.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,12 @@ from megapipe.config.model import ModelConfig
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import (
     ColumnParallelLinear,
+    Linear,
     OnShards,
     RowParallelLinear,
     Shapes,
     as_matrix,
+    bias_gradient,
     empty_parameter,
     within,
 )
@@ -39,59 +42,94 @@ from megapipe.parallel.collectives import (
 )
 from megapipe.parallel.groups import Group
 
+SMALLEST_SUM = 1e-20
+"""Added to the sum of the chosen experts' sigmoids before it divides them, as in DeepSeek-V3."""
+
 
 class Router(SplitModule, OnShards):
     """Scores every expert for every token, in fp32 whatever the rest computes in: small differences decide.
 
     Every tensor rank has the whole weight [experts, h] and the same tokens, and so the same scores; where tokens are
-    sharded each scores its own. shapes: of `weight` and, where loads are evened out, of `bias` [experts], which is
-    added to the softmax of the scores when experts are chosen and in nothing else (Wang et al. 2024, arXiv 2408.15664,
-    equation 3). biased: "scores" adds it to the scores instead, as version 0.1 did. The bias's gradient is not the
-    loss's: it is how many more tokens than its share each expert got, times the number of experts, a sum over tokens
-    as other gradients are.
+    sharded each scores its own. shapes: of `weight`, where the linear layer has a bias of `score_bias` [experts], and,
+    where loads are evened out, of `bias` [experts], which is added to the softmax or the sigmoids of the scores when
+    experts are chosen and in nothing else (Wang et al. 2024, arXiv 2408.15664, equation 3). model.expert_bias "scores"
+    adds it to the scores instead, as version 0.1 did. The bias's gradient is not the loss's: it is how many more
+    tokens than its share each expert got, times the number of experts, a sum over tokens as other gradients are.
     """
 
-    partial = ("weight", "bias")
+    partial = ("weight", "score_bias", "bias")
 
-    def __init__(self, shapes: Shapes, choices: int, normalize: bool, biased: Literal["shares", "scores"]) -> None:
+    def __init__(self, model: ModelConfig, shapes: Shapes) -> None:
         super().__init__()
         self.weight = empty_parameter(shapes["weight"])
+        self.score_bias = empty_parameter(shapes["score_bias"]) if "score_bias" in shapes else None
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
-        self.choices = choices
-        self.normalize = normalize
-        self.biased = biased
+        self.model = model
 
     def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
         """(shares, experts) [b, s, choices] for x [b, s, h]: of each token the experts that it goes to, int64, the
         best first, equal ones by number, and what share of the result each has, fp32 (fp64 for fp64).
 
-        Shares are a softmax over the chosen alone where the router normalises them (Jiang et al. 2024, arXiv
-        2401.04088, section 2.1), else their part of the softmax over all (Fedus et al. 2022, arXiv 2101.03961).
         again: makes x again in the backward, so that x need not be kept.
         """
+        score_bias = self.score_bias
         record = None
         if tape is None:
-            scores = _FusedRouter.apply(x, self.weight, again)
+            scores = _FusedRouter.apply(x, self.weight, score_bias, again)
         else:
             record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
             record.keep_input(x, again)
-            scores = _ProbedRouter.apply(x, record.probe, self.weight.detach())
-        ranked = scores.detach()
-        if self.bias is not None:
-            ranked = (ranked.softmax(-1) if self.biased == "shares" else ranked) + self.bias.detach()
-        experts = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : self.choices].contiguous()
+            bias = None if score_bias is None else score_bias.detach()
+            scores = _ProbedRouter.apply(x, record.probe, self.weight.detach(), bias)
+        experts = self._choices(scores.detach())
         if self.bias is not None:
             load = self._load(experts)
             if record is None:
                 scores = _Loaded.apply(scores, self.bias, load)
             else:
                 record.beside = (load,)
-        if self.normalize:
-            return scores.gather(-1, experts).softmax(-1), experts
-        return scores.softmax(-1).gather(-1, experts), experts
+        return self._shares(scores, experts), experts
+
+    def _choices(self, scores: Tensor) -> Tensor:
+        """Return the experts [b, s, choices] for scores [b, s, experts], those of the best groups alone."""
+        model, ranked = self.model, scores
+        if model.router_scores == "sigmoid":
+            ranked = scores.sigmoid()
+        elif self.bias is not None and model.expert_bias == "shares":
+            ranked = scores.softmax(-1)
+        if self.bias is not None:
+            ranked = ranked + self.bias.detach()
+        if model.router_groups > 1:
+            grouped = ranked.unflatten(-1, (model.router_groups, -1))
+            order = grouped.topk(model.best_of_group).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+            left_out = torch.zeros_like(order, dtype=torch.bool)
+            left_out.scatter_(-1, order[..., model.router_groups_chosen :], True)
+            ranked = grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(-2)
+        order = ranked.sort(dim=-1, descending=True, stable=True).indices
+        return order[..., : model.experts_per_token].contiguous()
+
+    def _shares(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the shares [b, s, choices] of the chosen experts.
+
+        Where the router normalises them: of a softmax over the chosen alone (Jiang et al. 2024, arXiv 2401.04088,
+        section 2.1), of sigmoids their part of the chosen ones' sum (DeepSeek-AI 2024, arXiv 2412.19437, equations 13
+        to 15). Else: part of the softmax over all (Fedus et al. 2022, arXiv 2101.03961), or the sigmoids themselves.
+        """
+        normalize = self.model.normalize_expert_shares
+        if self.model.router_scores == "sigmoid":
+            shares = scores.gather(-1, experts).sigmoid()
+            if normalize:
+                shares = shares / (shares.sum(-1, keepdim=True) + SMALLEST_SUM)
+        elif normalize:
+            shares = scores.gather(-1, experts).softmax(-1)
+        else:
+            shares = scores.softmax(-1).gather(-1, experts)
+        return shares if self.model.router_scale == 1 else shares * self.model.router_scale
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         yield self.weight, _weight_gradient(saved[0], gradient)
+        if self.score_bias is not None:
+            yield self.score_bias, bias_gradient(gradient)
         if self.bias is not None:
             yield self.bias, saved[1]
 
@@ -106,8 +144,9 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _scores(x: Tensor, weight: Tensor) -> Tensor:
-    return x.to(_wide(x)) @ weight.to(_wide(x)).t()
+def _scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    scores = x.to(_wide(x)) @ weight.to(_wide(x)).t()
+    return scores if bias is None else scores.add_(bias)
 
 
 def _input_gradient(dtype: torch.dtype, weight: Tensor, dscores: Tensor) -> Tensor:
@@ -135,36 +174,36 @@ class _Loaded(torch.autograd.Function):
 
 class _FusedRouter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, again: Remade | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: Remade | None) -> Tensor:
         save_input(ctx, x, again, weight)
         ctx.dtype = x.dtype
-        return _scores(x, weight)
+        return _scores(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = _input_gradient(ctx.dtype, weight, dscores) if needs_x else None
         dweight = None
         if needs_weight:
             dweight = _weight_gradient(saved_input(ctx, kept), dscores)
-        return dx, dweight, None
+        return dx, dweight, bias_gradient(dscores) if needs_bias else None, None
 
 
 class _ProbedRouter(torch.autograd.Function):
-    """The input half: the weight comes detached, the probe receives the scores' gradient."""
+    """The input half: weight and bias come detached, the probe receives the scores' gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.dtype = x.dtype
-        return _scores(x, weight)
+        return _scores(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         (weight,) = ctx.saved_tensors
         dx = _input_gradient(ctx.dtype, weight, dscores) if ctx.needs_input_grad[0] else None
-        return dx, dscores, None
+        return dx, dscores, None, None
 
 
 @dataclass(frozen=True)
@@ -374,19 +413,19 @@ class _ProbedGroupedLinear(torch.autograd.Function):
 class Experts(nn.Module, OnShards):
     """hidden -> ffn -> hidden in the experts that each token chooses; rank j of t holds the j-th t-th of them, whole.
 
-    shapes: of `router.weight` (experts, hidden) and `router.bias`, and of this rank's experts: `up.weight`
+    shapes: of `router.weight` (experts, hidden) and its biases, and of this rank's experts: `up.weight`
     (experts, ffn, hidden), or (experts, 2, ffn, hidden) with the gate first for SwiGLU, `down.weight`
-    (experts, hidden, ffn) and biases.
+    (experts, hidden, ffn) and biases; of a `shared` expert as there.
     recompute: make the activation again in the backward rather than keep it.
     """
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
-        self.router = Router(
-            within(shapes, "router"), model.experts_per_token, model.normalize_expert_shares, model.expert_bias
-        )
+        self.router = Router(model, within(shapes, "router"))
         self.up = GroupedLinear(within(shapes, "up"))
         self.down = GroupedLinear(within(shapes, "down"))
+        shared = within(shapes, "shared")
+        self.shared = SharedExpert(model, shared, group, kernels) if shared else None
         self.activation = model.activation_kind
         self.recompute = False
         self.group = group
@@ -398,6 +437,7 @@ class Experts(nn.Module, OnShards):
         Gradients of tokens and of shares are sums over the ranks, each having those of its own experts; those of the
         scores, and the router's, are then the same on every rank.
         """
+        own_x = x
         shares, chosen = self.router(x, tape, again)
         if self.sequence is None:
             x, shares = copy_to_group(x, self.group), copy_to_group(shares, self.group)
@@ -416,7 +456,11 @@ class Experts(nn.Module, OnShards):
         rows = self.down(activate(inner), assignment.counts, tape, made_again)
         weights = shares.flatten().index_select(0, assignment.pairs).unsqueeze(-1)
         y = sum_rows(rows * weights.to(rows.dtype), assignment).view(x.shape)
-        return reduce_from_group(y, self.group) if self.sequence is None else scatter_sum(y, self.group)
+        y = reduce_from_group(y, self.group) if self.sequence is None else scatter_sum(y, self.group)
+        if self.shared is None:
+            return y
+        self.shared.recompute = self.recompute
+        return y + self.shared(own_x, tape, again)
 
     def _activation(self, inner: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the activation; for a rank without rows that of the reference, because no kernel runs on nothing."""
@@ -466,3 +510,29 @@ class MLP(nn.Module):
         inner = self.up(x, tape, again)
         plain = self.kernels.pick(kind.op, inner)
         return inner, lambda inner: plain.apply(inner, *arguments)
+
+
+class TokenGate(Linear, OnShards):
+    """One number between 0 and 1 for each token. shapes: of `weight` (1, hidden)."""
+
+    partial = ("weight",)
+
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None) -> Tensor:
+        """Hidden states [b, s, h] to [b, s, 1]. again: as in `MLP`."""
+        return self.local_product(x, tape, add_bias=True, again=again).sigmoid()
+
+
+class SharedExpert(MLP):
+    """The expert of every token, whose channels the tensor ranks shard.
+
+    shapes: as of an MLP, and of `gate.weight` where a gate weighs the result.
+    """
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__(model, shapes, group, kernels)
+        self.gate = TokenGate(within(shapes, "gate"), group) if "gate.weight" in shapes else None
+
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+        """Hidden states [b, s, h] to [b, s, h]. again: as in `MLP`."""
+        y = super().forward(x, tape, again)
+        return y if self.gate is None else y * self.gate(x, tape, again)

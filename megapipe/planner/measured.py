@@ -31,7 +31,10 @@ WITHOUT_EFFECT = (
 """Fields of a model that do not change the time of a layer."""
 NEWER = ("rotary_fraction", "attention_softcap", "qk_norm_over")
 """Fields that older hardware files lack: they are part of a shape only if they differ from their default."""
-OF_EXPERTS = ("num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate")
+OF_EXPERTS = (
+    "num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate", "router_scores",
+    "router_scale", "router_bias", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
+)  # fmt: skip
 """Fields that matter only for a model with experts."""
 RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
 ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "sequence_chunks": "tensor"}

@@ -129,6 +129,8 @@ def _sharded_lengths(model: ModelConfig) -> Iterator[tuple[str, int]]:
         yield "model.ffn_hidden_size", model.ffn_size
     else:
         yield "model.num_experts", model.num_experts
+        if model.shared_expert_size is not None:
+            yield "model.shared_expert_size", model.shared_expert_size
     if model.num_kv_heads is not None:
         yield "model.num_kv_heads", model.num_kv_heads
 

@@ -95,7 +95,7 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
     if model.num_experts is None:
         yield from mlp(shape, reads[1], second_handed)
     else:
-        yield from experts(shape, reads[1])
+        yield from experts(shape, reads[1], second_handed)
     yield from _output_norm(shape, "mlp")
     yield residual(shape, "mlp residual")
 
@@ -144,21 +144,24 @@ def residual(shape: MicrobatchShape, name: str) -> Op:
     )
 
 
-def mlp(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
-    """Yield the ops of an MLP. Axis 0 of a gated `up` is (gate, up). handed: gradient of its output."""
-    model, hidden, ffn = shape.model, shape.model.hidden_size, shape.model.ffn_size
+def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = False) -> Iterator[Op]:
+    """Yield the ops of an MLP, or of a `shared` expert. Axis 0 of a gated `up` is (gate, up). handed: gradient of its
+    output."""
+    model, hidden = shape.model, shape.model.hidden_size
+    ffn = (model.shared_expert_size or 0) if shared else model.ffn_size
+    path, prefix = ("mlp.shared", "shared ") if shared else ("mlp", "")
     gate = 1 + model.activation_kind.gated
     rows, axis = ((2, ffn), 1) if model.activation_kind.gated else ((ffn,), 0)
-    up = matrix("mlp.up.weight", (*rows, hidden), axis, model.init_std)
-    down = matrix("mlp.down.weight", (hidden, ffn), 1, residual_std(model))
+    up = matrix(f"{path}.up.weight", (*rows, hidden), axis, model.init_std)
+    down = matrix(f"{path}.down.weight", (hidden, ffn), 1, residual_std(model))
     inner = shape.tokens * ffn * shape.width // shape.tensor
-    outer = Value("up", inner * gate)
-    activated = Value("activation", inner, "mlp", (outer,))
+    outer = Value(f"{prefix}up", inner * gate)
+    activated = Value(f"{prefix}activation", inner, "mlp", (outer,))
     yield Op(
-        "up",
-        weights=(up, *linear_bias(model, "mlp.up.bias", rows, axis)),
+        f"{prefix}up",
+        weights=(up, *linear_bias(model, f"{path}.up.bias", rows, axis)),
         saves=(source,),
-        weight_needs=(source, gradient("up", outer.bytes)),
+        weight_needs=(source, gradient(outer.name, outer.bytes)),
         flops=linear_flops(all_tokens(shape), up.num_elements),
         collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
         kernels=partial(linear_products, shape, up, shape.tokens),
@@ -166,8 +169,8 @@ def mlp(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
     )
     yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias("mlp.up"))
     yield Op(
-        "down",
-        weights=(down, *linear_bias(model, "mlp.down.bias", (hidden,), None)),
+        f"{prefix}down",
+        weights=(down, *linear_bias(model, f"{path}.down.bias", (hidden,), None)),
         saves=(activated,),
         weight_needs=(activated, handed),
         flops=linear_flops(all_tokens(shape), down.num_elements),
@@ -196,7 +199,7 @@ def _of_experts(spec: ParameterSpec) -> ParameterSpec:
     return replace(spec, state_unit="experts")
 
 
-def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
+def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
     """Yield the ops of a mixture of experts whose tensor ranks each hold some experts whole.
 
     Every rank picks the rows of its own experts from all tokens. Which experts tokens choose the data decides; counted
@@ -213,15 +216,16 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         *linear_bias(model, "mlp.up.bias", inner_shape, 0),
         *linear_bias(model, "mlp.down.bias", (number, hidden), 0),
     )
+    scored = (vector("mlp.router.score_bias", (number,), None, ZEROS),) if model.router_bias else ()
     balance = replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate)
     rows, choices, width = shape.expert_rows, shape.tokens * model.experts_per_token, shape.width
     scores = Value("scores", shape.tokens * number * FULL_BYTES // shape.shards)
-    chosen = choices * ((FULL_BYTES if model.normalize_expert_shares else 0) + INDEX_BYTES) // shape.shards
+    chosen = (_share_bytes(shape) + choices * INDEX_BYTES) // shape.shards
     picked, outer = Value("picked rows", rows * hidden * width), Value("up", rows * ffn * gate * width)
     activated = Value("activation", rows * ffn * width, "mlp", (outer,))
     yield Op(
         "router",
-        weights=(router,),
+        weights=(router, *scored),
         saves=(source, scores, Value("chosen experts", chosen)),
         weight_needs=(source, gradient("scores", scores.bytes)),
         flops=linear_flops(all_tokens(shape), router.num_elements),
@@ -262,6 +266,35 @@ def experts(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         moments=partial(down_moments, shape, down),
     )
     yield Op("combine", saves=(Value("results of rows", picked.bytes), Value("weights of rows", rows * width)))
+    if model.shared_expert_size is not None:
+        own = model.shared_expert_gate or handed.name != OUTPUT_GRADIENT
+        yield from mlp(shape, source, gradient("shared down", shape.own_stream) if own else handed, shared=True)
+        yield _shared_sum(shape, source)
+
+
+def _shared_sum(shape: MicrobatchShape, source: Value) -> Op:
+    """Return the sum of the shared expert's result and that of the chosen ones, with the shared one's gate."""
+    model, stream = shape.model, shape.own_stream
+    if not model.shared_expert_gate:
+        return Op("shared sum", kernels=partial(passes, "shared sum", 3 * stream, 0))
+    gate = matrix("mlp.shared.gate.weight", (1, model.hidden_size), None, model.init_std)
+    opened = shape.tokens * shape.width // shape.shards
+    return Op(
+        "shared sum",
+        weights=(gate,),
+        saves=(source, Value("shared gate", opened), Value("shared result", stream)),
+        weight_needs=(source, gradient("shared gate", opened)),
+        flops=linear_flops(all_tokens(shape), gate.num_elements),
+        kernels=partial(passes, "shared sum", 6 * stream, 5 * stream),
+    )
+
+
+def _share_bytes(shape: MicrobatchShape) -> int:
+    """Return the bytes that the shares of all tokens keep besides scores: values of the chosen experts and, where
+    sigmoids are normalized, their sums. A softmax over all scores keeps its result in their place."""
+    normalized, sigmoid = shape.model.normalize_expert_shares, shape.model.router_scores == "sigmoid"
+    kept = shape.model.experts_per_token * (normalized or sigmoid) + (normalized and sigmoid)
+    return shape.tokens * kept * FULL_BYTES
 
 
 def _choice_collectives(shape: MicrobatchShape, choices: int) -> tuple[Collective, ...]:

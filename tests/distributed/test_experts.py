@@ -9,6 +9,8 @@ that rows are shared out evenly as the formulas take them to be.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,20 @@ from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.layouts import BASE, adds_in_one_order, config_of, oracle_of, sizes_of, world_size
 from tests.support.meshes import run_mesh, run_threads
 
-Oracles = Callable[[tuple[tuple[str, str], ...]], RankRun]
+Oracles = Callable[[str, tuple[tuple[str, str], ...]], RankRun]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"shared_expert_size": 32, "shared_expert_gate": True, "router_bias": True},
+    "deepseek": {
+        "shared_expert_size": 80,
+        "router_scores": "sigmoid",
+        "router_groups": 2,
+        "router_groups_chosen": 1,
+        "router_scale": 1.5,
+    },
+}
+"""Routers and shared experts."""
 
 CHOSEN: list[Case] = [{"model": "llama", "tensor": "2", "sequence": "on", "recompute": "selective"}]
 SLOW: list[Case] = [
@@ -40,19 +55,21 @@ SHOWN = 25
 """Of so many cases of the covering array one is slow, the others are exhaustive."""
 
 
-def marked(case: Case, mark: pytest.MarkDecorator) -> object:
-    return pytest.param(case if adds_in_one_order(case) else {**case, "precision": "fp32"}, marks=mark)
+def marked(kind: str, case: Case, *marks: pytest.MarkDecorator) -> object:
+    case = {**BASE, **case}
+    case = case if adds_in_one_order(case) else {**case, "precision": "fp32"}
+    return pytest.param(kind, case, marks=marks, id=f"{kind}: {name_of(case)}")
 
 
 EVERY_CASE = [
-    *({**BASE, **case} for case in CHOSEN),
-    *(marked({**BASE, **case}, pytest.mark.exhaustive) for case in SLOW),
+    *(marked(kind, case) for kind, case in zip(KINDS, [*CHOSEN, *SLOW[3:5]], strict=True)),
+    *(marked(kind, case, pytest.mark.exhaustive) for case in SLOW for kind in KINDS),
     *(
-        marked(case, pytest.mark.exhaustive if number % SHOWN else pytest.mark.slow)
-        for number, case in enumerate(CASES)
+        marked(kind, case, pytest.mark.exhaustive if number % SHOWN else pytest.mark.slow)
+        for number, (case, kind) in enumerate(zip(CASES, cycle(KINDS), strict=False))
     ),
 ]
-EVEN = [*CHOSEN, *SLOW[3:5]]
+EVEN = [marked(kind, case) for case in [*CHOSEN, *SLOW[3:5]] for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +79,13 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
     return write_shard(folder), write_corpus(folder / "bert")
 
 
-def with_experts(case: Case, corpora: Corpora, choices: int = 2) -> PretrainConfig:
+def with_experts(kind: str, case: Case, corpora: Corpora, choices: int = 2) -> PretrainConfig:
     """Four experts in every block, scored far enough apart for rounding not to change a choice."""
     config = config_of(case, *corpora)
     model = replace(config.model, num_experts=4, experts_per_token=choices, ffn_hidden_size=48, init_std=0.1)
+    model = replace(model, **KINDS[kind])
+    if choices == 4:
+        model.router_groups_chosen = model.router_groups
     return replace(config, model=model)
 
 
@@ -74,8 +94,8 @@ def expected(corpora: Corpora) -> Oracles:
     """The run that a case has to equal, by the case of that run; each is run once."""
 
     @cache
-    def of(oracle: tuple[tuple[str, str], ...]) -> RankRun:
-        config = with_experts(dict(oracle), corpora)
+    def of(kind: str, oracle: tuple[tuple[str, str], ...]) -> RankRun:
+        config = with_experts(kind, dict(oracle), corpora)
         ranks = [each.run for each in run_threads(sizes_of(config), run_layout, config)]
         gradients = [shard for rank in ranks for shard in rank.gradients]
         return RankRun(ranks[0].results, gradients, [shard for rank in ranks for shard in rank.weights])
@@ -83,14 +103,14 @@ def expected(corpora: Corpora) -> Oracles:
     return of
 
 
-@pytest.mark.parametrize("case", EVERY_CASE, ids=name_of)
+@pytest.mark.parametrize(("kind", "case"), EVERY_CASE)
 def test_a_layout_trains_as_one_process_and_exchanges_what_is_predicted(
-    corpora: Corpora, expected: Oracles, case: Case
+    corpora: Corpora, expected: Oracles, kind: str, case: Case
 ) -> None:
-    config = with_experts(case, corpora)
+    config = with_experts(kind, case, corpora)
     validate(config, world_size(case))
     ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
-    check_equal(case, [rank.run for rank in ranks], expected(tuple(oracle_of(case).items())))
+    check_equal(case, [rank.run for rank in ranks], expected(kind, tuple(oracle_of(case).items())))
     for number, rank in enumerate(ranks):
         predicted = predict_rank(config, rank.schedule, number, predictions=rank.predictions)
         assert counts_of(rank.traffic) == predicted.traffic()
@@ -100,10 +120,9 @@ def test_a_layout_trains_as_one_process_and_exchanges_what_is_predicted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EVEN, ids=lambda case: name_of({**BASE, **case}))
-def test_evenly_used_experts_keep_what_is_predicted(corpora: Corpora, case: Case) -> None:
-    case = {**BASE, **case}
-    config = with_experts(case, corpora, choices=4)
+@pytest.mark.parametrize(("kind", "case"), EVEN)
+def test_evenly_used_experts_keep_what_is_predicted(corpora: Corpora, kind: str, case: Case) -> None:
+    config = with_experts(kind, case, corpora, choices=4)
     validate(config, world_size(case))
     for each in predicted_and_counted(config):
         check_costs(*each)

@@ -36,6 +36,13 @@ GEMMA: dict[str, Any] = {
     "activation": "geglu_tanh",
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn_hidden_size": 96, "expert_balance_rate": 0.0}
+SHARED = {"shared_expert_size": 80}
+SIGMOIDS: dict[str, Any] = {
+    "router_scores": "sigmoid",
+    "router_groups": 2,
+    "router_groups_chosen": 1,
+    "router_scale": 2.5,
+}
 GPT: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2 with dropout": DROPOUT,
@@ -56,6 +63,10 @@ GPT: dict[str, dict[str, Any]] = {
     "gpt-neox": {"parallel_residual": True, "tie_embeddings": False},
     "gpt-neox with dropout": {"parallel_residual": True, **DROPOUT},
     "granite": {**LLAMA, "residual_scale": 0.5, "logit_scale": 0.25, "embedding_scale": 3.0},
+    "qwen2 experts": {**LLAMA, **EXPERTS, **SHARED, "shared_expert_gate": True, "normalize_expert_shares": False},
+    "deepseek experts": {**LLAMA, **EXPERTS, **SHARED, **SIGMOIDS},
+    "sigmoid experts": {**EXPERTS, **SIGMOIDS, "normalize_expert_shares": False, "router_bias": True},
+    "dropout with shared experts": {**EXPERTS, **SHARED, **DROPOUT},
 }
 BERT: dict[str, dict[str, Any]] = {
     "post-norm bert": {"norm_position": "post"},
