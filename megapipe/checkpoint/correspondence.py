@@ -57,8 +57,8 @@ class Correspondence:
 def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
     """Return where every parameter is in the family's tensors. Raises FamilyError if one has no place."""
     return [
-        Correspondence(spec, names, tuple(_step(step, spec, model, len(names)) for step in steps))
-        for spec, names, steps in family.places(model)
+        Correspondence(spec, names, tuple(_step(step, spec, own, len(names)) for step in steps))
+        for spec, own, names, steps in family.places(model)
     ]
 
 

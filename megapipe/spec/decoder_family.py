@@ -1,6 +1,6 @@
 """What the families of decoders like Llama have in common: sizes, rotary positions, names of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megapipe.config.model import ModelConfig
@@ -32,7 +32,11 @@ NAMES: Mapping[str, str | Tensors] = {
     "head.output": "lm_head",
 }
 """Llama's names; a family lists those that differ."""
-_ROPE_KEYS = ROPE_SCALING["llama3"].keys() | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ROPE_KEYS = {key for kind in ROPE_SCALING.values() for key in kind} | {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor"
+}  # fmt: skip
+_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+Fields = dict[str, Any]
 
 
 def expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str | Tensors]:
@@ -41,68 +45,155 @@ def expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str | 
     prefix = f"model.layers.{{layer}}.{module}"
     experts = prefix + ".experts.{expert}"
     return {
-        "blocks.mlp.router": f"{prefix}.gate",
-        "blocks.mlp.up": Tensors((f"{experts}.{gate}", f"{experts}.{up}"), ("stacked",)),
-        "blocks.mlp.down": Tensors((f"{experts}.{down}",), ("stacked",)),
+        "experts.mlp.router": f"{prefix}.gate",
+        "experts.mlp.up": Tensors((f"{experts}.{gate}", f"{experts}.{up}"), ("stacked",)),
+        "experts.mlp.down": Tensors((f"{experts}.{down}",), ("stacked",)),
     }
 
 
-def rotary_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def rotary_fields(config: Mapping[str, Any]) -> Fields:
     """Return the fields of rotary positions.
 
     Older files have rope_theta and rope_scaling; newer files have both in rope_parameters. transformers reads
     rope_scaling first. Raises FamilyError for values that the model configuration cannot express.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
+
+
+def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:
+    """Return the fields of one kind of rotary positions, which `rope` describes; `config` has what it lacks."""
     unknown = [key for key in rope if key not in _ROPE_KEYS and rope[key] is not None]
     if unknown:
         raise FamilyError(f"the rotary parameters have {unknown[0]!r}, which the model configuration cannot express")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise FamilyError("partial_rotary_factor is not 1, which the model configuration cannot express")
-    fields = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    fields: Fields = {"rope_theta": theta, "rotary_fraction": 1.0 if fraction is None else fraction}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {**fields, "rope_scaling.kind": "none"}
-    kind = known_word({"linear": "linear", "llama3": "llama3"}, kind)
-    stretched = {f"rope_scaling.{ours}": rope[key] for key, ours in ROPE_SCALING[kind].items()}
-    return {**fields, "rope_scaling.kind": kind, **stretched}
+    kind = known_word({name: name for name in ROPE_SCALING if name != "none"}, kind)
+    longest = config["max_position_embeddings"]
+    first = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
+    known = {**rope, "original_max_position_embeddings": first}
+    if kind == "longrope" or (kind == "yarn" and rope.get("factor") is None):
+        known["factor"] = longest / first
+    scaling = {f"rope_scaling.{ours}": known.get(key) for key, ours in ROPE_SCALING[kind].items()}
+    missing = [key for key in ROPE_SCALING[kind] if key not in _OPTIONAL and known.get(key) is None]
+    if missing:
+        raise FamilyError(f"the rotary parameters of kind {kind} lack {missing[0]!r}")
+    if kind == "dynamic":
+        scaling["rope_scaling.original_length"] = longest
+    given = {name: value for name, value in scaling.items() if value is not None}
+    return {**fields, "rope_scaling.kind": kind, **given}
 
 
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def rope_scaling(model: ModelConfig) -> Fields | None:
+    """Return transformers' description of a model's RoPE scaling, None without one."""
     scaling = model.rope_scaling
     if scaling.kind == "none":
         return None
     values = {key: getattr(scaling, ours) for key, ours in ROPE_SCALING[scaling.kind].items()}
-    return {"rope_type": scaling.kind, **values}
+    return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
-def with_window(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of rotary positions, and the window. Raises FamilyError."""
+def window_fields(config: Mapping[str, Any]) -> Fields:
+    """Return the window of all layers. Raises FamilyError."""
     window = config.get("sliding_window")
     if window is not None and not isinstance(window, int):
         raise FamilyError(f"sliding_window is {window!r}; it must be a whole number, or null for no window")
-    return {**rotary_fields(config), "sliding_window": window}
+    return {"sliding_window": window}
 
 
-def qwen_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Qwen's fields. Its sliding_window applies only with `use_sliding_window`, and only in some layers."""
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if config.get("use_sliding_window") or kinds:
-        reason = "use_sliding_window is set" if config.get("use_sliding_window") else f"layer_types has {min(kinds)!r}"
-        raise FamilyError(f"{reason}; the model configuration has one window for all layers")
-    return rotary_fields(config)
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-SPARSE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
-"""Keys of layers without experts, of which there are none."""
+def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
+    """Return the fields of blocks that differ: the kind of each, and the fields of each kind; other kinds have none.
+    Fields of a kind that all blocks have are the model's."""
+    if len(set(kinds)) == 1 or not any(fields.get(kind) for kind in kinds):
+        return dict(fields.get(kinds[0], {}))
+    pattern = [kind if fields.get(kind) else "base" for kind in kinds]
+    period = next(n for n in range(1, len(pattern) + 1) if all(a == b for a, b in zip(pattern, pattern[n:])))  # noqa: B905
+    return {
+        "layer_kinds": {kind: dict(fields[kind]) for kind in dict.fromkeys(pattern) if kind != "base"},
+        "layer_pattern": tuple(pattern[:period]),
+    }
+
+
+def windowed_layers(default: Callable[[Mapping[str, Any]], list[str]], **sliding: Any) -> Callable[..., Fields]:
+    """Return a function for `more` that reads layer_types. default: layer types of a config.json without them.
+    sliding: further fields of blocks with a window."""
+
+    def fields(config: Mapping[str, Any]) -> Fields:
+        kinds, number = config.get("layer_types") or default(config), config["num_hidden_layers"]
+        unknown = set(kinds) - {SLIDING, FULL}
+        if unknown or len(kinds) < number:
+            problem = f"has {min(unknown)!r}" if unknown else f"has {len(kinds)} entries for {number} layers"
+            raise FamilyError(f"layer_types {problem}; it has one of {SLIDING} and {FULL} for each layer")
+        window = window_fields(config)["sliding_window"]
+        if SLIDING in kinds[:number] and not window:
+            raise FamilyError(f"layer_types has {SLIDING!r}, but sliding_window is {window}; set one of them right")
+        return layer_fields(
+            ["local" if kind == SLIDING else FULL for kind in kinds[:number]],
+            {"local": {"sliding_window": window, **sliding}},
+        )
+
+    return fields
+
+
+def blocks(model: ModelConfig) -> list[ModelConfig]:
+    """Return the configuration of every block."""
+    return [model.of_kind(model.kind_of_layer(index)) for index in range(model.num_layers)]
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """Return transformers' layer_types of a model."""
+    return [FULL if each.sliding_window is None else SLIDING for each in blocks(model)]
+
+
+def window_of(model: ModelConfig) -> int | None:
+    """Return the window of the blocks that have one."""
+    return next((each.sliding_window for each in blocks(model) if each.sliding_window is not None), None)
+
+
+WINDOWS: dict[str, Any] = {"layer_types": layer_types, "sliding_window": window_of}
+"""Keys to write for models whose layers have a window or not."""
+
+
+def _qwen_layers(config: Mapping[str, Any]) -> list[str]:
+    first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else config["num_hidden_layers"]
+    return [FULL if index < first else SLIDING for index in range(config["num_hidden_layers"])]
+
+
+def _qwen_window(config: Mapping[str, Any]) -> Fields:
+    """Return Qwen's windows: its sliding_window applies only with `use_sliding_window`."""
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return windowed_layers(_qwen_layers)({**config, "sliding_window": window})
+
+
 QWEN: dict[str, Any] = {
-    "reads": keys("use_sliding_window layer_types"),
-    "more": qwen_fields,
-    # The key use_sliding_window, which is read, decides whether there are windows.
-    "ignored": keys("sliding_window max_window_layers"),
-    "writes": {"use_sliding_window": False},
+    "reads": keys("use_sliding_window layer_types sliding_window max_window_layers"),
+    "more": (rotary_fields, _qwen_window),
+    "writes": {
+        **WINDOWS,
+        "use_sliding_window": lambda model: window_of(model) is not None,
+        "max_window_layers": lambda model: [*layer_types(model), SLIDING].index(SLIDING),
+    },
 }
 """Entries of Qwen's families."""
+
+
+def bias_fields(config: Mapping[str, Any]) -> Fields:
+    """Return the biases of a config.json with attention_bias and mlp_bias, of which it may lack the second."""
+    attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if attention:
+        return {"bias": "all" if mlp else "attention"}
+    return {"bias": "mlp" if mlp else "none"}
+
+
+ATTENTION_BIAS: dict[str, Any] = {"attention_bias": lambda model: model.has_bias("attention.output")}
+BIASES: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": lambda model: model.has_bias("mlp.up")}
+"""Keys to write for models with biases."""
 
 
 def decoder(
@@ -111,6 +202,7 @@ def decoder(
     *,
     ffn_key: str = "intermediate_size",
     epsilon_key: str = "rms_norm_eps",
+    activation: str = "hidden_act",
     **changes: Any,
 ) -> Family:
     """Register the family of a decoder like Llama. changes: additions to Llama's entries, or other words."""
@@ -124,12 +216,16 @@ def decoder(
             ffn_key: "ffn_hidden_size",
         },
         "needs": {"normalization": "rms_norm", "positions": "rotary", "bias": "none"},
-        "reads": keys("max_position_embeddings rope_parameters rope_scaling rope_theta"),
+        "reads": keys(
+            "max_position_embeddings original_max_position_embeddings rope_parameters rope_scaling rope_theta "
+            "partial_rotary_factor"
+        ),
         "writes": {
             "architectures": [architecture],
             "max_position_embeddings": "max_positions",
             "rope_theta": "rope_theta",
-            "rope_scaling": _rope_scaling,
+            "rope_scaling": rope_scaling,
+            "partial_rotary_factor": "rotary_fraction",
             "attention_dropout": "attention_dropout",
             "initializer_range": "init_std",
         },
@@ -137,10 +233,11 @@ def decoder(
             # pretraining_tp splits matrix products as they were split in Llama's training; the results are the same.
             "attention_dropout pretraining_tp max_sequence_length is_decoder"
         ),
-        "fixed": {"attention_bias": (False, None), "mlp_bias": (False, None), "partial_rotary_factor": (1.0, None)},
-        "defaults": {"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", epsilon_key: 1e-6},
+        "fixed": {"attention_bias": (False, None), "mlp_bias": (False, None)},
+        "defaults": {"num_key_value_heads": None, "head_dim": None, activation: "silu", epsilon_key: 1e-6},
         "tensors": NAMES,
     }
     merged = {name: entries[name] | changes.pop(name, type(entries[name])()) for name in entries}
-    others = {"words": {"silu": "swiglu", "swish": "swiglu"}, "more": rotary_fields, **changes}
-    return Family(model_type=model_type, kind="gpt", activation="hidden_act", **merged, **others)
+    merged["fixed"] = {key: values for key, values in merged["fixed"].items() if key not in merged["reads"]}
+    others = {"words": {"silu": "swiglu", "swish": "swiglu"}, "more": (rotary_fields,), **changes}
+    return Family(model_type=model_type, kind="gpt", activation=activation, **merged, **others)

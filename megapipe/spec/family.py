@@ -51,9 +51,11 @@ class Tensors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a parameter is in a family's files: the full names of its tensors, and the steps of `Tensors`."""
+    """Where a parameter is in a family's files: the full names of its tensors, and the steps of `Tensors`. model: that
+    of its layer."""
 
     spec: ParameterSpec
+    model: ModelConfig
     names: tuple[str, ...]
     steps: tuple[Step, ...]
 
@@ -97,17 +99,28 @@ _OF_A_RUN = keys(
 """Fields that do not affect logits, so that any value fits any family."""
 _SIZES = keys(
     "vocabulary_size num_layers hidden_size num_heads num_kv_heads head_size ffn_hidden_size norm_epsilon activation "
-    "tie_embeddings rope_scaling"
+    "tie_embeddings"
 )
 """Fields that every family sets."""
+_ORIGINAL = {"original_max_position_embeddings": "original_length"}
 ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_frequency_factor",
         "high_freq_factor": "high_frequency_factor",
-        "original_max_position_embeddings": "original_length",
+        **_ORIGINAL,
+    },
+    "yarn": {
+        **{name: name for name in ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")},
+        **{name: name for name in ("mscale", "mscale_all_dim")},
+        **_ORIGINAL,
+    },
+    "longrope": {
+        **{name: name for name in ("factor", "attention_factor", "short_factor", "long_factor")},
+        **_ORIGINAL,
     },
 }
 """Kind of RoPE scaling -> key of transformers' rotary parameters -> field of RopeScaling."""
@@ -125,14 +138,14 @@ class Family:
         activation: key of the activation function, which `words` translates to ours.
         aliases: other name of a key -> the key that exports write.
         needs: our field -> the value that all such models have. Fields that nothing names have our default.
-        reads: further keys, from which `more` returns fields. Raises FamilyError if it cannot.
+        reads: further keys, from which each function of `more` returns fields. Raises FamilyError if it cannot.
         writes: further key -> one of our fields, a function of the model, or a value to write.
         ignored: keys that do not affect logits.
         fixed: key -> the values that our model configuration can express.
         defaults: values that transformers uses for missing keys; other keys are required.
-        tensors: module of ours -> module of theirs or `Tensors`. A path that begins with `blocks.` has no number. A
-            key may also be the path of a parameter, if its names differ from those of its module; its names are then
-            complete.
+        tensors: module of ours -> module of theirs or `Tensors`. A path that begins with `blocks.` has no number; one
+            that begins with `experts.` is that of a block with experts, if it differs from other blocks. A key may
+            also be the path of a parameter, if its names differ from those of its module; its names are then complete.
         body: prefix of all names but those of `heads`; files of a model without a head lack it.
         heads: prefixes of names of heads.
         buffers: ends of names that hold no weight.
@@ -150,7 +163,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, Any] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()
-    more: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    more: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], ...] = ()
     writes: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -198,7 +211,10 @@ class Family:
         values["head_size"] = values.get("head_size") or values["hidden_size"] // heads
         for name, prefixes in self.optional.items():
             values[name] = all(any(each.startswith(prefix) for each in tensors) for prefix in prefixes)
-        return {**_defaults(self.kind), **self.needs, **values, **self.more(config)}
+        values = {**_defaults(self.kind), **self.needs, **values}
+        for more in self.more:
+            values |= more(config)
+        return values
 
     def run_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json that do not affect logits: dropout, initial weights, longest sequence."""
@@ -237,16 +253,17 @@ class Family:
 
     def places(self, model: ModelConfig) -> Iterator[Place]:
         """Yield where every parameter of a model is. Raises FamilyError for a parameter that has no place."""
-        specs = {spec.name: spec for layer in model_layers(model) for spec in layer.parameters.values()}
-        for spec in specs.values():
-            outer, _, path = spec.name.partition(".")
-            number, _, inner = path.partition(".")
-            in_block = outer == "blocks"
-            tensors = self._tensors(f"blocks.{inner}" if in_block else spec.name, spec)
-            layer = number if in_block else ""
-            experts = range(model.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
-            names = tuple(name.format(layer=layer, expert=each) for each in experts for name in tensors.names)
-            yield Place(spec, names, tensors.steps)
+        specs = {spec.name: (layer, spec) for layer in model_layers(model) for spec in layer.parameters.values()}
+        for layer, spec in specs.values():
+            own = model.of_kind(layer.variant)
+            path = spec.name.removeprefix(f"{layer.name}.")
+            roots = ("experts.", "blocks.")[own.num_experts is None :] if layer.kind == "block" else ("",)
+            candidates = [f"{root}{path}" if root else spec.name for root in roots]
+            known = (name for name in candidates if {name, name.rpartition(".")[0]} & self.tensors.keys())
+            tensors = self._tensors(next(known, candidates[-1]), spec)
+            experts = range(own.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
+            names = tuple(name.format(layer=layer.index, expert=each) for each in experts for name in tensors.names)
+            yield Place(spec, own, names, tensors.steps)
 
     def _tensors(self, path: str, spec: ParameterSpec | None = None) -> Tensors:
         """Return the tensors, by their names with leaf, of a parameter by its path without a block's number."""
@@ -344,7 +361,9 @@ def model_values(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model by name, with optional sizes resolved, those of RoPE scaling by `rope_scaling.`."""
     sizes = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_hidden_size": model.ffn_size}
     scaling = {f"rope_scaling.{name}": value for name, value in vars(model.rope_scaling).items()}
-    return {**vars(model), **sizes, **scaling}
+    values = {**vars(model), **sizes, **scaling}
+    del values["rope_scaling"]
+    return values
 
 
 def _defaults(kind: str) -> dict[str, Any]:
@@ -355,14 +374,11 @@ def _defaults(kind: str) -> dict[str, Any]:
 
 def field_differences(model: ModelConfig, wanted: Mapping[str, Any]) -> list[str]:
     """Return one message for each field of `model` that differs from `wanted`."""
-    wanted = dict(wanted)
-    actual = model_values(model)
+    wanted, actual = _comparable(wanted, model), _comparable(model_values(model), model)
     if wanted["expert_balance_rate"] and model.expert_balance_rate:
         del wanted["expert_balance_rate"]  # any rate matches: it belongs to the training
     if not actual.get("sentence_head", True):
         del wanted["sentence_head"]  # a model without a sentence head ignores the folder's
-    for values in (wanted, actual):
-        values["sliding_window"] = _effective(values["sliding_window"], model)
     return [
         f"set model.{name} to {value!r} (it is {actual[name]!r})"
         for name, value in wanted.items()
@@ -370,20 +386,33 @@ def field_differences(model: ModelConfig, wanted: Mapping[str, Any]) -> list[str
     ]
 
 
-def _effective(window: int | None, model: ModelConfig) -> int | None:
-    """Return the window, or None if it is at least as long as the longest sequence and therefore hides nothing."""
-    return None if window is None or window >= model.max_positions else window
+def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return fields of `model`, or of one that it is compared with, in one of several forms that mean the same."""
+    values = dict(fields)
+    if values["attention_scale"] is None:
+        values["attention_scale"] = values["head_size"] ** -0.5
+    kinds, pattern = values.pop("layer_kinds"), values["layer_pattern"]
+    layers = [dict(kinds.get(pattern[i % len(pattern)], {})) for i in range(model.num_layers if pattern else 0)]
+    for each in (values, *layers):
+        window = each.get("sliding_window")
+        if window is not None and window >= model.max_positions:
+            each["sliding_window"] = None  # a window that is as long as the longest sequence hides nothing
+    values["layer_pattern"] = layers if any(layers) else []
+    return values
 
 
 def _without_effect(name: str, actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether a field changes nothing in both models: it is one of experts or rotations that neither has."""
-    if name in ("experts_per_token", "normalize_expert_shares", "expert_balance_rate", "expert_bias"):
+    if name.startswith(("expert", "router_", "shared_expert", "normalize_expert")):
         return actual["num_experts"] is None and wanted["num_experts"] is None
+    rotates = "rotary" in (actual["positions"], wanted["positions"])
     if name.startswith("rope_") and name != "rope_scaling.kind":
         stretched = {actual["rope_scaling.kind"], wanted["rope_scaling.kind"]}
-        unused = all(name.removeprefix("rope_scaling.") not in ROPE_SCALING[kind].values() for kind in stretched)
-        rotates = "rotary" in (actual["positions"], wanted["positions"])
+        short = name.removeprefix("rope_scaling.")
+        unused = all(short != "factor" and short not in ROPE_SCALING[kind].values() for kind in stretched)
         return not rotates or (name != "rope_theta" and unused)
+    if name == "rotary_fraction":
+        return not rotates
     return False
 
 

@@ -95,6 +95,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+}
+GEMMA2 = {"query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
+GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3}
 FOUR_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -122,10 +132,48 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": False}),
     "mixtral": ("Mixtral", {**GROUPED, **FOUR_EXPERTS, "num_local_experts": 4, "head_dim": 16}),
+    "llama_with_biases": ("Llama", {**GROUPED, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    # Windows in the last layer alone.
+    "qwen2_windows": (
+        "Qwen2",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3_biases": ("Qwen3", {**GROUPED, "head_dim": 32, "attention_bias": True}),
     # Layer norms, biases, a window.
     "starcoder2": ("Starcoder2", {**GROUPED, "sliding_window": 7}),
     # One matrix for query, key and value, and one for gate and up.
     "phi3": ("Phi3", {**GROUPED, "sliding_window": 7}),
+    "phi3_long": ("Phi3", {**GROUPED, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}),
+    "gpt_neox": ("GPTNeoX", {**SIZES, "hidden_act": "gelu"}),
+    "gpt_neox_serial": ("GPTNeoX", {**SIZES, "use_parallel_residual": False, "attention_bias": False}),
+    "gemma": ("Gemma", {**GROUPED, "head_dim": 32}),
+    "gemma2": ("Gemma2", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_hidden_layers": 3, **GEMMA2}),
+    "gemma3": ("Gemma3Text", {**GROUPED, "head_dim": 16, "sliding_window": 7, **GEMMA3}),
+    "olmo2": ("Olmo2", GROUPED),
+    "smollm3": ("SmolLM3", {**GROUPED, "num_hidden_layers": 4, "no_rope_layer_interval": 3}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **GROUPED,
+            **FOUR_EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
+    # A layer without experts between others.
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        {
+            **GROUPED,
+            **FOUR_EXPERTS,
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3_moe": ("Qwen3Moe", {**GROUPED, **FOUR_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48}),
     # Experts chosen with biases, heads wider than hidden / heads.
     "ernie4_5_moe": (
@@ -150,5 +198,6 @@ def case_of(name: str) -> Case:
     """Return a case by its name."""
     prefix, fields = CONFIGS[name]
     config = getattr(transformers, f"{prefix}Config")(**fields, attn_implementation="eager")
-    kind = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
+    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    kind = getattr(transformers, names.get(prefix, f"{prefix}ForCausalLM"))
     return Case(config.model_type, drawn(kind(config)))

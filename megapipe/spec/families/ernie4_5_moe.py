@@ -23,7 +23,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
             f"moe_layer_end_index is {last}, so the layers after it have no experts; the model configuration has "
             "experts in every layer or in none"
         )
-    return rotary_fields(config)
+    return {}
 
 
 decoder(
@@ -33,7 +33,7 @@ decoder(
     fields={"moe_num_experts": "num_experts", "moe_k": "experts_per_token"},
     needs={**EXPERTS, "expert_balance_rate": ModelConfig().expert_balance_rate, "expert_bias": "shares"},
     reads=keys("moe_layer_end_index"),
-    more=_fields,
+    more=(rotary_fields, _fields),
     writes={
         "intermediate_size": "ffn_hidden_size",
         "moe_layer_end_index": lambda model: model.num_layers - 1,
@@ -57,6 +57,8 @@ decoder(
     tensors={
         "blocks.attention.qkv": QKV.then("rotary_pairs"),
         **expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
-        "blocks.mlp.router.bias": Tensors(("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias",), ("row",)),
+        "experts.mlp.router.bias": Tensors(
+            ("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias",), ("row",)
+        ),
     },
 )

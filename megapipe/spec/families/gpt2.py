@@ -26,7 +26,7 @@ Family(
     activation="activation_function",
     words=GELU,
     needs={"normalization": "layer_norm", "positions": "learned", "bias": "all"},
-    more=lambda config: {"ffn_hidden_size": config["n_inner"] or 4 * config["n_embd"]},
+    more=(lambda config: {"ffn_hidden_size": config["n_inner"] or 4 * config["n_embd"]},),
     writes={
         "architectures": ["GPT2LMHeadModel"],
         "n_ctx": "max_positions",

@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088). An auxiliary loss balances its experts, so its router has no bias."""
 
-from megapipe.spec.decoder_family import EXPERTS, ROUTER_OUTPUT, decoder, expert_names, with_window
+from megapipe.spec.decoder_family import EXPERTS, ROUTER_OUTPUT, decoder, expert_names, rotary_fields, window_fields
 from megapipe.spec.family import keys
 
 decoder(
@@ -9,7 +9,7 @@ decoder(
     fields={"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
     needs=EXPERTS,
     reads=keys("sliding_window"),
-    more=with_window,
+    more=(rotary_fields, window_fields),
     writes={"sliding_window": "sliding_window"},
     ignored=ROUTER_OUTPUT,
     # Noise is added only in training, but a router that was trained with it expects it there.

@@ -1,22 +1,30 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024, arXiv 2404.14219): matrices of one input are one."""
 
-from megapipe.spec.decoder_family import decoder, with_window
+from typing import Any
+
+from megapipe.spec.decoder_family import decoder, rotary_fields, window_fields
 from megapipe.spec.family import Tensors, keys
 
 _LAYER = "model.layers.{layer}"
+
+
+def _original_length(model: Any) -> int:
+    scaling = model.rope_scaling
+    return int(model.max_positions if scaling.kind == "none" else scaling.original_length)
+
 
 decoder(
     "phi3",
     "Phi3ForCausalLM",
     reads=keys("sliding_window"),
-    more=with_window,
+    more=(rotary_fields, window_fields),
     writes={
         "sliding_window": "sliding_window",
+        "original_max_position_embeddings": _original_length,
         "embd_pdrop": "embedding_dropout",
         "resid_pdrop": "hidden_dropout",
     },
-    # Only longrope reads original_max_position_embeddings.
-    ignored=keys("embd_pdrop resid_pdrop original_max_position_embeddings"),
+    ignored=keys("embd_pdrop resid_pdrop"),
     defaults={"rms_norm_eps": 1e-5},
     tensors={
         "blocks.attention.qkv": Tensors((f"{_LAYER}.self_attn.qkv_proj",), ("query_key_value",)),

@@ -1,6 +1,6 @@
 """StarCoder2 (Lozhkov et al. 2024, arXiv 2402.19173): layer norms and biases."""
 
-from megapipe.spec.decoder_family import GELU, decoder, with_window
+from megapipe.spec.decoder_family import GELU, decoder, rotary_fields, window_fields
 from megapipe.spec.family import keys
 
 decoder(
@@ -10,7 +10,7 @@ decoder(
     needs={"normalization": "layer_norm", "bias": "all"},
     words={"gelu_pytorch_tanh": "gelu_tanh", **GELU},
     reads=keys("sliding_window"),
-    more=with_window,
+    more=(rotary_fields, window_fields),
     writes={
         "sliding_window": "sliding_window",
         "use_bias": True,

@@ -1,0 +1,148 @@
+"""Gemma 1 to 3, text (Gemma Team 2024, arXiv 2403.08295 and 2408.00118; 2025, arXiv 2503.19786)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.config.model import ModelConfig
+from megapipe.spec.decoder_family import (
+    ATTENTION_BIAS,
+    FULL,
+    SLIDING,
+    WINDOWS,
+    Fields,
+    bias_fields,
+    blocks,
+    decoder,
+    rope_scaling,
+    rotary_fields,
+    stretched,
+    windowed_layers,
+)
+from megapipe.spec.family import Family, keys
+
+_LAYER = "model.layers.{layer}"
+_SANDWICH = {
+    "blocks.attention_output_norm": f"{_LAYER}.post_attention_layernorm",
+    "blocks.mlp_norm": f"{_LAYER}.pre_feedforward_layernorm",
+    "blocks.mlp_output_norm": f"{_LAYER}.post_feedforward_layernorm",
+}
+
+
+def _embedding_scale(config: Mapping[str, Any]) -> Fields:
+    return {"embedding_scale": config["hidden_size"] ** 0.5}
+
+
+def _attention_scale(config: Mapping[str, Any]) -> Fields:
+    return {"attention_scale": config["query_pre_attn_scalar"] ** -0.5}
+
+
+def _query_scalar(model: ModelConfig) -> float:
+    """Return the number whose root divides the scores: a whole one in all published models."""
+    scalar = model.head_dim if model.attention_scale is None else model.attention_scale**-2
+    return round(scalar) if round(scalar) ** -0.5 == model.attention_scale else scalar
+
+
+def _gemma(model_type: str, architecture: str, *more: Any, **changes: Any) -> Family:
+    entries: dict[str, Any] = {
+        "needs": {"normalization": "rms_norm_unit_offset"},
+        "reads": keys("attention_bias"),
+        "writes": ATTENTION_BIAS,
+        "fixed": {"use_bidirectional_attention": (None, False)},
+        "defaults": {"head_dim": 256, "tie_word_embeddings": True},
+    }
+    merged = {name: entries[name] | changes.pop(name, type(entries[name])()) for name in entries}
+    words = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
+    return decoder(
+        model_type, architecture, words=words, more=(_embedding_scale, bias_fields, *more), **merged, **changes
+    )
+
+
+_gemma(
+    "gemma",
+    "GemmaForCausalLM",
+    rotary_fields,
+    defaults={"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
+    # transformers reads hidden_act alone; the published files also have this key.
+    fixed={"hidden_activation": (None, "gelu_pytorch_tanh")},
+)
+_SOFTCAPS: dict[str, Any] = {
+    "activation": "hidden_activation",
+    "fields": {"final_logit_softcapping": "logit_softcap", "attn_logit_softcapping": "attention_softcap"},
+    "reads": keys("query_pre_attn_scalar sliding_window layer_types"),
+    "tensors": _SANDWICH,
+    "ignored": keys("hidden_act cache_implementation"),
+}
+_gemma(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    rotary_fields,
+    _attention_scale,
+    windowed_layers(lambda config: [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]),
+    **_SOFTCAPS,
+    needs={"norm_position": "sandwich"},
+    writes={**WINDOWS, "query_pre_attn_scalar": _query_scalar},
+    defaults={
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+)
+
+
+def _by_kind(config: Mapping[str, Any]) -> tuple[Fields, Fields]:
+    """Return the rotary positions of layers that see everything, and of layers with a window."""
+    rope = config.get("rope_parameters") or {}
+    whole = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {}), **rope.get(FULL, {})}
+    local = {"rope_theta": config["rope_local_base_freq"], **rope.get(SLIDING, {})}
+    return stretched(whole, config), stretched(local, config)
+
+
+def _gemma3_layers(config: Mapping[str, Any]) -> Fields:
+    whole, local = _by_kind(config)
+    own: Fields = {"rope_theta": local["rope_theta"]}
+    if local["rope_scaling.kind"] != whole["rope_scaling.kind"]:
+        own["rope_scaling"] = {"kind": local["rope_scaling.kind"]}
+    every = config["sliding_window_pattern"]
+    types = [SLIDING if (index + 1) % every else FULL for index in range(config["num_hidden_layers"])]
+    return {**whole, **windowed_layers(lambda _: types, **own)(config)}
+
+
+def _rope_parameters(model: ModelConfig) -> Fields:
+    found: Fields = {}
+    for each in reversed(blocks(model)):
+        kind = FULL if each.sliding_window is None else SLIDING
+        found[kind] = {"rope_type": "default", "rope_theta": each.rope_theta, **(rope_scaling(each) or {})}
+    return found
+
+
+_gemma(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _attention_scale,
+    _gemma3_layers,
+    **{**_SOFTCAPS, "reads": _SOFTCAPS["reads"] | keys("rope_local_base_freq sliding_window_pattern")},
+    aliases={"_sliding_window_pattern": "sliding_window_pattern"},
+    needs={"norm_position": "sandwich", "qk_norm": True},
+    writes={
+        **WINDOWS,
+        "query_pre_attn_scalar": _query_scalar,
+        "rope_parameters": _rope_parameters,
+        "rope_theta": None,
+        "rope_scaling": None,
+        "partial_rotary_factor": None,
+    },
+    defaults={
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+    },
+)

@@ -1,0 +1,106 @@
+"""Qwen2 and Qwen3 with experts (Yang et al. 2024, arXiv 2407.10671; 2025, arXiv 2505.09388)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.spec.decoder_family import (
+    ATTENTION_BIAS,
+    QWEN,
+    ROUTER_OUTPUT,
+    Fields,
+    bias_fields,
+    blocks,
+    decoder,
+    expert_names,
+    layer_fields,
+)
+from megapipe.spec.family import Family, FamilyError, Tensors, keys
+
+_MLP = "model.layers.{layer}.mlp"
+
+
+def _dense_layers(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of layers without experts: those of mlp_only_layers, and all but every decoder_sparse_step."""
+    step, alone = config["decoder_sparse_step"], config["mlp_only_layers"] or []
+    number = config["num_hidden_layers"]
+    dense = [index in alone or (index + 1) % step != 0 for index in range(number)]
+    if not any(dense):
+        return {}
+    if config.get("use_sliding_window"):
+        raise FamilyError("use_sliding_window is true with layers without experts; only one of them is supported")
+    fields = {"num_experts": None, "ffn_hidden_size": config["intermediate_size"]}
+    return layer_fields(["dense" if each else "base" for each in dense], {"dense": fields})
+
+
+def _dense_numbers(model: Any) -> list[int]:
+    return [index for index, each in enumerate(blocks(model)) if each.num_experts is None]
+
+
+def _dense_size(model: Any) -> int:
+    return next((each.ffn_size for each in blocks(model) if each.num_experts is None), model.ffn_size)
+
+
+def _qwen(model_type: str, architecture: str, **changes: Any) -> Family:
+    entries: dict[str, Any] = {
+        "fields": {
+            "num_experts": "num_experts",
+            "num_experts_per_tok": "experts_per_token",
+            "norm_topk_prob": "normalize_expert_shares",
+        },
+        "needs": {"expert_balance_rate": 0.0},
+        "reads": QWEN["reads"] | keys("decoder_sparse_step mlp_only_layers intermediate_size"),
+        "ignored": ROUTER_OUTPUT,
+        "writes": {
+            **QWEN["writes"],
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": _dense_numbers,
+            "intermediate_size": _dense_size,
+        },
+        "defaults": {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        "tensors": expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+    }
+    merged = {name: entries[name] | changes.pop(name, type(entries[name])()) for name in entries}
+    return decoder(model_type, architecture, ffn_key="moe_intermediate_size", **merged, **changes)
+
+
+_qwen(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    fields={"shared_expert_intermediate_size": "shared_expert_size"},
+    needs={"shared_expert_gate": True},
+    reads=keys("qkv_bias"),
+    more=(*QWEN["more"], _dense_layers, lambda config: {"bias": "qkv" if config["qkv_bias"] else "none"}),
+    writes={"qkv_bias": lambda model: model.has_bias("attention.qkv")},
+    defaults={
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "qkv_bias": True,
+    },
+    tensors={
+        "experts.mlp.shared.up": Tensors(
+            (f"{_MLP}.shared_expert.gate_proj", f"{_MLP}.shared_expert.up_proj"), ("stacked",)
+        ),
+        "experts.mlp.shared.down": f"{_MLP}.shared_expert.down_proj",
+        "experts.mlp.shared.gate": f"{_MLP}.shared_expert_gate",
+    },
+)
+_qwen(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    aliases={"num_local_experts": "num_experts"},
+    needs={"qk_norm": True},
+    reads=keys("attention_bias"),
+    more=(*QWEN["more"], _dense_layers, bias_fields),
+    writes=ATTENTION_BIAS,
+    defaults={
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+)
