@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megapipe.config.model import ModelConfig
-from megapipe.spec.family import ROPE_SCALING, Family, FamilyError, Tensors, keys, known_word
+from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.spec.family import OMITTED, ROPE_SCALING, Family, FamilyError, Tensors, keys, known_word
 
 GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 SIZES = {
@@ -93,7 +93,14 @@ def rope_scaling(model: ModelConfig) -> Fields | None:
     if scaling.kind == "none":
         return None
     values = {key: getattr(scaling, ours) for key, ours in ROPE_SCALING[scaling.kind].items()}
-    return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}}
+    if scaling.kind == "longrope":
+        del values["factor"]  # the ratio of the longest sequence to the original one
+    usual = {key: getattr(RopeScaling(), ROPE_SCALING[scaling.kind][key]) for key in _OPTIONAL & values.keys()}
+    return {"rope_type": scaling.kind, **{key: each for key, each in values.items() if usual.get(key, ...) != each}}
+
+
+def _rotary_fraction(model: ModelConfig) -> Any:
+    return OMITTED if model.rotary_fraction == 1 else model.rotary_fraction
 
 
 def window_fields(config: Mapping[str, Any]) -> Fields:
@@ -177,7 +184,9 @@ QWEN: dict[str, Any] = {
     "writes": {
         **WINDOWS,
         "use_sliding_window": lambda model: window_of(model) is not None,
-        "max_window_layers": lambda model: [*layer_types(model), SLIDING].index(SLIDING),
+        "max_window_layers": lambda model: (
+            layer_types(model).index(SLIDING) if window_of(model) is not None else OMITTED
+        ),
     },
 }
 """Entries of Qwen's families."""
@@ -225,7 +234,7 @@ def decoder(
             "max_position_embeddings": "max_positions",
             "rope_theta": "rope_theta",
             "rope_scaling": rope_scaling,
-            "partial_rotary_factor": "rotary_fraction",
+            "partial_rotary_factor": _rotary_fraction,
             "attention_dropout": "attention_dropout",
             "initializer_range": "init_std",
         },

@@ -125,6 +125,8 @@ ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
 }
 """Kind of RoPE scaling -> key of transformers' rotary parameters -> field of RopeScaling."""
 _TIED = "tie_word_embeddings"
+OMITTED = object()
+"""Value of a key that is not written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ class Family:
         aliases: other name of a key -> the key that exports write.
         needs: our field -> the value that all such models have. Fields that nothing names have our default.
         reads: further keys, from which each function of `more` returns fields. Raises FamilyError if it cannot.
-        writes: further key -> one of our fields, a function of the model, or a value to write.
+        writes: further key -> one of our fields, a function of the model, or a value to write; not OMITTED ones.
         ignored: keys that do not affect logits.
         fixed: key -> the values that our model configuration can express.
         defaults: values that transformers uses for missing keys; other keys are required.
@@ -230,7 +232,10 @@ class Family:
         for key, value in self.writes.items():
             value = values[value] if isinstance(value, str) and value in values else value
             written[key] = value(model) if callable(value) else value
-        return {"model_type": self.model_type, **written}
+        return {
+            "model_type": self.model_type,
+            **{key: value for key, value in written.items() if value is not OMITTED},
+        }
 
     def _checked(self, config: dict[str, Any]) -> dict[str, Any]:
         fixed = {**_ALWAYS, **self.fixed}

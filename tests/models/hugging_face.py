@@ -142,7 +142,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Layer norms, biases, a window.
     "starcoder2": ("Starcoder2", {**GROUPED, "sliding_window": 7}),
     # One matrix for query, key and value, and one for gate and up.
-    "phi3": ("Phi3", {**GROUPED, "sliding_window": 7}),
+    "phi3": ("Phi3", {**GROUPED, "original_max_position_embeddings": 64, "sliding_window": 7}),
     "phi3_long": ("Phi3", {**GROUPED, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}),
     "gpt_neox": ("GPTNeoX", {**SIZES, "hidden_act": "gelu"}),
     "gpt_neox_serial": ("GPTNeoX", {**SIZES, "use_parallel_residual": False, "attention_bias": False}),

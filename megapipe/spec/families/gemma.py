@@ -13,12 +13,13 @@ from megapipe.spec.decoder_family import (
     bias_fields,
     blocks,
     decoder,
+    layer_types,
     rope_scaling,
     rotary_fields,
     stretched,
     windowed_layers,
 )
-from megapipe.spec.family import Family, keys
+from megapipe.spec.family import OMITTED, Family, keys
 
 _LAYER = "model.layers.{layer}"
 _SANDWICH = {
@@ -130,9 +131,10 @@ _gemma(
         **WINDOWS,
         "query_pre_attn_scalar": _query_scalar,
         "rope_parameters": _rope_parameters,
-        "rope_theta": None,
-        "rope_scaling": None,
-        "partial_rotary_factor": None,
+        "sliding_window_pattern": lambda model: [*layer_types(model), FULL].index(FULL) + 1,
+        "rope_theta": OMITTED,
+        "rope_scaling": OMITTED,
+        "partial_rotary_factor": OMITTED,
     },
     defaults={
         "num_key_value_heads": 4,

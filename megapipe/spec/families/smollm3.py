@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     BIASES,
     FULL,
@@ -38,6 +39,10 @@ def _layers(config: Mapping[str, Any]) -> Fields:
     return layer_fields(kinds, fields)
 
 
+def _rotated(model: ModelConfig) -> list[int]:
+    return [int(each.positions == "rotary") for each in blocks(model)]
+
+
 decoder(
     "smollm3",
     "SmolLM3ForCausalLM",
@@ -46,7 +51,8 @@ decoder(
     more=(rotary_fields, bias_fields, _layers),
     writes={
         **BIASES,
-        "no_rope_layers": lambda model: [int(each.positions == "rotary") for each in blocks(model)],
+        "no_rope_layers": _rotated,
+        "no_rope_layer_interval": lambda model: [*_rotated(model), 0].index(0) + 1,
         "layer_types": layer_types,
         "sliding_window": window_of,
         "use_sliding_window": lambda model: window_of(model) is not None,
