@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.model import ModelConfig, RopeScaling
-from megapipe.conversion.megatron_model import arguments_of
+from megapipe.conversion.megatron_model import arguments_of, model_of_arguments
+from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.rotary import attention_factor, inverse_frequencies
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from tests.layers.bound import LLAMA, bind, bind_model, make_context, small_model
@@ -214,3 +216,11 @@ def test_megatron_refuses_what_its_arguments_cannot_express(fields: dict[str, An
     contents: Any = SimpleNamespace(model=ModelConfig(**{**LLAMA, **fields}), run=None)
     with pytest.raises(CheckpointError, match=message):
         arguments_of(contents, 1, 1, 1, torch.float32)
+
+
+def test_megatron_arguments_keep_a_partial_rotation() -> None:
+    model = ModelConfig(**{**LLAMA, "rotary_fraction": 0.25})
+    contents: Any = SimpleNamespace(model=model, run=None)
+    arguments = vars(arguments_of(contents, 1, 1, 1, torch.float32))
+    saved = {"args": InertObject("argparse.Namespace", arguments)}
+    assert model_of_arguments(saved, Path("model.pt")).rotary_fraction == 0.25
