@@ -229,8 +229,8 @@ def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _check_attention(model: ModelConfig) -> None:
-    """Raise CheckpointError for attention and biases that Megatron-LM's arguments cannot express."""
+def _check_expressible(model: ModelConfig) -> None:
+    """Raise CheckpointError for values of fields that Megatron-LM's arguments cannot express."""
     plain = model.head_dim**-0.5
     for field, value, possible in (
         ("bias", model.bias, ("all", "qkv", "none")),
@@ -238,6 +238,13 @@ def _check_attention(model: ModelConfig) -> None:
         ("attention_scale", model.attention_scale, (None, plain)),
         ("attention_softcap", model.attention_softcap, (None,)),
         ("qk_norm_over", model.qk_norm_over, ("head",)),
+        ("activation", model.activation, ("gelu", *_ACTIVATIONS.values())),
+        ("norm_position", model.norm_position, ("pre",)),
+        ("parallel_residual", model.parallel_residual, (False,)),
+        ("embedding_scale", model.embedding_scale, (1.0,)),
+        ("residual_scale", model.residual_scale, (1.0,)),
+        ("logit_scale", model.logit_scale, (1.0,)),
+        ("logit_softcap", model.logit_softcap, (None,)),
     ):
         if value not in possible:
             words = " or ".join("null" if each is None else str(each) for each in possible)
@@ -256,17 +263,12 @@ def arguments_of(contents: Contents, tensor: int, pipeline: int, chunks: int, dt
     scaling = model.rope_scaling
     if scaling.kind == "llama3" and any(getattr(scaling, name) != value for name, value in _LLAMA3.items()):
         raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
-    if model.activation not in ("gelu", *_ACTIVATIONS.values()):
-        raise CheckpointError(
-            f"model.activation is {model.activation!r}, which Megatron-LM's arguments cannot express; only gelu, "
-            f"{', '.join(_ACTIVATIONS.values())} can be converted"
-        )
     if model.qk_norm and model.normalization == "layer_norm":
         raise CheckpointError(
             f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
             "kind of norm in a model; only rms norms can be converted with model.qk_norm"
         )
-    _check_attention(model)
+    _check_expressible(model)
     run = contents.run
     reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
     return Namespace(

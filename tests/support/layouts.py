@@ -57,6 +57,12 @@ FEATURES: dict[str, dict[str, Change]] = {
             "model": {"attention": "auto", "attention_softcap": 2.0, "qk_norm": True, "qk_norm_over": "projection"}
         },
     },
+    "block": {
+        "pre": {},
+        "sandwich": {"model": {"norm_position": "sandwich", "embedding_scale": 5.7, "logit_softcap": 3.0}},
+        "output": {"model": {"norm_position": "output", "activation": "relu_squared", "residual_scale": 0.6}},
+        "parallel": {"model": {"parallel_residual": True, "activation": "geglu", "embedding_scale": 2.5}},
+    },
     "tied": {"tied": {"model": {"tie_embeddings": True}}, "untied": {"model": {"tie_embeddings": False}}},
     "tensor": {"1": parallel(tensor=1), "2": parallel(tensor=2)},
     "data": {"1": parallel(data=1), "2": parallel(data=2)},
@@ -104,6 +110,7 @@ class Rule:
 HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves")
 CHUNKED = ("interleaved_1f1b", "modular", "zb_v")
 RULES = (
+    Rule({"model": ("bert",), "block": ("sandwich", "output")}, "model.norm_position is '.*'; a BERT has norms in"),
     Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, but this schedule splits the"),
     Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages per rank of .* exceeds"),
     Rule(
