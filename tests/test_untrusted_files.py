@@ -191,9 +191,7 @@ VOCABULARY = json.dumps(
     }
 )
 JOURNAL = json.dumps({"format_version": 1, **vars(Journal(job="job", writers=[])), "writers": [[1, 2, 3, ["a"] * 3]]})
-KINDS = (
-    "num_layers: 2\nlayer_kinds: {a: {sliding_window: 3, rope_scaling: {kind: linear}}}\nlayer_pattern: [a, base]\n"
-)
+KINDS = "num_layers: 2\nlayer_kinds: {a: {sliding_window: 3, rope_scaling: {kind: linear}}}\nlayer_pattern: [a]\n"
 READERS = {
     "checkpoint manifest": Reader(make_manifest, read_checkpoint, build=signed),
     "shard index": Reader(make_shard, read_shard, None),

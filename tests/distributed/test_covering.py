@@ -95,6 +95,7 @@ NO_ROPE: Change = {
 EXPERTS: Change = {
     "model": {
         "num_experts": 4,
+        "experts_per_token": 4,
         "ffn_hidden_size": 48,
         "layer_kinds": {"dense": {"num_experts": None, "ffn_hidden_size": 64}},
         "layer_pattern": ("dense", "base"),
