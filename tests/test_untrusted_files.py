@@ -191,6 +191,7 @@ VOCABULARY = json.dumps(
     }
 )
 JOURNAL = json.dumps({"format_version": 1, **vars(Journal(job="job", writers=[])), "writers": [[1, 2, 3, ["a"] * 3]]})
+KINDS = "num_layers: 2\nlayer_kinds: {a: {sliding_window: 3, rope_scaling: {kind: linear}}}\nlayer_pattern: [a]\n"
 READERS = {
     "checkpoint manifest": Reader(make_manifest, read_checkpoint, build=signed),
     "shard index": Reader(make_shard, read_shard, None),
@@ -207,6 +208,9 @@ READERS = {
         text_file((ROOT / "examples/models/llama3_8b.yaml").read_text(), "model.yaml"),
         lambda path: parse(["--model", str(path)]),
         None,
+    ),
+    "layer kinds": Reader(
+        text_file(KINDS, "model.yaml"), lambda path: parse(["--model", str(path)]).model.problems(), None
     ),
     "measured rows": Reader(make_rows, lambda path: read_rows(str(path)), None),
     "metrics": Reader(text_file(METRICS), read_losses, None),

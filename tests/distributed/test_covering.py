@@ -80,6 +80,42 @@ OPTIONS: list[tuple[Case, Change]] = [
     ),
 ]
 """What the array leaves out: a case, and what else is changed."""
+WINDOWS: Change = {
+    "model": {
+        "layer_kinds": {"local": {"sliding_window": 5, "rope_theta": 100.0}},
+        "layer_pattern": ("local", "base"),
+    }
+}
+NO_ROPE: Change = {
+    "model": {
+        "layer_kinds": {"no_rope": {"positions": "none", "qk_norm": True, "head_size": 4}},
+        "layer_pattern": ("base", "no_rope", "base"),
+    }
+}
+EXPERTS: Change = {
+    "model": {
+        "num_experts": 4,
+        "experts_per_token": 4,
+        "ffn_hidden_size": 48,
+        "layer_kinds": {"dense": {"num_experts": None, "ffn_hidden_size": 64}},
+        "layer_pattern": ("dense", "base"),
+    }
+}
+SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
+MIXED = [
+    ({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS),
+    pytest.param({"pipeline": "2", "context": "2 ring"}, WINDOWS, marks=SLOW),
+    pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"}, WINDOWS, marks=RARE),
+    pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, NO_ROPE, marks=SLOW),
+    pytest.param({"pipeline": "2", "tensor": "2", "recompute": "full"}, EXPERTS, marks=SLOW),
+    pytest.param(
+        {"data": "2", "tensor": "2", "zero": "3", "sequence": "on"},
+        {**EXPERTS, "zero": {"expert_shard_size": 1}},
+        marks=RARE,
+    ),
+    pytest.param({"context": "2 ring", "schedule": "zb_v", "pipeline": "2"}, EXPERTS, marks=RARE),
+]
+"""Llamas whose blocks differ."""
 SCALARS = 4096
 """Bytes of tables and numbers that live on between steps besides the buffers."""
 NUMBERS = 256
@@ -133,12 +169,31 @@ def test_a_pair_of_features_trains_as_one_process_and_costs_what_is_predicted(
 @pytest.mark.parametrize(("case", "change"), OPTIONS, ids=lambda part: ", ".join(map(str, part.values())))
 def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Case, change: Change) -> None:
     case = {**BASE, **case}
-    config = config_of(case, *corpora)
-    for group, fields in change.items():
-        setattr(config, group, replace(getattr(config, group), **fields))
+    config = changed(config_of(case, *corpora), change)
     validate(config, world_size(case))
     for each in predicted_and_counted(config):
         check_costs(*each)
+
+
+@pytest.mark.parametrize(("case", "change"), MIXED, ids=lambda part: ", ".join(map(str, part.values()))[:80])
+def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
+    corpora: Corpora, case: Case, change: Change
+) -> None:
+    case = {**BASE, "model": "llama", **case}
+    config = changed(config_of(case, *corpora), change)
+    alone = changed(config_of(oracle_of(case), *corpora), {"model": change["model"]})
+    validate(config, world_size(case))
+    (oracle,) = run_threads(sizes_of(alone), run_layout, alone)
+    ranks = predicted_and_counted(config)
+    check_equal(case, [rank.run for _, rank in ranks], oracle.run)
+    for each in ranks:
+        check_costs(*each)
+
+
+def changed(config: PretrainConfig, change: Change) -> PretrainConfig:
+    for group, fields in change.items():
+        setattr(config, group, replace(getattr(config, group), **fields))
+    return config
 
 
 def predicted_and_counted(config: PretrainConfig) -> list[tuple[RankPrediction, LayoutRun]]:

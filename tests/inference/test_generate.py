@@ -25,7 +25,14 @@ NEW = 20
 # Weights of a size that makes logits of order 1, so that texts are neither constant nor near ties.
 SHAPES = {
     "gpt2-tied": replace(GPT2_SHAPE, max_positions=48, init_std=0.3),
-    "llama-untied": replace(LLAMA_SHAPE, max_positions=48, init_std=0.3, sliding_window=9),
+    "llama-untied": replace(
+        LLAMA_SHAPE,
+        max_positions=48,
+        init_std=0.3,
+        sliding_window=9,
+        layer_kinds={"all": {"sliding_window": None, "positions": "none"}},
+        layer_pattern=("base", "all"),
+    ),
 }
 LAYOUTS = [
     ("gpt2-tied", {"pipeline": 2, "tensor": 2}),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +101,27 @@ def test_bounds_hold_with_experts_sharded_apart(data: st.DataObject, apart: int,
     schedules = data.draw(st.sampled_from([("1f1b",), ("zb_h1",), ("interleaved_1f1b",)]))
     layouts = list(Layouts(base, 8, frozenset(), SearchSpace(schedules=schedules, max_context=2)))
     layouts = [each for each in layouts if each.shape.data * each.shape.context % apart == 0]
+    check_bounds(base, hardware, 8, data.draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=4)))
+
+
+MIXED: list[dict[str, Any]] = [
+    {"num_layers": 9, "layer_kinds": {"local": {"sliding_window": 8}}, "layer_pattern": ("local", "local", "base")},
+    {
+        "num_layers": 7,
+        "num_experts": 4,
+        "layer_kinds": {"dense": {"num_experts": None, "ffn_hidden_size": 3000}},
+        "layer_pattern": ("dense", "base", "base", "base", "base", "base", "base"),
+    },
+    {"layer_kinds": {"wide": {"ffn_hidden_size": 4096}}, "layer_pattern": ("base", "base", "wide", "base")},
+]
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), mixed=st.sampled_from(MIXED))
+def test_bounds_hold_where_blocks_differ(data: st.DataObject, mixed: dict[str, Any]) -> None:
+    base, hardware = run(**mixed), machine(1e15, 1e10, 1e9)
+    schedules = data.draw(st.sampled_from([("1f1b",), ("zb_h1",), ("interleaved_1f1b",), ("2bw",)]))
+    layouts = list(Layouts(base, 8, frozenset(), SearchSpace(schedules=schedules, max_context=2)))
     check_bounds(base, hardware, 8, data.draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=4)))
 
 
