@@ -57,11 +57,11 @@ def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
 
 
 class _FeedForward(NamedTuple):
-    """Bytes of tensors of a block's MLP or experts, which the backward of a block starts with.
+    """Bytes of tensors of a block's MLP, experts, or shared expert, which the backward of a block starts with.
 
     hidden, inner: a tensor of its output and of its activation. outer: the activation's input. freed: what later
     operations saved, freed when the gradient of `down` starts. activated: what the gradient of `down` frees. again: a
-    recomputed activation.
+    recomputed activation. beside: the input's gradient that the shared expert's backward, the first, leaves meanwhile.
     """
 
     hidden: int
@@ -70,58 +70,77 @@ class _FeedForward(NamedTuple):
     freed: int
     activated: int
     again: int
+    beside: int
 
 
-def _feed_forward(shape: MicrobatchShape, *, whole: bool) -> _FeedForward:
+def _feed_forward(shape: MicrobatchShape, *, whole: bool, shared: bool = False) -> _FeedForward:
     """Return the sizes for a whole backward, or for the input half, which leaves what was saved to the other half."""
-    model, experts = shape.model, shape.model.num_experts is not None
+    model, experts = shape.model, shape.model.num_experts is not None and not shared
     rows = shape.expert_rows if experts else shape.tokens
+    ffn = (model.shared_expert_size or 0) if shared else model.ffn_size
     hidden = rows * model.hidden_size * shape.width // (1 if experts else shape.shards)
-    inner = rows * model.ffn_size * shape.width // (1 if experts else shape.tensor)
+    inner = rows * ffn * shape.width // (1 if experts else shape.tensor)
     again = inner if "mlp" in shape.recompute else 0
-    freed = hidden * experts + shape.own_stream * model.normalizes_outputs
+    freed = hidden if (experts and whole) or (shared and model.shared_expert_gate) else 0
+    freed += shape.own_stream * (model.normalizes_outputs and whole and not shared)
+    beside = 0
+    if experts and model.shared_expert_size is not None:
+        first = _feed_forward(shape, whole=whole, shared=True)
+        freed += first.freed + first.activated + first.outer
+        beside = shape.own_stream
     return _FeedForward(
         hidden,
         inner,
         inner * (1 + model.activation_kind.gated),
-        freed if whole else 0,
+        freed,
         inner - again if whole else 0,
         again,
+        beside,
     )
 
 
-def down_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
+def down_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[Moment, ...]:
     """Return those of an MLP's second matrix. A product's output gradient is freed before its weight's gradient is
     cast, unless it is the residual stream's."""
-    keeps = shape.model.num_experts is not None or shape.model.changes_updates
+    model = shape.model
+    experts = model.num_experts is not None and not shared
+    keeps = experts or model.changes_updates or (shared and model.shared_expert_gate)
 
     def of(whole: bool) -> int:
-        sizes, elements = _feed_forward(shape, whole=whole), _elements(shape, weight) if whole else 0
+        sizes = _feed_forward(shape, whole=whole, shared=shared)
+        elements = _elements(shape, weight) if whole else 0
         product = sizes.hidden * keeps + _gathered(shape) + sizes.again + elements * shape.width
-        return sizes.inner + max(product, _gradient(shape, elements)) - sizes.freed
+        return sizes.inner + max(product, _gradient(shape, elements)) - sizes.freed + sizes.beside
 
     return _both(of)
 
 
-def activation_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
+def activation_moments(shape: MicrobatchShape, *, shared: bool = False) -> tuple[Moment, ...]:
     """Return those of an MLP's activation: the gradients of its result and of its input."""
 
     def of(whole: bool) -> int:
-        sizes = _feed_forward(shape, whole=whole)
-        return sizes.inner + sizes.outer - sizes.activated - sizes.freed
+        sizes = _feed_forward(shape, whole=whole, shared=shared)
+        return sizes.inner + sizes.outer - sizes.activated - sizes.freed + sizes.beside
 
     return _both(of)
 
 
-def up_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
+def up_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[Moment, ...]:
     """Return those of an MLP's first matrix."""
 
     def of(whole: bool) -> int:
-        sizes, elements = _feed_forward(shape, whole=whole), _elements(shape, weight) if whole else 0
+        sizes = _feed_forward(shape, whole=whole, shared=shared)
+        elements = _elements(shape, weight) if whole else 0
         product = sizes.outer + 2 * _gathered(shape) + elements * shape.width
-        return sizes.hidden + max(product, _gradient(shape, elements)) - sizes.activated - sizes.outer - sizes.freed
+        held = sizes.beside - sizes.activated - sizes.outer - sizes.freed
+        return sizes.hidden + max(product, _gradient(shape, elements)) + held
 
     return _both(of)
+
+
+def gate_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
+    """Return those of a shared expert's gate: the gradient of the result, and the gate's before it is summed."""
+    return _both(lambda whole: 2 * shape.own_stream)
 
 
 def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:

@@ -35,7 +35,14 @@ from megapipe.spec.linear import (
     table,
     vector,
 )
-from megapipe.spec.moments import activation_moments, down_moments, output_moments, table_moments, up_moments
+from megapipe.spec.moments import (
+    activation_moments,
+    down_moments,
+    gate_moments,
+    output_moments,
+    table_moments,
+    up_moments,
+)
 from megapipe.spec.ops import (
     Collective,
     Flops,
@@ -165,9 +172,9 @@ def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = 
         flops=linear_flops(all_tokens(shape), up.num_elements),
         collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
         kernels=partial(linear_products, shape, up, shape.tokens),
-        moments=partial(up_moments, shape, up),
+        moments=partial(up_moments, shape, up, shared=shared),
     )
-    yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias("mlp.up"))
+    yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias("mlp.up"), shared=shared)
     yield Op(
         f"{prefix}down",
         weights=(down, *linear_bias(model, f"{path}.down.bias", (hidden,), None)),
@@ -176,11 +183,13 @@ def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = 
         flops=linear_flops(all_tokens(shape), down.num_elements),
         collectives=scales(shape),
         kernels=partial(linear_products, shape, down, shape.tokens),
-        moments=partial(down_moments, shape, down),
+        moments=partial(down_moments, shape, down, shared=shared),
     )
 
 
-def _activation(shape: MicrobatchShape, source: Value, inner: int, channels: int, *, biased: bool) -> Op:
+def _activation(
+    shape: MicrobatchShape, source: Value, inner: int, channels: int, *, biased: bool, shared: bool = False
+) -> Op:
     """Return the activation, with its bias one kernel. inner: bytes of its result, which has so many channels."""
     kind = shape.model.activation_kind
     inputs, op = 1 + kind.gated, (kind.biased if biased else None) or kind.op
@@ -191,7 +200,7 @@ def _activation(shape: MicrobatchShape, source: Value, inner: int, channels: int
             passes, "activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, again="mlp" in shape.recompute
         ),
         uses=(KernelUse(op, inputs * channels, part="mlp"),),
-        moments=partial(activation_moments, shape),
+        moments=partial(activation_moments, shape, shared=shared),
     )
 
 
@@ -286,6 +295,7 @@ def _shared_sum(shape: MicrobatchShape, source: Value) -> Op:
         weight_needs=(source, gradient("shared gate", opened)),
         flops=linear_flops(all_tokens(shape), gate.num_elements),
         kernels=partial(passes, "shared sum", 6 * stream, 5 * stream),
+        moments=partial(gate_moments, shape),
     )
 
 

@@ -22,6 +22,13 @@ from tests.layers.bound import DROPOUT, GPT2, LLAMA, BoundLayer, bind, make_cont
 from tests.support.meshes import run_threads
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 24}
+SIGMOIDS = {"router_scores": "sigmoid", "router_groups": 2, "router_scale": 2.5}
+ROUTED: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen2_moe": {**LLAMA, "shared_expert_size": 40, "shared_expert_gate": True},
+    "deepseek": {**GPT2, **SIGMOIDS, "shared_expert_size": 40, "router_bias": True},
+}
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "dropout": DROPOUT, "gelu": {"activation": "gelu", "bias": "none"}}
 
 
@@ -90,7 +97,7 @@ def test_experts_and_shares_are_those_of_ernie() -> None:
     shares, experts = router(x, None)
     assert torch.equal(experts.flatten(0, 1), chosen)
     torch.testing.assert_close(shares.flatten(0, 1), expected)
-    router.biased = "scores"
+    model.expert_bias = "scores"
     other = (scores + theirs.moe_statics.e_score_correction_bias).topk(3).indices
     assert torch.equal(router(x, None)[1].flatten(0, 1), other)
     assert (other != chosen).any(-1).float().mean() > 0.5
@@ -216,12 +223,12 @@ def test_equal_scores_go_to_the_experts_of_the_lowest_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [(), ("attention", "mlp", "norms")], ids=["kept", "again"])
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", ROUTED)
 def test_the_split_backward_has_the_bits_of_the_fused_one(
     shape: str, parts: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
     """What is made again, and the weight half with its weights released, too."""
-    model = small_model(**SHAPES[shape], **EXPERTS)
+    model = small_model(**ROUTED[shape], **EXPERTS)
     block, context = block_of(model, dtype), make_context(model)
     x, dy = drawn(2, 12, 32).to(dtype).requires_grad_(), drawn(2, 12, 32, seed=2).to(dtype)
     block.module(x, context=context)[0].backward(dy)

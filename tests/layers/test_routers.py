@@ -100,3 +100,86 @@ def test_outputs_and_gradients_are_those_of_transformers(name: str) -> None:
     for path in ours.keys() - {"router.bias"}:
         gradients = [part.grad for part in tensors_of(theirs, path)]
         check(block.gradients()[prefix + path], torch.stack([each for each in gradients if each is not None]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(2, 3),
+    groups=st.integers(1, 4),
+    chosen=st.integers(1, 4),
+    choices=st.integers(1, 12),
+    scores=st.sampled_from(["softmax", "sigmoid"]),
+    levels=st.sampled_from([2, 1000]),
+    seed=st.integers(0, 2**32),
+)
+def test_choices_are_those_of_plain_python(
+    size: int, groups: int, chosen: int, choices: int, scores: Any, levels: int, seed: int
+) -> None:
+    """levels: numbers of different scores; few of them make ties, which the lowest numbers win."""
+    chosen = min(chosen, groups)
+    choices = min(choices, chosen * size)
+    model = small_model(
+        **LLAMA,
+        num_experts=size * groups,
+        experts_per_token=choices,
+        ffn_hidden_size=8,
+        router_scores=scores,
+        router_groups=groups,
+        router_groups_chosen=chosen,
+        normalize_expert_shares=False,
+    )
+    assert model.problems() == []
+    router = experts_of(block_of(model)).router
+    generator = torch.Generator().manual_seed(seed)
+    drawn_scores = torch.randint(levels, (1, 5, size * groups), generator=generator).double() / levels
+    if router.bias is not None:
+        router.bias.data.copy_(torch.randint(levels, (size * groups,), generator=generator) / levels)
+    values = drawn_scores.sigmoid() if scores == "sigmoid" else drawn_scores.softmax(-1)
+    values = values if router.bias is None else values + router.bias.detach()
+    found = router._choices(drawn_scores)[0]
+    for token, row in zip(found.tolist(), values[0].tolist(), strict=True):
+        best = 2 if scores == "sigmoid" else 1
+
+        def goodness(group: int, row: list[float] = row, best: int = best) -> float:
+            return sum(sorted(row[group * size : (group + 1) * size], reverse=True)[:best])
+
+        allowed = sorted(range(groups), key=lambda group: (-goodness(group), group))[:chosen]
+        experts = [expert for expert in range(size * groups) if expert // size in allowed]
+        assert token == sorted(experts, key=lambda expert: (-row[expert], expert))[:choices]
+
+
+def test_a_trained_router_bias_is_that_of_gpt_oss() -> None:
+    theirs = GptOssTopKRouter(GptOssConfig(hidden_size=32, num_local_experts=8, num_experts_per_tok=3)).double()
+    block = block_of(small_model(**OURS, router_bias=True, expert_balance_rate=0.0))
+    router = experts_of(block).router
+    assert router.score_bias is not None
+    theirs.weight.data.copy_(router.weight)
+    theirs.bias.data.copy_(router.score_bias)
+    x, dy = drawn(1, 25, 32), drawn(1, 25, 3, seed=2)
+    shares, experts = router(x, None)
+    _, expected, chosen = theirs(x[0])
+    assert torch.equal(experts[0], chosen)
+    torch.testing.assert_close(shares[0], expected)
+    shares.backward(dy)
+    expected.backward(dy[0])
+    torch.testing.assert_close(block.gradients()["blocks.0.mlp.router.weight"], theirs.weight.grad)
+    torch.testing.assert_close(block.gradients()["blocks.0.mlp.router.score_bias"], theirs.bias.grad)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"router_groups": 3}, "model.router_groups 3 does not divide model.num_experts 8"),
+        (
+            {"router_groups": 8, "router_scores": "sigmoid"},
+            "groups of at least 2; pick a divisor of 8 that is at most 4",
+        ),
+        ({"router_groups_chosen": 2}, "it must be at most model.router_groups 1"),
+        ({"router_groups": 4}, "of 2 experts each, must have model.experts_per_token 3"),
+        ({"router_scores": "sigmoid", "expert_bias": "scores"}, "set model.expert_bias to 'shares'"),
+        ({"shared_expert_gate": True}, "set model.shared_expert_size"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    (problem,) = small_model(**{**OURS, **fields}).problems()
+    assert message in problem
