@@ -109,9 +109,11 @@ class RopeScaling:
     attention_factor: PositiveFloat | None = None
     """Only for yarn and longrope: factor of cosines and sines; null means the one that `factor` recommends."""
     mscale: NaturalFloat | None = None
-    """Only for yarn: weight of log(factor) in the numerator of the recommended attention factor (DeepSeek-V3)."""
+    """Only for yarn: weight of log(factor) in the numerator of the recommended attention factor (DeepSeek-V3); null
+    means 1, without a denominator."""
     mscale_all_dim: NaturalFloat | None = None
-    """Only for yarn: weight of log(factor) in the denominator; mscale and mscale_all_dim apply only together."""
+    """Only for yarn: weight of log(factor) in the denominator; null means no denominator. mscale and mscale_all_dim
+    apply only together."""
     short_factor: list[PositiveFloat] = field(default_factory=list)
     """Only for longrope: divisor of each channel pair's frequency up to original_length."""
     long_factor: list[PositiveFloat] = field(default_factory=list)
@@ -527,11 +529,10 @@ class ModelConfig:
                 f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
                 f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
             )
-        if self.qk_norm_over != "head" and self.normalization == "rms_norm_unit_offset":
+        if self.qk_norm_over == "projection" and self.normalization == "rms_norm_unit_offset":
             found.append(
-                f"model.qk_norm_over is {self.qk_norm_over!r} with model.normalization 'rms_norm_unit_offset'; norms "
-                "of whole projections have no offset: set model.qk_norm_over to 'head', or model.normalization to "
-                "'rms_norm'"
+                "model.qk_norm_over is 'projection', which has no norm with a unit offset; set model.normalization to "
+                "'rms_norm', or model.qk_norm_over to 'head'"
             )
         if self.qk_norm_over != "head" and not self.qk_norm:
             found.append(

@@ -177,7 +177,7 @@ def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
                 positions,
                 torch.zeros(2, dtype=torch.int64),
                 length=LENGTH,
-                window=None,
+                windows=[None],
             )
             hidden: tuple[Tensor, ...] = ()
             for layer in decoding:

@@ -43,7 +43,7 @@ def test_generation_has_the_logits_of_training(name: str) -> None:
             positions = torch.arange(first, last).expand(2, -1)
             new = torch.full((2,), last - first - 1)
             tokens = context.tokens[:, first:last]
-            step = DecodingContext.of(slice(0, 2), tokens, positions, new, length=LENGTH, window=None)
+            step = DecodingContext.of(slice(0, 2), tokens, positions, new, length=LENGTH, windows=[None])
             hidden: tuple[Tensor, ...] = ()
             for layer in decoding:
                 hidden = layer(*hidden, context=step)
