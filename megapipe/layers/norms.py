@@ -165,28 +165,37 @@ class ProjectionNorm(Norm):
 
     def __init__(self, shapes: Shapes, epsilon: float, kernels: Registry, group: Group) -> None:
         super().__init__("rms_norm", shapes, epsilon, kernels)
-        self.group = group
+        self._across_heads = AcrossHeads(group=group)
 
     def implementation(self, x: Tensor) -> Implementation:
-        return Implementation(
-            forward=self._forward,
-            backward=lambda dy, x, rstd, weight, _: (
-                self._input_gradient(dy, x, rstd, weight),
-                _projection_weight_gradient(dy, x, rstd, weight),
-            ),
-            input_gradient=self._input_gradient,
-            weight_gradient=lambda *saved: (_projection_weight_gradient(*saved),),
-        )
+        return self._across_heads
 
-    def _forward(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+
+class AcrossHeads(Implementation):
+    """The functions of a `ProjectionNorm`. group: the ranks that have a part of the heads each."""
+
+    group: Group
+
+    def forward(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """(normalised, reciprocal root of the mean square [b, s, 1, 1, 1])."""
         x_wide = wide(x)
         rstd = torch.rsqrt(self._mean(x_wide.square()) + epsilon)
         return to_dtype(x_wide * rstd * weight.view(x.shape[2:]), x.dtype), rstd
 
-    def _input_gradient(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, _: Tensor | None = None) -> Tensor:
+    def backward(
+        self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of x and weight."""
+        return self.input_gradient(dy, x, rstd, weight, dx), *self.weight_gradient(dy, x, rstd, weight)
+
+    def input_gradient(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None) -> Tensor:
+        """Gradient of x. dx: always None, since nothing is added to projections."""
         normalised, scaled = wide(x) * rstd, wide(dy) * weight.view(x.shape[2:])
         return to_dtype((scaled - normalised * self._mean(scaled * normalised)) * rstd, x.dtype)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
+        """Gradient of the weight."""
+        return (_projection_weight_gradient(dy, x, rstd, weight),)
 
     def _mean(self, x: Tensor) -> Tensor:
         """Mean [b, s, 1, 1, 1] over the channels of all ranks."""
