@@ -38,6 +38,18 @@ GPT_MODELS = {
     "llama-4-kv-heads": replace(LLAMA_SHAPE, num_kv_heads=4),
     "llama-window": replace(LLAMA_SHAPE, sliding_window=5, qk_norm=True),
     "qwen3": replace(LLAMA_SHAPE, qk_norm=True, tie_embeddings=True),
+    "gemma": replace(
+        LLAMA_SHAPE,
+        vocabulary_size=WIDE,
+        tie_embeddings=True,
+        qk_norm=True,
+        norm_position="sandwich",
+        normalization="rms_norm_unit_offset",
+        activation="geglu_tanh",
+        embedding_scale=5.7,
+        logit_softcap=2.0,
+    ),
+    "neox-dropout": replace(GPT2_SHAPE, parallel_residual=True, residual_scale=0.7, logit_scale=2.0, **DROPOUT),
 }
 BERT_MODELS = {
     "bert-post": POST_NORM,
@@ -194,6 +206,7 @@ FAST = [
     # Sharded tokens.
     Case("gpt2-dropout", T2, sequence(), PAIRS),
     Case("llama", TP, {**sequence(2), **SELECTIVE, **schedule("zb_h1")}, PAIRS),
+    Case("gemma", TP, {**sequence(), **SELECTIVE, **schedule("zb_h1")}),
     Case("llama", CT, context("ring"), DOCUMENTS),
     Case("bert-post", C2, context("all_to_all")),
     Case("gpt2-dropout", CP, {**context("ring"), **schedule("zb_h1")}),
@@ -361,6 +374,11 @@ MORE = [
         )
     ),
     Case("gpt2", TP, sequence(), DOCUMENTS),
+    *(
+        Case(model, sizes, change)
+        for model in ("gemma", "neox-dropout")
+        for sizes, change in ((P2, schedule("zb_v")), (T2, {**SELECTIVE, **LOGITS}), (TP, sequence(2)), (CP, FULL))
+    ),
     *(
         Case(model, sizes, context(kind), run)
         for model in ("gpt2-untied-dropout", "llama", "llama-window")

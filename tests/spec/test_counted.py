@@ -75,6 +75,8 @@ BERT: dict[str, dict[str, Any]] = {
     "pre-norm bert with dropout": {"norm_position": "pre", **DROPOUT},
     "pre-norm bert without sentence head": {"norm_position": "pre", "sentence_head": False, **DROPOUT},
 }
+RARE = ("gemma with dropout", "experts between norms", "gpt-neox", "granite")
+NAMES = [pytest.param(name, marks=pytest.mark.exhaustive) if name in RARE else name for name in (*GPT, *BERT)]
 LAYOUTS: dict[str, tuple[dict[str, int], ContextAttention]] = {
     "one rank": ({}, "ring"),
     "2 tensor ranks": ({"tensor": 2}, "ring"),
@@ -109,7 +111,7 @@ def counted(mesh: Mesh, model: ModelConfig, kind: ContextAttention, choice: Any)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*GPT, *BERT])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tier", ["some", pytest.param("many", marks=pytest.mark.exhaustive)])
 def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> None:
     sizes, kind = LAYOUTS[layout]
@@ -147,7 +149,7 @@ def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> N
 
 
 @pytest.mark.parametrize("recompute_logits", [False, True])
-@pytest.mark.parametrize("name", [*GPT, *BERT])
+@pytest.mark.parametrize("name", NAMES)
 def test_counted_flops_are_declared_ones(name: str, recompute_logits: bool) -> None:
     model = model_of(name, "unfused")
     predictions = PREDICTIONS if name in BERT else None
