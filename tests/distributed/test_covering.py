@@ -175,7 +175,7 @@ def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Cas
         check_costs(*each)
 
 
-@pytest.mark.parametrize(("case", "change"), MIXED, ids=lambda part: ", ".join(map(str, part.values()))[:80])
+@pytest.mark.parametrize(("case", "change"), MIXED)
 def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
     corpora: Corpora, case: Case, change: Change
 ) -> None:
