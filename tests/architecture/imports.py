@@ -15,7 +15,10 @@ NAMED_IN_TABLES = {
 }
 """Modules with a table of modules that are imported when they are first wanted, and the packages of these."""
 
-SCANNED = {"megapipe.schedules.generators": re.compile(r"megapipe\.schedules\.generators\.(?!_)\w+")}
+SCANNED = {
+    "megapipe.schedules.generators": re.compile(r"megapipe\.schedules\.generators\.(?!_)\w+"),
+    "megapipe.spec.families": re.compile(r"megapipe\.spec\.families\.\w+"),
+}
 """Packages that are named in a string, because all of their modules are imported."""
 
 
