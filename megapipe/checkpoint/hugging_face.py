@@ -93,7 +93,11 @@ def fitting(
 
     Raises CheckpointError unless the folder contains exactly the weights of `model`.
     """
-    differences = field_differences(model, fields_of_config(folder, config, names))
+    fields = fields_of_config(folder, config, names)
+    try:
+        differences = field_differences(model, fields)
+    except DECODING_ERRORS as error:
+        raise CheckpointError(f"{folder / CONFIG} has a value that its model_type cannot have: {error}") from error
     if differences:
         raise CheckpointError(f"the model in {folder} differs from the configuration: {'; '.join(differences)}")
     family = read_family(folder, config)

@@ -57,7 +57,10 @@ def rotary_fields(config: Mapping[str, Any]) -> Fields:
     Older files have rope_theta and rope_scaling; newer files have both in rope_parameters. transformers reads
     rope_scaling first. Raises FamilyError for values that the model configuration cannot express.
     """
-    return stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
+    fields = stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
+    if fields.pop("rotary_fraction") != 1:
+        raise FamilyError("partial_rotary_factor is not 1, which transformers ignores in models of this type")
+    return fields
 
 
 def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:

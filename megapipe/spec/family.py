@@ -394,8 +394,8 @@ def field_differences(model: ModelConfig, wanted: Mapping[str, Any]) -> list[str
 def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return fields of `model`, or of one that it is compared with, in one of several forms that mean the same."""
     values = dict(fields)
-    if values["attention_scale"] is None:
-        values["attention_scale"] = values["head_size"] ** -0.5
+    if values["attention_scale"] == model.head_dim**-0.5:
+        values["attention_scale"] = None  # the usual one
     kinds, pattern = values.pop("layer_kinds"), values["layer_pattern"]
     layers = [dict(kinds.get(pattern[i % len(pattern)], {})) for i in range(model.num_layers if pattern else 0)]
     for each in (values, *layers):

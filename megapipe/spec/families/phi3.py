@@ -1,11 +1,16 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024, arXiv 2404.14219): matrices of one input are one."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from megapipe.spec.decoder_family import decoder, rotary_fields, window_fields
+from megapipe.spec.decoder_family import Fields, decoder, stretched, window_fields
 from megapipe.spec.family import Tensors, keys
 
 _LAYER = "model.layers.{layer}"
+
+
+def _rotary_fields(config: Mapping[str, Any]) -> Fields:
+    return stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
 
 
 def _original_length(model: Any) -> int:
@@ -17,7 +22,7 @@ decoder(
     "phi3",
     "Phi3ForCausalLM",
     reads=keys("sliding_window"),
-    more=(rotary_fields, window_fields),
+    more=(_rotary_fields, window_fields),
     writes={
         "sliding_window": "sliding_window",
         "original_max_position_embeddings": _original_length,
