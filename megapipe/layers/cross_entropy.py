@@ -12,7 +12,6 @@ them one.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +60,7 @@ class VocabParallelHead(Linear, OnShards):
         self.kernels = kernels
         self.recompute = recompute
         self.softcap = softcap
+        self.capped = {} if softcap is None else {"cap": softcap}
         stored = shapes["weight"][0]
         self.first_column = group.rank * stored
         self.num_columns = max(0, min(stored, vocabulary_size - self.first_column))
@@ -117,11 +117,9 @@ class VocabParallelHead(Linear, OnShards):
         return [(self.weight, loss_weight_gradient(self.rows_of(saved[0]), saved[1], row_weight, gradient))]
 
     def loss_op(self, rows: Tensor) -> Implementation:
-        """The op `linear_cross_entropy` for such rows, of capped logits if there is a cap."""
-        if self.softcap is None:
-            return self.kernels.pick("linear_cross_entropy", rows)
-        op = self.kernels.pick("softcapped_linear_cross_entropy", rows)
-        return Implementation(**{name: partial(function, cap=self.softcap) for name, function in vars(op).items()})
+        """The op for such rows; its functions take `capped` too."""
+        capped = "softcapped_" if self.capped else ""
+        return self.kernels.pick(f"{capped}linear_cross_entropy", rows)
 
     def _all_tokens(self, x: Tensor) -> Tensor:
         """Return the rows that every rank multiplies with its part of the matrix."""
@@ -162,12 +160,14 @@ def loss_and_logit_gradient(
     group, columns, owned = head.group, targets.columns, targets.owned
     gradient = None
     if keep:
-        own, gradient = op.statistics_and_gradient(rows, weight, columns, owned, head.num_columns, group.size == 1)
+        own, gradient = op.statistics_and_gradient(
+            rows, weight, columns, owned, head.num_columns, group.size == 1, **head.capped
+        )
     else:
-        own = op.statistics(rows, weight, columns, owned, head.num_columns)
+        own = op.statistics(rows, weight, columns, owned, head.num_columns, **head.capped)
     log_sum_exp, loss = merged_loss(own, group, targets, row_weight)
     if gradient is not None and group.size > 1:
-        op.complete_gradient(gradient, columns, owned, head.num_columns, own, log_sum_exp)
+        op.complete_gradient(gradient, columns, owned, head.num_columns, own, log_sum_exp, **head.capped)
     return loss, gradient
 
 
@@ -237,7 +237,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> Tensor:
         targets = head._targets(labels, row_weight)
         op = head.loss_op(rows)
-        own = op.statistics(rows, weight, targets.columns, targets.owned, head.num_columns, bias)
+        own = op.statistics(rows, weight, targets.columns, targets.owned, head.num_columns, bias, **head.capped)
         log_sum_exp, loss = merged_loss(own, head.group, targets, row_weight)
         ctx.save_for_backward(kept, weight, bias, labels, row_weight, log_sum_exp)
         ctx.head = head
@@ -251,7 +251,7 @@ class _Recomputed(torch.autograd.Function):
         op = head.loss_op(rows)
         scale = dloss.expand(len(rows)).contiguous() if row_weight is None else dloss * row_weight
         columns, owned = head.columns_of(labels)
-        found = op.backward(rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias)
+        found = op.backward(rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias, **head.capped)
         return (*found, *[None] * (7 - len(found)))
 
 
