@@ -1,9 +1,12 @@
-"""The tables of docs/migrate: the options of other programs, from the map in `config.other_names` that errors use."""
+"""Tables of other programs: their options, from the map in `config.other_names` that errors use, and their models."""
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
+import megapipe.spec.families
 from megapipe.config.other_names import OTHER_NAMES, WITHOUT_FIELD
+from megapipe.spec.family import families
 from tests.docs.figures import head, row, table
 
 PAGES = {"Megatron-LM": "megatron_lm.md", "nanoGPT": "nanogpt.md", "torchtitan": "torchtitan.md"}
@@ -29,3 +32,15 @@ def _option(program: str, name: str) -> str:
 
 for program, page in PAGES.items():
     table(f"docs/migrate/{page}", f"options of {program}")(partial(options, program))
+
+
+@table("docs/conversion.md", "families")
+def known_families() -> Iterator[str]:
+    """Yield every family of Hugging Face transformers, its models, and the fields that all of them have."""
+    yield from head("`model_type`", "models", "fields that all of them have")
+    files = [path.read_text(encoding="utf-8") for path in Path(megapipe.spec.families.__path__[0]).glob("*.py")]
+    for name, family in families().items():
+        text = next(text for text in files if f'"{name}",' in text)
+        models = " ".join(text.split('"""')[1].split(", with ")[0].split(": ")[0].rstrip(".").split())
+        needs = ", ".join(f"`{field} {str(value).lower()}`" for field, value in family.needs.items())
+        yield row(f"`{name}`", models, needs)
