@@ -30,13 +30,18 @@ def _bias_gelu(op: Implementation) -> Entry:
     return Entry(lambda x, bias: op.apply(x, bias, "tanh"))
 
 
-def _swiglu(op: Implementation) -> Entry:
+def _plain(op: Implementation) -> Entry:
     return Entry(op.apply)
 
 
 def _torch_swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def _torch_geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 def _apart(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -96,10 +101,29 @@ CASES = [
         TINY,
         lambda size, draw: [draw.normal(size.rows, 2 * size.width)],
         Traffic(3, 5).work,  # gate and up in, result out; its gradient, gate and up in, two gradients out
-        _swiglu,
+        _plain,
         Entry(_torch_swiglu),
         _liger_swiglu,
         aim=Aim(0.90, 0.85),
+    ),
+    Case(
+        "geglu",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        lambda size, draw: [draw.normal(size.rows, 2 * size.width)],
+        Traffic(3, 5).work,
+        _gelu,
+        Entry(_torch_geglu),
+    ),
+    *(
+        Case(name, "", HIDDEN, QUICK, TINY, _rows, Traffic(2, 3).work, _plain, Entry(theirs))
+        for name, theirs in (
+            ("relu", functional.relu),
+            ("relu_squared", lambda x: functional.relu(x).square()),
+            ("silu", functional.silu),
+        )
     ),
     Case(
         "gelu",

@@ -1,6 +1,7 @@
 """Cross entropy of logits, and of the output projection's input."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from megapipe.kernels.registry import Implementation
 from .case import Aim, Case, Draw, Entry, Size, Traffic, Work, grid
 
 HIDDEN_SIZE = 4096
+CAP = 30.0
 VOCABULARIES = [32768, 131072, 262144]
 
 
@@ -84,6 +86,16 @@ def _recomputed(op: Implementation) -> Entry:
     return _linear_cross_entropy(op, _projected_twice)
 
 
+def _softcapped(op: Implementation) -> Entry:
+    names = ("statistics", "statistics_and_gradient")
+    return _linear_cross_entropy(Implementation(**{name: partial(getattr(op, name), cap=CAP) for name in names}))
+
+
+def _torch_softcapped(x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
+    logits = CAP * torch.tanh((x @ weight.t()).float() / CAP)
+    return functional.cross_entropy(logits, labels, reduction="sum")
+
+
 def _torch_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor) -> Tensor:
     return functional.cross_entropy((x @ weight.t()).float(), labels, reduction="sum")
 
@@ -132,5 +144,16 @@ CASES = [
             _liger_linear_cross_entropy,
         )
         for behind, ours in (("", _linear_cross_entropy), (", recomputed", _recomputed))
+    ),
+    Case(
+        "softcapped_linear_cross_entropy",
+        f"hidden {HIDDEN_SIZE}",
+        grid([8192], VOCABULARIES[:2]),
+        Size(4096, 32768),
+        Size(4, 64),
+        _projected,
+        _projection_work,
+        _softcapped,
+        Entry(_torch_softcapped),
     ),
 ]

@@ -34,6 +34,10 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], weight, EPSILON)
 
 
+def _unit_offset(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], 1 + weight, EPSILON)
+
+
 def _after_sum(norm: Any) -> Entry:
     def forward(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -85,4 +89,5 @@ CASES = [
     _case("layer_norm", _layer_norm, 2, True, None),
     _case("rms_norm", _rms_norm, 1, False, _liger_rms_norm),
     _case("rms_norm", _rms_norm, 1, True, _liger_sum_rms_norm),
+    _case("rms_norm_unit_offset", _unit_offset, 1, False, None),
 ]

@@ -215,7 +215,12 @@ def widths_on_chip() -> Rows:
         yield label, [None, f"{2 * fp32:,} ({fp32:,})", f"{2 * cluster:,} ({cluster:,})"]
 
 
-WITHOUT_BYTES = ("attention_probabilities", "linear_cross_entropy", "weight_gradient")
+WITHOUT_BYTES = (
+    "attention_probabilities",
+    "linear_cross_entropy",
+    "softcapped_linear_cross_entropy",
+    "weight_gradient",
+)
 """Ops whose row has a formula instead of bytes per element."""
 
 

@@ -41,6 +41,7 @@ def known_families() -> Iterator[str]:
     files = [path.read_text(encoding="utf-8") for path in Path(megapipe.spec.families.__path__[0]).glob("*.py")]
     for name, family in families().items():
         text = next(text for text in files if f'"{name}",' in text)
-        models = " ".join(text.split('"""')[1].split(", with ")[0].split(": ")[0].rstrip(".").split())
-        needs = ", ".join(f"`{field} {str(value).lower()}`" for field, value in family.needs.items())
-        yield row(f"`{name}`", models, needs)
+        models = " ".join(text.split('"""')[1].partition(")")[0].split()) + ")"
+        chosen = {"bias"} if family.known_keys & {"attention_bias", "qkv_bias"} else set[str]()
+        needs = (f"`{field} {value}`".lower() for field, value in family.needs.items() if field not in chosen)
+        yield row(f"`{name}`", models, ", ".join(needs))
