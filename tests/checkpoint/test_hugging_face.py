@@ -26,7 +26,7 @@ from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.toy import alone
-from tests.models.hugging_face import CONFIGS, canonical, opened
+from tests.models.hugging_face import CONFIGS, canonical, most_exhaustive, opened
 from tests.models.hugging_face import case_of as decoder_of
 from tests.models.test_bert_hugging_face import case_of
 from tests.support.gpt_runs import Shard, assembled, shards
@@ -92,7 +92,7 @@ def check(found: dict[str, Tensor], name: str, without: tuple[str, ...] = (), **
         assert torch.equal(found[key], tensor), key
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *BERTS])
+@pytest.mark.parametrize("name", [*most_exhaustive(CONFIGS), *BERTS])
 def test_every_family(tmp_path: Path, folders: dict[str, Path], name: str) -> None:
     check(loaded(tmp_path, case(name).model, folders[name]), name)
 

@@ -14,7 +14,7 @@ from megapipe.inference.generation import Limits, SamplingSettings, Text, genera
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from tests.models.hugging_face import CONFIGS, Case, case_of, opened
+from tests.models.hugging_face import CONFIGS, Case, case_of, most_exhaustive, opened
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE
 from tests.support.meshes import run_mesh
 
@@ -127,7 +127,7 @@ NOT_COMPARED = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in NOT_COMPARED])
+@pytest.mark.parametrize("name", most_exhaustive(name for name in CONFIGS if name not in NOT_COMPARED))
 def test_greedy_texts_equal_those_of_transformers(name: str) -> None:
     case = case_of(name)
     assert [text.generated for text in of_case(case)] == [their_greedy(case, prompt) for prompt in PROMPTS]

@@ -2,12 +2,13 @@
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -192,6 +193,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""
+
+
+FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen2_moe")
+"""Cases that stand for the others in tests that take longer than a comparison of logits."""
+
+
+def most_exhaustive(names: Iterable[str]) -> list[Any]:
+    """Return test parameters: those of `FIRST`, and the others for the exhaustive tier."""
+    return [name if name in FIRST else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
 def case_of(name: str) -> Case:

@@ -13,13 +13,15 @@ from megapipe.spec.family import FamilyError, family_of
 from tests.layers.bound import all_gradients, bind_model, load, make_context, run
 from tests.models.hugging_face import CONFIGS, Case, case_of, gradients_of, opened
 
+PATHS = ["auto", pytest.param("unfused", marks=pytest.mark.exhaustive)]
+
 
 @pytest.fixture(params=CONFIGS)
 def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
-@pytest.mark.parametrize("path", ["auto", "unfused"])
+@pytest.mark.parametrize("path", PATHS)
 def test_logits_agree(case: Case, path: str) -> None:
     model, weights = opened(case.theirs)
     layers = bind_model(replace(model, attention=path))
@@ -32,7 +34,7 @@ def test_logits_agree(case: Case, path: str) -> None:
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("path", ["auto", "unfused"])
+@pytest.mark.parametrize("path", PATHS)
 def test_loss_and_gradients_agree_in_double(case: Case, path: str) -> None:
     """In float64, where the two differ by rounding alone: 1e-5 of a gradient's norm would hide a lost term."""
     theirs = case.theirs.double()
