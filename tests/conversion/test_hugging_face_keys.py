@@ -21,13 +21,13 @@ from megapipe.conversion.command import main
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.spec.family import FamilyError, families, family_of
 from tests.conversion.test_round_trips import logits_of, theirs_of
+from tests.models.hugging_face import CONFIGS
 
+SLOW = ("gpt2", "llama", "mixtral", "ernie4_5_moe", "qwen2", "qwen3", "bert", "megatron_bert")
 FAMILIES = [
     "mistral",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("gpt2", "llama", "mixtral", "ernie4_5_moe", "qwen2", "qwen3", "bert", "megatron_bert")
-    ),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in CONFIGS if name not in (*SLOW, "mistral")),
 ]
 OF_4 = {
     "torch_dtype": "float64",
@@ -68,6 +68,9 @@ CHANGES: dict[str, list[Any]] = {
         {"rope_type": "default", "rope_theta": 40.0, "partial_rotary_factor": 0.5},
     ],
     "num_experts_per_tok": [1, 3],
+    "pad_token_id": [5],
+    "final_logit_softcapping": [5.0],
+    "attn_logit_softcapping": [5.0],
     "moe_k": [1, 3, 4],
     "moe_layer_end_index": [0, -1, 5],
     "id2label": [{"0": "A", "1": "B", "2": "C"}],
@@ -165,7 +168,7 @@ def test_every_changed_key_is_honoured_or_refused(folder: Path, tmp_path: Path) 
                 check_logits(tmp_path / "v", source, f"{key} {value!r}")
     assert {"is_encoder_decoder", "quantization_config", "use_bidirectional_attention"} <= refused
     assert {"use_cache", "initializer_range", "temperature"} <= without_effect.keys()
-    assert honoured & {"layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps"}
+    assert honoured & {"layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon"}
     together = {key: value for key, value in without_effect.items() if key not in NOT_TRIED_TOGETHER}
     path = variant(folder, tmp_path / "v", {**config, **together})
     check_logits(path, HuggingFaceSource(path), f"one of {sorted(together)}")
@@ -175,7 +178,8 @@ def test_missing_keys_have_defaults_or_are_refused(folder: Path, tmp_path: Path)
     config = json.loads((folder / "config.json").read_text())
     before = fields_of(folder, config)
     # Without tie_word_embeddings, transformers may draw a random head.
-    for key in config.keys() - {"architectures", "model_type", "tie_word_embeddings"}:
+    # Without pad_token_id, it may take one beyond the vocabulary.
+    for key in config.keys() - {"architectures", "model_type", "tie_word_embeddings", "pad_token_id"}:
         left = {name: value for name, value in config.items() if name != key}
         fields = fields_of(folder, left)
         if fields is None:

@@ -104,7 +104,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.5, 2.0, 3.0, 4.0],
 }
-GEMMA2 = {"query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
+GEMMA2 = {"query_pre_attn_scalar": 144, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
 GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3}
 FOUR_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -52,9 +52,11 @@ def _gemma(model_type: str, architecture: str, *more: Any, **changes: Any) -> Fa
         "defaults": {"head_dim": 256, "tie_word_embeddings": True},
     }
     merged = {name: entries[name] | changes.pop(name, type(entries[name])()) for name in entries}
-    words = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
+    words = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "silu": "swiglu"}
+    # transformers reads "gelu" as the tanh form in the first Gemma, whose published files meant that.
+    gelu = {"gelu": "geglu_tanh" if model_type == "gemma" else "geglu"}
     return decoder(
-        model_type, architecture, words=words, more=(_embedding_scale, bias_fields, *more), **merged, **changes
+        model_type, architecture, words=words | gelu, more=(_embedding_scale, bias_fields, *more), **merged, **changes
     )
 
 
@@ -68,7 +70,7 @@ _gemma(
 )
 _SOFTCAPS: dict[str, Any] = {
     "activation": "hidden_activation",
-    "fields": {"final_logit_softcapping": "logit_softcap", "attn_logit_softcapping": "attention_softcap"},
+    "fields": {"final_logit_softcapping": "logit_softcap"},
     "reads": keys("query_pre_attn_scalar sliding_window layer_types"),
     "tensors": _SANDWICH,
     "ignored": keys("hidden_act cache_implementation"),
@@ -79,7 +81,7 @@ _gemma(
     rotary_fields,
     _attention_scale,
     windowed_layers(lambda config: [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]),
-    **_SOFTCAPS,
+    **{**_SOFTCAPS, "fields": {**_SOFTCAPS["fields"], "attn_logit_softcapping": "attention_softcap"}},
     needs={"norm_position": "sandwich"},
     writes={**WINDOWS, "query_pre_attn_scalar": _query_scalar},
     defaults={
@@ -125,6 +127,8 @@ _gemma(
     _attention_scale,
     _gemma3_layers,
     **{**_SOFTCAPS, "reads": _SOFTCAPS["reads"] | keys("rope_local_base_freq sliding_window_pattern")},
+    # transformers ignores this key in Gemma 3.
+    fixed={"attn_logit_softcapping": (None,)},
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     needs={"norm_position": "sandwich", "qk_norm": True},
     writes={

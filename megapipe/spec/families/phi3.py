@@ -4,13 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapipe.spec.decoder_family import Fields, decoder, stretched, window_fields
-from megapipe.spec.family import Tensors, keys
+from megapipe.spec.family import FamilyError, Tensors, keys
 
 _LAYER = "model.layers.{layer}"
 
 
 def _rotary_fields(config: Mapping[str, Any]) -> Fields:
-    return stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
+    fields = stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
+    if fields["rope_scaling.kind"] not in ("none", "longrope"):
+        raise FamilyError(
+            f"the rotary parameters are of kind {fields['rope_scaling.kind']}, but Phi has only longrope"
+        )
+    return fields
 
 
 def _original_length(model: Any) -> int:
@@ -30,7 +35,7 @@ decoder(
         "resid_pdrop": "hidden_dropout",
     },
     ignored=keys("embd_pdrop resid_pdrop"),
-    defaults={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     tensors={
         "blocks.attention.qkv": Tensors((f"{_LAYER}.self_attn.qkv_proj",), ("query_key_value",)),
         "blocks.mlp.up": f"{_LAYER}.mlp.gate_up_proj",

@@ -5,14 +5,15 @@ from typing import Any
 
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
-    QWEN,
     ROUTER_OUTPUT,
+    SLIDING,
     Fields,
     bias_fields,
     blocks,
     decoder,
     expert_names,
     layer_fields,
+    rotary_fields,
 )
 from megapipe.spec.family import Family, FamilyError, Tensors, keys
 
@@ -24,12 +25,15 @@ def _dense_layers(config: Mapping[str, Any]) -> Fields:
     step, alone = config["decoder_sparse_step"], config["mlp_only_layers"] or []
     number = config["num_hidden_layers"]
     dense = [index in alone or (index + 1) % step != 0 for index in range(number)]
-    if not any(dense):
-        return {}
-    if config.get("use_sliding_window"):
-        raise FamilyError("use_sliding_window is true with layers without experts; only one of them is supported")
     fields = {"num_experts": None, "ffn_hidden_size": config["intermediate_size"]}
     return layer_fields(["dense" if each else "base" for each in dense], {"dense": fields})
+
+
+def _no_windows(config: Mapping[str, Any]) -> Fields:
+    """Refuse windows: transformers has them in every second layer of Qwen2's mixtures, and in all layers of Qwen3's."""
+    if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
+        raise FamilyError("use_sliding_window or layer_types asks for windows; models of this type have none here")
+    return {}
 
 
 def _dense_numbers(model: Any) -> list[int]:
@@ -48,10 +52,10 @@ def _qwen(model_type: str, architecture: str, **changes: Any) -> Family:
             "norm_topk_prob": "normalize_expert_shares",
         },
         "needs": {"expert_balance_rate": 0.0},
-        "reads": QWEN["reads"] | keys("decoder_sparse_step mlp_only_layers intermediate_size"),
-        "ignored": ROUTER_OUTPUT,
+        "reads": keys("use_sliding_window layer_types decoder_sparse_step mlp_only_layers intermediate_size"),
+        "ignored": ROUTER_OUTPUT | keys("sliding_window max_window_layers"),
         "writes": {
-            **QWEN["writes"],
+            "use_sliding_window": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": _dense_numbers,
             "intermediate_size": _dense_size,
@@ -69,7 +73,7 @@ _qwen(
     fields={"shared_expert_intermediate_size": "shared_expert_size"},
     needs={"shared_expert_gate": True},
     reads=keys("qkv_bias"),
-    more=(*QWEN["more"], _dense_layers, lambda config: {"bias": "qkv" if config["qkv_bias"] else "none"}),
+    more=(rotary_fields, _no_windows, _dense_layers, lambda config: {"bias": "qkv" if config["qkv_bias"] else "none"}),
     writes={"qkv_bias": lambda model: model.has_bias("attention.qkv")},
     defaults={
         "num_key_value_heads": 16,
@@ -94,7 +98,7 @@ _qwen(
     aliases={"num_local_experts": "num_experts"},
     needs={"qk_norm": True},
     reads=keys("attention_bias"),
-    more=(*QWEN["more"], _dense_layers, bias_fields),
+    more=(rotary_fields, _no_windows, _dense_layers, bias_fields),
     writes=ATTENTION_BIAS,
     defaults={
         "num_key_value_heads": 4,

@@ -26,6 +26,8 @@ def _layers(config: Mapping[str, Any]) -> Fields:
     rotated = config["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(number)]
     default = [SLIDING if window and not each else FULL for each in rotated]
     types = config["layer_types"] or default
+    if min(len(rotated), len(types)) < number:
+        raise FamilyError(f"no_rope_layers or layer_types has fewer entries than the {number} layers")
     if SLIDING in types and not window:
         raise FamilyError(f"layer_types has {SLIDING!r}, but use_sliding_window is false")
     fields: dict[str, Fields] = {
