@@ -57,8 +57,12 @@ def rotary_fields(config: Mapping[str, Any]) -> Fields:
     Older files have rope_theta and rope_scaling; newer files have both in rope_parameters. transformers reads
     rope_scaling first. Raises FamilyError for values that the model configuration cannot express.
     """
-    fields = stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
-    if fields.pop("rotary_fraction") != 1:
+    return all_rotated(stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config))
+
+
+def all_rotated(fields: Fields) -> Fields:
+    """Return the fields of rotary positions. Raises FamilyError if a part of the channels does not rotate."""
+    if fields["rotary_fraction"] != 1:
         raise FamilyError("partial_rotary_factor is not 1, which transformers ignores in models of this type")
     return fields
 

@@ -10,6 +10,7 @@ from megapipe.spec.decoder_family import (
     SLIDING,
     WINDOWS,
     Fields,
+    all_rotated,
     bias_fields,
     blocks,
     decoder,
@@ -19,7 +20,7 @@ from megapipe.spec.decoder_family import (
     stretched,
     windowed_layers,
 )
-from megapipe.spec.family import OMITTED, Family, keys
+from megapipe.spec.family import OMITTED, Family, FamilyError, keys
 
 _LAYER = "model.layers.{layer}"
 _SANDWICH = {
@@ -97,10 +98,12 @@ _gemma(
 
 def _by_kind(config: Mapping[str, Any]) -> tuple[Fields, Fields]:
     """Return the rotary positions of layers that see everything, and of layers with a window."""
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
+    if set(rope) != {FULL, SLIDING}:
+        raise FamilyError(f"rope_parameters has {', '.join(sorted(rope))}; it must have {FULL} and {SLIDING}")
     whole = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {}), **rope.get(FULL, {})}
     local = {"rope_theta": config["rope_local_base_freq"], **rope.get(SLIDING, {})}
-    return stretched(whole, config), stretched(local, config)
+    return all_rotated(stretched(whole, config)), all_rotated(stretched(local, config))
 
 
 def _gemma3_layers(config: Mapping[str, Any]) -> Fields:

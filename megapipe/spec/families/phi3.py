@@ -12,9 +12,8 @@ _LAYER = "model.layers.{layer}"
 def _rotary_fields(config: Mapping[str, Any]) -> Fields:
     fields = stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
     if fields["rope_scaling.kind"] not in ("none", "longrope"):
-        raise FamilyError(
-            f"the rotary parameters are of kind {fields['rope_scaling.kind']}, but Phi has only longrope"
-        )
+        kind = fields["rope_scaling.kind"]
+        raise FamilyError(f"the rotary parameters are of kind {kind}; models of this type have longrope alone")
     return fields
 
 

@@ -30,7 +30,7 @@ def _dense_layers(config: Mapping[str, Any]) -> Fields:
 
 
 def _no_windows(config: Mapping[str, Any]) -> Fields:
-    """Refuse windows: transformers has them in every second layer of Qwen2's mixtures, and in all layers of Qwen3's."""
+    """Refuse windows, which transformers has in every second layer of Qwen2's mixtures and in all of Qwen3's."""
     if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
         raise FamilyError("use_sliding_window or layer_types asks for windows; models of this type have none here")
     return {}
