@@ -288,8 +288,12 @@ _BERT_FIELDS = {
 """Fields that only BERT runs have, such as `data.pairs`."""
 
 
+_BERT_VALUE = ("model.norm_position", "post")
+"""Field and value that only BERT runs have."""
+
+
 def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
-    """Return BERT's kind if the flags or their files set a field that only BERT runs have, otherwise GPT's.
+    """Return BERT's kind if the flags or their files set a field or value that only BERT runs have, otherwise GPT's.
 
     Wrong flags and unreadable files count as not set; the parser reports them.
     """
@@ -300,7 +304,8 @@ def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
     for word, following in pairwise([*words, ""]):
         flag, _, value = word.removeprefix("--").partition("=")
         is_file = flag in ("config", "model", "data")
-        if flag in _BERT_FIELDS or (is_file and _sets_bert_field(flag, value or following)):
+        named = (flag, value or following)
+        if flag in _BERT_FIELDS or named == _BERT_VALUE or (is_file and _sets_bert_field(flag, value or following)):
             return BertPretrainConfig
     return PretrainConfig
 
@@ -311,9 +316,10 @@ def _sets_bert_field(flag: str, file: str) -> bool:
             return False
         content = decode_yaml(Path(file).read_text(encoding="utf-8"))
         groups = content if flag == "config" else {flag: content}
-        return any(
-            f"{group}.{name}" in _BERT_FIELDS for group in ("model", "data") for name in groups.get(group) or ()
-        )
+        fields = {
+            f"{group}.{name}": each for group in ("model", "data") for name, each in (groups.get(group) or {}).items()
+        }
+        return not _BERT_FIELDS.isdisjoint(fields) or _BERT_VALUE in fields.items()
     except (OSError, yaml.YAMLError, *DECODING_ERRORS):
         return False
 

@@ -50,7 +50,7 @@ class Tensors(NamedTuple):
         return self._replace(steps=(*self.steps, step))
 
 
-class TensorPlace(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter is in a family's files: the full names of its tensors, and the steps of `Tensors`. model: that
     of its layer."""
 
@@ -256,7 +256,7 @@ class Family:
                 raise FamilyError(f"{key} is {_shown(value)}, {reason}")
         return config
 
-    def places(self, model: ModelConfig) -> Iterator[TensorPlace]:
+    def places(self, model: ModelConfig) -> Iterator[ParameterPlace]:
         """Yield where every parameter of a model is. Raises FamilyError for a parameter that has no place."""
         specs = {spec.name: (layer, spec) for layer in model_layers(model) for spec in layer.parameters.values()}
         for layer, spec in specs.values():
@@ -268,7 +268,7 @@ class Family:
             tensors = self._tensors(next(known, candidates[-1]), spec)
             experts = range(own.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
             names = tuple(name.format(layer=layer.index, expert=each) for each in experts for name in tensors.names)
-            yield TensorPlace(spec, own, names, tensors.steps)
+            yield ParameterPlace(spec, own, names, tensors.steps)
 
     def _tensors(self, path: str, spec: ParameterSpec | None = None) -> Tensors:
         """Return the tensors, by their names with leaf, of a parameter by its path without a block's number."""

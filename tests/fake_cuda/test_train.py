@@ -27,6 +27,12 @@ DROPOUT = replace(GPT2_SHAPE, hidden_dropout=0.1, attention_dropout=0.1)
 FP8 = {"precision": "bf16", "fp8_first_kept": 0, "fp8_last_kept": 0}
 ISOLATED: dict[str, Any] = {"data": {"isolate_documents": True}}
 EXPERTS_OF = replace(WIDE, num_experts=4)
+
+
+def _scaled(kind: str, **fields: Any) -> RopeScaling:
+    return RopeScaling(kind=kind, factor=2.0, original_length=16, **fields)
+
+
 OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "bf16": (WIDE, {}),
     "fp32": (WIDE, {"training": {"precision": "fp32"}}),
@@ -56,9 +62,17 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "eager updates": (WIDE, {"schedule": {"name": "2bw", "update": "eager"}, "parallel": {"pipeline": 2}}),
     "sums in bf16": (WIDE, {"parallel": {"data": 2}, "zero": {"stage": 2, "reduce_dtype": "bf16"}}),
     "post-norm BERT": (POST_NORM, {}),
+    "Gemma, NTK": (
+        replace(WIDE, activation="geglu_tanh", normalization="rms_norm_unit_offset", rope_scaling=_scaled("dynamic")),
+        {},
+    ),
+    "relu, biases of the MLP alone": (replace(GPT2_SHAPE, activation="relu", bias="mlp"), {}),
+    "silu, YaRN": (replace(WIDE, activation="silu", rope_scaling=_scaled("yarn")), {}),
+    "LongRoPE": (replace(WIDE, rope_scaling=_scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)), {}),
+    "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-14:]
+LATE_OPTIONS = tuple(OPTIONS)[-19:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never

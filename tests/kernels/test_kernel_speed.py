@@ -34,6 +34,7 @@ OTHERWISE = {
     "stochastic_rounding",
     "cross_entropy",
     "linear_cross_entropy",
+    "softcapped_linear_cross_entropy",
     "weight_gradient",
 }
 """Ops whose contestants draw other random numbers, or give their results in other ways."""
@@ -122,6 +123,7 @@ def test_losses_and_their_gradients_are_the_same() -> None:
         "cross_entropy",
         "linear_cross_entropy, hidden 4096",
         "linear_cross_entropy, hidden 4096, recomputed",
+        "softcapped_linear_cross_entropy, hidden 4096",
     ):
         case = named(name)
         inputs = drawn(case)

@@ -154,7 +154,7 @@ def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:
     block = bind(model_layers(model)[1], model)
     x = torch.randn((2, 12, model.hidden_size), generator=torch.Generator().manual_seed(1))
     for normalize, learns in ((False, True), (True, False)):
-        block.module.mlp.router.normalize = normalize
+        block.module.mlp.router.model = replace(model, normalize_expert_shares=normalize)
         block.module.mlp(x, None).square().sum().backward()
         gradient = block.gradients().pop("blocks.0.mlp.router.weight").abs().max().item()
         assert (gradient > 1e-6) is learns

@@ -44,6 +44,8 @@ def other(hint: Any, value: Any) -> Any:
         return f"{value or ''}x"
     if get_origin(hint) is dict:
         kind = get_args(hint)[1]
+        if get_origin(kind) is dict:
+            return {**value, "x": {}}
         return {**value, "x": other(kind, {str: "", int: 1, float: 1}.get(kind))}
     return [*(value or []), 7]
 
