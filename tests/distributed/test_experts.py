@@ -62,14 +62,21 @@ def marked(kind: str, case: Case, *marks: pytest.MarkDecorator) -> object:
 
 
 EVERY_CASE = [
-    *(marked(kind, case) for kind, case in zip(KINDS, [*CHOSEN, *SLOW[3:5]], strict=True)),
+    *(
+        marked(kind, case, *([pytest.mark.slow] if number else []))
+        for number, (kind, case) in enumerate(zip(KINDS, [*CHOSEN, *SLOW[3:5]], strict=True))
+    ),
     *(marked(kind, case, pytest.mark.exhaustive) for case in SLOW for kind in KINDS),
     *(
         marked(kind, case, pytest.mark.exhaustive if number % SHOWN else pytest.mark.slow)
         for number, (case, kind) in enumerate(zip(CASES, cycle(KINDS), strict=False))
     ),
 ]
-EVEN = [marked(kind, case) for case in [*CHOSEN, *SLOW[3:5]] for kind in KINDS]
+EVEN = [
+    marked(kind, case, pytest.mark.slow if place == number else pytest.mark.exhaustive)
+    for place, case in enumerate([*CHOSEN, *SLOW[3:5]])
+    for number, kind in enumerate(KINDS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +126,6 @@ def test_a_layout_trains_as_one_process_and_exchanges_what_is_predicted(
             assert "all_to_all" not in str(counts_of(rank.traffic))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "case"), EVEN)
 def test_evenly_used_experts_keep_what_is_predicted(corpora: Corpora, kind: str, case: Case) -> None:
     config = with_experts(kind, case, corpora, choices=4)
