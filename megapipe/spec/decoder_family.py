@@ -57,7 +57,12 @@ def rotary_fields(config: Mapping[str, Any]) -> Fields:
     Older files have rope_theta and rope_scaling; newer files have both in rope_parameters. transformers reads
     rope_scaling first. Raises FamilyError for values that the model configuration cannot express.
     """
-    return all_rotated(stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config))
+    return all_rotated(stretched(described_rope(config), config))
+
+
+def described_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says about rotary positions, in its older or newer form."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def all_rotated(fields: Fields) -> Fields:
@@ -212,6 +217,11 @@ BIASES: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": lambda model: model.has_
 """Keys to write for models with biases."""
 
 
+def with_additions(entries: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of families, each with the one of the same name that is taken out of `changes`."""
+    return {name: each | changes.pop(name, type(each)()) for name, each in entries.items()}
+
+
 def decoder(
     model_type: str,
     architecture: str,
@@ -253,7 +263,7 @@ def decoder(
         "defaults": {"num_key_value_heads": None, "head_dim": None, activation: "silu", epsilon_key: 1e-6},
         "tensors": NAMES,
     }
-    merged = {name: entries[name] | changes.pop(name, type(entries[name])()) for name in entries}
+    merged = with_additions(entries, changes)
     merged["fixed"] = {key: values for key, values in merged["fixed"].items() if key not in merged["reads"]}
     others = {"words": {"silu": "swiglu", "swish": "swiglu"}, "more": (rotary_fields,), **changes}
     return Family(model_type=model_type, kind="gpt", activation=activation, **merged, **others)

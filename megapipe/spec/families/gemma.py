@@ -19,6 +19,7 @@ from megapipe.spec.decoder_family import (
     rotary_fields,
     stretched,
     windowed_layers,
+    with_additions,
 )
 from megapipe.spec.family import OMITTED, Family, FamilyError, keys
 
@@ -52,13 +53,12 @@ def _gemma(model_type: str, architecture: str, *more: Any, **changes: Any) -> Fa
         "fixed": {"use_bidirectional_attention": (None, False)},
         "defaults": {"head_dim": 256, "tie_word_embeddings": True},
     }
-    merged = {name: entries[name] | changes.pop(name, type(entries[name])()) for name in entries}
+    merged = with_additions(entries, changes)
     words = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "silu": "swiglu"}
     # transformers reads "gelu" as the tanh form in the first Gemma, whose published files meant that.
     gelu = {"gelu": "geglu_tanh" if model_type == "gemma" else "geglu"}
-    return decoder(
-        model_type, architecture, words=words | gelu, more=(_embedding_scale, bias_fields, *more), **merged, **changes
-    )
+    more = (_embedding_scale, bias_fields, *more)
+    return decoder(model_type, architecture, words=words | gelu, more=more, **merged, **changes)
 
 
 _gemma(
@@ -76,12 +76,18 @@ _SOFTCAPS: dict[str, Any] = {
     "tensors": _SANDWICH,
     "ignored": keys("hidden_act cache_implementation"),
 }
+
+
+def _alternating(config: Mapping[str, Any]) -> list[str]:
+    return [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]
+
+
 _gemma(
     "gemma2",
     "Gemma2ForCausalLM",
     rotary_fields,
     _attention_scale,
-    windowed_layers(lambda config: [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]),
+    windowed_layers(_alternating),
     **{**_SOFTCAPS, "fields": {**_SOFTCAPS["fields"], "attn_logit_softcapping": "attention_softcap"}},
     needs={"norm_position": "sandwich"},
     writes={**WINDOWS, "query_pre_attn_scalar": _query_scalar},
@@ -100,8 +106,10 @@ def _by_kind(config: Mapping[str, Any]) -> tuple[Fields, Fields]:
     """Return the rotary positions of layers that see everything, and of layers with a window."""
     rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
     if set(rope) != {FULL, SLIDING}:
-        raise FamilyError(f"rope_parameters has {', '.join(sorted(rope))}; it must have {FULL} and {SLIDING}")
-    whole = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {}), **rope.get(FULL, {})}
+        names = ", ".join(sorted(rope))
+        raise FamilyError(f"rope_parameters has {names}; it must have {FULL} and {SLIDING}")
+    older = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+    whole = {**older, **rope.get(FULL, {})}
     local = {"rope_theta": config["rope_local_base_freq"], **rope.get(SLIDING, {})}
     return all_rotated(stretched(whole, config)), all_rotated(stretched(local, config))
 
@@ -112,7 +120,8 @@ def _gemma3_layers(config: Mapping[str, Any]) -> Fields:
     if local["rope_scaling.kind"] != whole["rope_scaling.kind"]:
         own["rope_scaling"] = {"kind": local["rope_scaling.kind"]}
     every = config["sliding_window_pattern"]
-    types = [SLIDING if (index + 1) % every else FULL for index in range(config["num_hidden_layers"])]
+    numbers = range(1, config["num_hidden_layers"] + 1)
+    types = [SLIDING if number % every else FULL for number in numbers]
     return {**whole, **windowed_layers(lambda _: types, **own)(config)}
 
 
@@ -120,7 +129,8 @@ def _rope_parameters(model: ModelConfig) -> Fields:
     found: Fields = {}
     for each in reversed(blocks(model)):
         kind = FULL if each.sliding_window is None else SLIDING
-        found[kind] = {"rope_type": "default", "rope_theta": each.rope_theta, **(rope_scaling(each) or {})}
+        usual = {"rope_type": "default", "rope_theta": each.rope_theta}
+        found[kind] = {**usual, **(rope_scaling(each) or {})}
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.spec.decoder_family import GELU, SIZES, TIED, Fields, rope_scaling, stretched
+from megapipe.spec.decoder_family import GELU, SIZES, TIED, Fields, described_rope, rope_scaling, stretched
 from megapipe.spec.family import Family, keys
 
 _LAYER = "gpt_neox.layers.{layer}"
@@ -11,8 +11,8 @@ _LAYER = "gpt_neox.layers.{layer}"
 
 def _rotary(config: Mapping[str, Any]) -> Fields:
     theta, fraction = config["rotary_emb_base"], config["rotary_pct"]
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return stretched({"rope_theta": theta, "partial_rotary_factor": fraction, **rope}, config)
+    usual = {"rope_theta": theta, "partial_rotary_factor": fraction}
+    return stretched({**usual, **described_rope(config)}, config)
 
 
 Family(

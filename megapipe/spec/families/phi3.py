@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.spec.decoder_family import Fields, decoder, stretched, window_fields
+from megapipe.spec.decoder_family import Fields, decoder, described_rope, stretched, window_fields
 from megapipe.spec.family import FamilyError, Tensors, keys
 
 _LAYER = "model.layers.{layer}"
 
 
 def _rotary_fields(config: Mapping[str, Any]) -> Fields:
-    fields = stretched(config.get("rope_scaling") or config.get("rope_parameters") or {}, config)
+    fields = stretched(described_rope(config), config)
     if fields["rope_scaling.kind"] not in ("none", "longrope"):
         kind = fields["rope_scaling.kind"]
-        raise FamilyError(f"the rotary parameters are of kind {kind}; models of this type have longrope alone")
+        raise FamilyError(f"the rotary parameters are of kind {kind}; models of this type have only longrope")
     return fields
 
 

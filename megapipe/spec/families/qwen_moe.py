@@ -14,6 +14,7 @@ from megapipe.spec.decoder_family import (
     expert_names,
     layer_fields,
     rotary_fields,
+    with_additions,
 )
 from megapipe.spec.family import Family, FamilyError, Tensors, keys
 
@@ -32,7 +33,9 @@ def _dense_layers(config: Mapping[str, Any]) -> Fields:
 def _no_windows(config: Mapping[str, Any]) -> Fields:
     """Refuse windows, which transformers has in every second layer of Qwen2's mixtures and in all of Qwen3's."""
     if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
-        raise FamilyError("use_sliding_window or layer_types asks for windows; models of this type have none here")
+        raise FamilyError(
+            "use_sliding_window or layer_types asks for windows, which megapipe does not have in models of this type"
+        )
     return {}
 
 
@@ -41,7 +44,8 @@ def _dense_numbers(model: Any) -> list[int]:
 
 
 def _dense_size(model: Any) -> int:
-    return next((each.ffn_size for each in blocks(model) if each.num_experts is None), model.ffn_size)
+    sizes = (each.ffn_size for each in blocks(model) if each.num_experts is None)
+    return next(sizes, model.ffn_size)
 
 
 def _qwen(model_type: str, architecture: str, **changes: Any) -> Family:
@@ -63,7 +67,7 @@ def _qwen(model_type: str, architecture: str, **changes: Any) -> Family:
         "defaults": {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         "tensors": expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
     }
-    merged = {name: entries[name] | changes.pop(name, type(entries[name])()) for name in entries}
+    merged = with_additions(entries, changes)
     return decoder(model_type, architecture, ffn_key="moe_intermediate_size", **merged, **changes)
 
 

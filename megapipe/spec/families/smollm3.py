@@ -21,7 +21,8 @@ from megapipe.spec.family import FamilyError, keys
 
 
 def _layers(config: Mapping[str, Any]) -> Fields:
-    number, window = config["num_hidden_layers"], config["sliding_window"] if config["use_sliding_window"] else None
+    number = config["num_hidden_layers"]
+    window = config["sliding_window"] if config["use_sliding_window"] else None
     every = config["no_rope_layer_interval"]
     rotated = config["no_rope_layers"] or [int((index + 1) % every != 0) for index in range(number)]
     default = [SLIDING if window and not each else FULL for each in rotated]
@@ -37,7 +38,8 @@ def _layers(config: Mapping[str, Any]) -> Fields:
         "local_no_rope": {"positions": "none", "sliding_window": window},
     }
     names = {(True, FULL): "rotary", (False, FULL): "no_rope", (True, SLIDING): "local"}
-    kinds = [names.get((bool(rotated[index]), types[index]), "local_no_rope") for index in range(number)]
+    described = zip(map(bool, rotated[:number]), types, strict=False)
+    kinds = [names.get(each, "local_no_rope") for each in described]
     return layer_fields(kinds, fields)
 
 
@@ -48,8 +50,9 @@ def _rotated(model: ModelConfig) -> list[int]:
 decoder(
     "smollm3",
     "SmolLM3ForCausalLM",
-    reads=keys("attention_bias mlp_bias no_rope_layers no_rope_layer_interval use_sliding_window layer_types")
-    | keys("sliding_window"),
+    reads=keys(
+        "attention_bias mlp_bias no_rope_layers no_rope_layer_interval use_sliding_window layer_types sliding_window"
+    ),
     more=(rotary_fields, bias_fields, _layers),
     writes={
         **BIASES,
