@@ -347,10 +347,14 @@ def exporting_family(model: ModelConfig) -> tuple[Family, list[str]]:
     That is the family that `model.family` names, or else the first by `order` of those that can. If none can, it is
     the one with the fewest differences.
     """
-    known = families(model.kind).values()
-    candidates = [family_of(model.family, model.kind)] if model.family else known
-    compared = [(family, _export_problems(model, family)) for family in candidates]
-    return min(compared, key=lambda pair: (len(pair[1]), pair[0].order))
+    if model.family:
+        family = family_of(model.family, model.kind)
+        return family, _export_problems(model, family)
+    compared = [(family, _export_problems(model, family)) for family in families(model.kind).values()]
+    return min(compared, key=lambda pair: (_UNREADABLE in pair[1], len(pair[1]), pair[0].order))
+
+
+_UNREADABLE = "its family has no configuration like this"
 
 
 def _export_problems(model: ModelConfig, family: Family) -> list[str]:
@@ -359,7 +363,7 @@ def _export_problems(model: ModelConfig, family: Family) -> list[str]:
     try:
         return field_differences(model, family.model_fields(family.config(model), present))
     except FamilyError as error:
-        return [str(error)]
+        return [_UNREADABLE, str(error)]
 
 
 def model_values(model: ModelConfig) -> dict[str, Any]:
