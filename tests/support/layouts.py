@@ -76,7 +76,7 @@ FEATURES: dict[str, dict[str, Change]] = {
     "precision": {
         "fp32": {},
         "bf16": {"training": {"precision": "bf16"}},
-        "fp16": {"training": {"precision": "fp16"}},
+        "fp16": {"training": {"precision": "fp16"}, "loss_scale": {"initial": 256.0}},
     },
     "documents": {"joined": {}, "isolated": {"data": {"isolate_documents": True}}},
     "sequence": {"off": {}, "on": parallel(sequence=True)},
