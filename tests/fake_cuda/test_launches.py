@@ -51,10 +51,12 @@ def once(forward: str, backward: str | None = None) -> dict[str, dict[str, int]]
 LAUNCHES = {
     "layer_norm": NORM,
     "rms_norm": NORM,
+    "rms_norm_unit_offset": NORM,
     "attention_probabilities": once("attention"),
     "linear_cross_entropy": once("cross_entropy"),
     **{name: once(name) for name in ("rotary", "swiglu", "gelu", "dropout", "bias_dropout_residual", "cross_entropy")},
     "bias_gelu": once("gelu"),
+    **{name: {} for name in ("geglu", "relu", "relu_squared", "silu", "softcapped_linear_cross_entropy")},  # torch
 }
 """Op -> phase -> kernels, as `group` names them -> launches of one call."""
 
