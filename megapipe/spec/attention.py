@@ -79,6 +79,8 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     model, tensor, width = shape.model, shape.tensor, shape.width
     head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
     changed = model.qk_norm or model.positions == "rotary"
+    exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
+    ring = shape.context > 1 and not exchanged
     saves, collectives, needs = list(_masks(shape)), list[Collective](), tuple[Value, ...]()
     if model.qk_norm:
         rows = shape.tokens * (heads + keys)
@@ -86,12 +88,13 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         whole = model.qk_norm_over == "projection"
         statistics = Value("head norm statistics", (2 * shape.tokens if whole else rows) * FULL_BYTES)
         saves.append(statistics)
-        needs = before, statistics, gradient("normalised heads", rows * head_dim * width)
+        # A ring returns gradients of keys and values in one tensor, which only a rotation copies the keys' from.
+        held = shape.tokens * keys if ring and model.positions != "rotary" else 0
+        needs = before, statistics, gradient("normalised heads", (rows + held) * head_dim * width)
         if tensor > 1 and whole:  # sums over the heads of all ranks, of queries and of keys
             collectives.append(Collective("tensor", "all_reduce", shape.tokens, FULL_BYTES, 2, 2))
         elif tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
             collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
-    exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
     if exchanged:
         copied = model.kv_heads // tensor * kv_copies(keys, model.num_heads // model.kv_heads, shape.context)
         own = shape.micro_size, shape.sequence_length, heads // shape.context, copied // shape.context
@@ -109,7 +112,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         saves += _attended(
             shape, shape.micro_size, shape.local_length, heads, keys, changed=changed, keeps_projected=model.qk_norm
         )
-        if shape.context > 1:
+        if ring:
             hops, block = shape.context - 1, 2 * shape.tokens * keys * head_dim
             collectives.append(Collective("context", "send", block, width, hops, hops))
             collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))

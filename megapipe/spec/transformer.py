@@ -368,14 +368,15 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     elif shape.tensor > 1:
         collectives = (Collective("tensor", "all_reduce", elements, shape.width, 1),)
     masked = elements // shape.shards if model.embedding_dropout else 0
-    # Sequence parallelism gathers the gradient of the word embeddings; other tables read that of their shard, and
-    # positions its sum over samples, unless they count from the starts of documents, which differ between samples.
+    # Sequence parallelism gathers the gradient of the word embeddings, and their scale changes it; other tables read
+    # that of their shard of the sum, and positions its sum over samples, unless they count from the starts of
+    # documents, which differ between samples.
     changed = post_norm or model.embedding_dropout > 0
-    scaled = changed or model.embedding_scale != 1
-    words = "gradient of words" if scaled or shape.sequence_parallel else OUTPUT_GRADIENT
+    words_apart = shape.sequence_parallel or model.embedding_scale != 1
+    words = "gradient of words" if changed or words_apart else OUTPUT_GRADIENT
     handed = [Value(words, shape.stream)]
     summed = model.positions == "learned" and not shape.isolate_documents
-    if shape.sequence_parallel and (bert or (model.positions == "learned" and not summed)):
+    if words_apart and (bert or (model.positions == "learned" and not summed)):
         handed.append(Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream))
     if summed:
         handed.append(gradient("positions", stream // shape.micro_size))

@@ -43,19 +43,9 @@ MOST_CASES = 60
 CASES = covering_array(AXES, allowed)
 FAST = min((case for case in CASES if case["schedule"] == "1f1b"), key=world_size)
 """The first of this schedule with the fewest ranks."""
-UNPREDICTED = [("zb_auto", "parallel"), ("zb_h2", "sandwich")]
-"""Schedule and block of cases with capped scores in a recomputed ring that keep up to 5 kB more than is predicted."""
-
-
-def marks_of(number: int, case: Case) -> list[pytest.MarkDecorator]:
-    tier = pytest.mark.slow if number % 2 else pytest.mark.exhaustive
-    ring = case["attention"] == "capped" and case["context"] == "2 ring" and case["recompute"] != BASE["recompute"]
-    known = ring and (case["schedule"], case["block"]) in UNPREDICTED
-    return [tier, pytest.mark.xfail(strict=True, reason="memory of capped scores in a ring")] if known else [tier]
-
-
 EVERY_CASE = [
-    case if case == FAST else pytest.param(case, marks=marks_of(number, case)) for number, case in enumerate(CASES)
+    case if case == FAST else pytest.param(case, marks=pytest.mark.slow if number % 2 else pytest.mark.exhaustive)
+    for number, case in enumerate(CASES)
 ]
 PAIRS_OF_SAMPLES = {"micro_size": 2}
 OPTIONS: list[tuple[Case, Change]] = [
