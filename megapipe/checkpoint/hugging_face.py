@@ -80,10 +80,6 @@ def fields_of_config(folder: Path, config: Mapping[str, Any], names: Collection[
         return read_family(folder, config).model_fields(config, names)
     except FamilyError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
-    except KeyError as error:
-        raise CheckpointError(f"{folder / CONFIG} lacks the key {error}, which its model_type needs") from error
-    except DECODING_ERRORS as error:
-        raise CheckpointError(f"{folder / CONFIG} has a value that its model_type cannot have: {error}") from error
 
 
 def fitting(

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.errors import nearest
 from megapipe.config.model import ModelConfig
+from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import ParameterSpec
 
@@ -201,9 +202,19 @@ class Family:
         """Return the model fields that a config.json sets, with optional sizes resolved.
 
         tensors: names as in `canonical_names`; they decide whether embeddings are tied if neither the configuration
-        nor the family does. Raises FamilyError for an unknown key, or if the model configuration cannot express a
-        key's value; KeyError for a missing key.
+        nor the family does. Raises FamilyError for an unknown or missing key, or if the model configuration cannot
+        express a key's value.
         """
+        try:
+            return self._model_fields(config, tensors)
+        except FamilyError:
+            raise
+        except KeyError as error:
+            raise FamilyError(f"it lacks the key {error}, which its model_type needs") from error
+        except DECODING_ERRORS as error:
+            raise FamilyError(f"it has a value that its model_type cannot have: {error}") from error
+
+    def _model_fields(self, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         config = {self.aliases.get(key, key): value for key, value in config.items()}
         config = self._checked({_TIED: self.output not in tensors, **self.defaults, **config})
         values = {ours: config[key] for key, ours in self.fields.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import underscored
-from megapipe.config.untrusted import DECODING_ERRORS, read_json
+from megapipe.config.untrusted import read_json
 from megapipe.spec.family import FamilyError, family_of
 
 CONFIG = "config.json"
@@ -48,10 +48,6 @@ def _flags(flag: str, path: Path) -> list[str]:
         fields = model_fields(config)
     except FamilyError as error:
         raise ConfigError(f"{flag} {file}: {error}") from error
-    except KeyError as error:
-        raise ConfigError(f"{flag} {file} lacks the key {error}, which its model_type needs") from error
-    except DECODING_ERRORS as error:
-        raise ConfigError(f"{flag} {file} has a value that its model_type cannot have: {error}") from error
     return [
         f"--model.{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()
     ]
@@ -60,7 +56,7 @@ def _flags(flag: str, path: Path) -> list[str]:
 def model_fields(config: Any) -> dict[str, Any]:
     """Return the fields of a model by a config.json alone. What its tensors would decide, its class decides.
 
-    Raises FamilyError and KeyError as `Family.model_fields` does.
+    Raises FamilyError as `Family.model_fields` does.
     """
     if not isinstance(config, dict):
         raise FamilyError("it does not contain a JSON object")

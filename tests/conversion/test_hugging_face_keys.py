@@ -146,7 +146,7 @@ def fields_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
         names = list(file.keys())
     try:
         return family_of(config["model_type"]).model_fields(config, names)
-    except (FamilyError, KeyError):
+    except FamilyError:
         return None
 
 

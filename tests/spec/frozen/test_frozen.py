@@ -58,7 +58,9 @@ def test_ops_add_up_to_the_frozen_values(count: int) -> None:
         if "norms" in recomputed(case) and not was_wrong(case):
             expected[row, BLOCKS, PENDING] += 2 * width * model.hidden_size * (1 + model.norm_kind.centred)
         heads, keys = (count // config.parallel.tensor for count in (model.num_heads, model.kv_heads))
-        normalised = (2 * heads + 3 * keys) * model.head_dim * width + (heads + keys) * 4
+        ring = config.parallel.context > 1 and config.parallel.context_attention == "ring"
+        beside = keys if ring and model.positions != "rotary" else 0  # gradients of values
+        normalised = (2 * heads + 3 * keys + beside) * model.head_dim * width + (heads + keys) * 4
         expected[row, BLOCKS, PENDING] += (
             micro_size * tokens * normalised if model.qk_norm and not was_wrong(case) else 0
         )
