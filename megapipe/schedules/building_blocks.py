@@ -168,11 +168,18 @@ def _as_steps(rows: Rows) -> list[Step]:
 
 
 def fill_idle_time(
-    programs: tuple[list[Step], ...], placement: StagePlacement, times: Times, max_pending: int | None
+    programs: tuple[list[Step], ...],
+    placement: StagePlacement,
+    times: Times,
+    max_pending: int | None,
+    most_held: int | None = None,
 ) -> Timed:
     """Run forwards and input halves in their order, adding a weight half for each input half. Weight halves that the
-    programs already hold stay where they are."""
-    filler = _Filler(programs, placement, times, max_pending)
+    programs already hold stay where they are.
+
+    most_held: chunks of activations that a rank may hold until their weight halves. The programs must allow it.
+    """
+    filler = _Filler(programs, placement, times, max_pending, most_held)
     ranks = range(len(programs))
     while sum(filler.advance(rank) for rank in ranks):
         pass
@@ -183,9 +190,15 @@ class _Filler:
     """Clocks of all ranks over their programs."""
 
     def __init__(
-        self, programs: tuple[list[Step], ...], placement: StagePlacement, times: Times, max_pending: int | None
+        self,
+        programs: tuple[list[Step], ...],
+        placement: StagePlacement,
+        times: Times,
+        max_pending: int | None,
+        most_held: int | None,
     ) -> None:
-        self._programs, self._stages, self._times, self._max = programs, placement.stages, times, max_pending
+        self._programs, self._stages, self._times = programs, placement.stages, times
+        self._max, self._most_held, self._held = max_pending, most_held, [0] * len(programs)
         self._chunks = len(placement.stages) // len(programs)
         self._next, self._clock = [0] * len(programs), [0.0] * len(programs)
         self._started: list[float | None] = [None] * len(programs)
@@ -236,8 +249,9 @@ class _Filler:
         duration = self._times.of(Kind.BACKWARD_WEIGHT, self._chunks)
         while pending:
             fits = self._clock[rank] + duration <= ready + ROUNDING
-            full = step[0] == Kind.BACKWARD_INPUT and self._max is not None and len(pending) >= self._max
-            if not (fits or full):
+            late = step[0] == Kind.BACKWARD_INPUT and self._max is not None and len(pending) >= self._max
+            full = step[0] == Kind.FORWARD and self._most_held is not None and self._held[rank] >= self._most_held
+            if not (fits or late or full):
                 return
             self._run(rank, pending.popleft(), 0.0)
 
@@ -247,6 +261,7 @@ class _Filler:
             self._started[rank] = start
         self._clock[rank] = self._ends[step] = start + self._times.of(step[0], self._chunks)
         self.out[rank].append(step)
+        self._held[rank] += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(step[0], 0)
         weight = (Kind.BACKWARD_WEIGHT, step[1], step[2])
         if step[0] == Kind.BACKWARD_INPUT and weight not in self._placed:
             self._pending[rank].append(weight)

@@ -269,7 +269,7 @@ def _stays_by_size(runs: Runs, pool: int) -> Stays:
             while free < 0:
                 dropped, stay = next(iter(held.items()), (-1, -1))
                 if stay < 0 or of_run[last_use[stay]] == run:
-                    raise ScheduleError(f"a pool of {pool} has no room for all units that one action uses")
+                    raise ScheduleError(f"a pool of {pool} has no room for all units that one action uses; enlarge it")
                 del held[dropped]
                 start = of_run[last_use[stay]] + 1
                 free += size[last_use[stay]]

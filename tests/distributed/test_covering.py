@@ -78,6 +78,8 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"schedule": "gpipe", "tensor": "2", "recompute": "full", "precision": "bf16"},
         {"training": {"fp8": "tensorwise", "fp8_first_kept": 1}, "recompute": {"every": 2}},
     ),
+    ({"schedule": "dualpipe_v", "model": "llama", "data": "2", "pipeline": "2", "zero": "3"}, {}),
+    ({"schedule": "v_min", "tensor": "2", "pipeline": "2", "recompute": "selective", "precision": "bf16"}, {}),
 ]
 """What the array leaves out: a case, and what else is changed."""
 WINDOWS: Change = {

@@ -23,6 +23,8 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "interleaved_1f1b": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},
     "modular": {"chunks": st.integers(1, 3)},
     "zb_v": {"chunks": st.just(2)},
+    "gis": {"chunks": st.integers(1, 3), "group_size": st.integers(4, 6)},
+    "gis_h": {"chunks": st.integers(1, 3)},
     "zb_auto": {"memory_limit": st.integers(1, 8)},
     "2bw": {"update": st.sampled_from(["eager", "lazy"])},
     "pipedream": {"vertical_sync": st.booleans()},
@@ -30,10 +32,21 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 NEVER_FLUSHING = ("2bw", "pipedream")
 
 
+def fewest_microbatches(name: str, num_ranks: int) -> int:
+    """The fewest that a schedule runs with."""
+    return num_ranks if name in NEVER_FLUSHING else 2 * num_ranks if name == "dualpipe_v" else 1
+
+
+def chunks_at_once(name: str) -> int:
+    """How many chunks an action is of."""
+    return 2 if name == "dualpipe_v" else 1
+
+
 @st.composite
 def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: int = 6) -> dict[str, Any]:
     """Arguments of ``build`` for the named schedule."""
     ranks = draw(st.integers(1, max_ranks))
+    fewest = fewest_microbatches(name, ranks)
     options = {option: draw(values) for option, values in OPTIONS.get(name, {}).items() if draw(st.booleans())}
     if GENERATORS[name].takes_two_bp and draw(st.booleans()):
         options |= {"two_bp": True, "max_pending": draw(st.integers(1, 4))}
@@ -45,19 +58,24 @@ def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: in
     units = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
     return options | {
         "num_ranks": ranks,
-        "num_microbatches": draw(st.integers(ranks if name in NEVER_FLUSHING else 1, max_microbatches)),
+        "num_microbatches": fewest + draw(st.integers(0, max(max_microbatches - fewest, 0))),
         "units_per_stage": units,
         "tied_groups": draw(st.lists(tied, max_size=2)),
         "data_parallel": data_parallel,
-        "states": draw(state_tables(units)) if data_parallel else WHOLE_STATES,
+        "states": draw(state_tables(units, at_once=chunks_at_once(name))) if data_parallel else WHOLE_STATES,
         "receive_ahead": draw(st.integers(1, 3)),
     }
 
 
 @st.composite
-def state_tables(draw: st.DrawFn, units_per_stage: Sequence[int], home: WeightHome = "sharded") -> StateTable:
-    """What replicas shard of each layer: all layers alike, or one or two units of any size, each in its way."""
-    weights, gradients = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+def state_tables(
+    draw: st.DrawFn, units_per_stage: Sequence[int], home: WeightHome = "sharded", at_once: int = 1
+) -> StateTable:
+    """What replicas shard of each layer: all layers alike, or one or two units of any size, each in its way.
+
+    at_once: layers that one action uses.
+    """
+    weights, gradients = draw(st.sampled_from([0, *range(at_once, 5)])), draw(st.integers(0, 3))
     if draw(st.booleans()):
         pools = {"weight_pool": weights, "gradient_pool": gradients if home == "sharded" else 0}
         return StateTable.uniform(units_per_stage, **pools, weights=home)
@@ -72,7 +90,7 @@ def state_tables(draw: st.DrawFn, units_per_stage: Sequence[int], home: WeightHo
         )
         for layers in units_per_stage
     )
-    return StateTable(units, 3 * most + weights, 3 * most + gradients)
+    return StateTable(units, 3 * most * at_once + weights, 3 * most + gradients)
 
 
 def one_unit_a_layer(schedule: Schedule) -> bool:
@@ -114,7 +132,7 @@ def schedules(
         units, again = arguments["units_per_stage"], arguments.get("recompute", ())
         arguments["offload"] = draw(offloads(units, again))
         if arguments["offload"].optimizer and name not in NEVER_FLUSHING and draw(st.booleans()):
-            arguments["states"] = draw(state_tables(units, "host"))
+            arguments["states"] = draw(state_tables(units, "host", chunks_at_once(name)))
     return build(name, mode=mode, **arguments)
 
 

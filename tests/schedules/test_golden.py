@@ -1,8 +1,23 @@
 """Published and exactly known figures of every schedule, simulated."""
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megapipe.schedules import Kind, Link, Times, build, rank_costs, simulate, validate
+from megapipe.schedules import (
+    Kind,
+    Link,
+    Times,
+    build,
+    dumps,
+    loads,
+    lower,
+    order,
+    rank_costs,
+    simulate,
+    validate,
+)
 
 
 def simulated(name, ranks, microbatches, steps=1, costs=None, **options):
@@ -171,3 +186,67 @@ def test_eager_2bw_idles_for_all_but_one_backward_a_step():
         run = simulate(schedule, rank_costs(schedule.header, backward=backward), steps)
         step = microbatches * (1 + backward) + (ranks - 1) * backward
         assert run.finish == steps * step + (ranks - 1)
+
+
+def held_until_weight_half(name, ranks, microbatches, **options):
+    """Micro-batches of activations on the rank that holds the most."""
+    compute = order(name, ranks, microbatches, **options)
+    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
+    held = [np.cumsum([change.get(each.kind, 0) for each in compute.actions("body", rank)]) for rank in range(ranks)]
+    return max(map(max, held)) * ranks / len(compute.header.stages)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(2, 4), st.data())
+def test_grouped_interleaving(ranks, chunks, groups, data):
+    """arXiv 2503.01328, Table 1, with one time for all: g (v - 1) + p chunks, and (p - g)(v - 1) more slots idle."""
+    size = data.draw(st.integers(-(-ranks // 2), ranks))
+    options = {"chunks": chunks, "group_size": size}
+    run = simulated("gis", ranks, groups * size, costs=HALVES, **options)
+    idle = 2 * (ranks - 1) + (ranks - size) * (chunks - 1)
+    assert run.bubble == pytest.approx(idle / (3 * groups * size * chunks))
+    held = held_until_weight_half("gis", ranks, groups * size, **options)
+    assert held * chunks == pytest.approx(size * (chunks - 1) + ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "bubble", "held"),
+    [
+        ("interleaved_1f1b", {}, 0.1094, 11.5),
+        ("gis", {}, 0.0729, 8),
+        ("gis_h", {}, 0.0938, 6),
+        ("gis_h", {"chunks": 4}, 0.0677, 5),
+    ],
+)
+def test_grouped_interleaving_beside_interleaved_1f1b(name, options, bubble, held):
+    assert round(simulated(name, 8, 32, costs=HALVES, **options).bubble, 4) == bubble
+    assert held_until_weight_half(name, 8, 32, **options) == held
+
+
+@pytest.mark.parametrize("ranks", range(1, 17))
+def test_v_half_and_v_min_hold_half_and_a_third(ranks):
+    """The peaks of arXiv 2405.15362 for any number of ranks, counted until the weight half."""
+    for name, most in (("v_half", (ranks + 2) // 2), ("v_min", (ranks + 4) // 3)):
+        for microbatches in (1, ranks, 2 * ranks, 4 * ranks):
+            held = held_until_weight_half(name, ranks, microbatches)
+            assert held == most if microbatches >= 2 * ranks else held <= most
+
+
+@pytest.mark.parametrize(("ranks", "half", "third"), [(8, 0.099, 0.124), (16, 0.105, 0.134)])
+def test_v_half_and_v_min_bubble_rates(ranks, half, third):
+    assert simulated("v_half", ranks, 4 * ranks, costs=HALVES).bubble_rate <= half
+    assert simulated("v_min", ranks, 4 * ranks, costs=HALVES).bubble_rate <= third
+
+
+@given(st.integers(1, 8), st.integers(0, 9))
+def test_dualpipe_v_idles_for_its_pairs_or_half_of_that(ranks, more):
+    """(p - 1) t where a pair sends at its end (66 half chunks for 4 ranks and 10 micro-batches, 6 of them idle, in
+    DeepSeek's drawing); (p - 1) t / 2 where a forward's output leaves at once."""
+    microbatches = 2 * ranks + more
+    paired = simulated("dualpipe_v", ranks, microbatches, costs=HALVES)
+    apart = lower(loads(dumps(order("dualpipe_v", ranks, microbatches)).replace("+", " ")))
+    validate(apart)
+    assert paired.finish - 3 * microbatches == pytest.approx(ranks - 1)
+    assert simulate(apart, rank_costs(apart.header, **HALVES)).finish - 3 * microbatches == pytest.approx(
+        (ranks - 1) / 2
+    )
+    assert max(paired.peak_activations) == pytest.approx(ranks + 0.5)

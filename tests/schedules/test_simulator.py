@@ -128,7 +128,7 @@ def test_every_row_takes_the_time_of_its_own_unit_and_none_goes_without(name: st
         tuple(StateUnit(layer, "sharded", True, size) for layer in range(count) for size in data.draw(sizes))
         for count in layers
     )
-    states = StateTable(units, weight_pool=18, gradient_pool=18)
+    states = StateTable(units, weight_pool=36, gradient_pool=18)
     schedule = build(name, 2, 4, units_per_stage=layers, data_parallel=True, states=states)
     random = data.draw(st.randoms(use_true_random=False))
     places = stage_times(schedule.header, dict.fromkeys(TIMED, (1.0,) * stages))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind, rows_of
+from megapipe.schedules.actions import Ints, Kind, Mask, rows_of
 from megapipe.schedules.dependencies import Progress
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
@@ -15,10 +15,14 @@ from megapipe.schedules.table import Table
 
 
 class Posts(NamedTuple):
-    """The place of each message's receive: before compute row ``row``; those at one row in order of ``turn``."""
+    """The place of each message's receive: before compute row ``row``; those at one row in order of ``turn``.
+
+    late: those after the group of this row, right before what the row sends.
+    """
 
     row: Ints
     turn: Ints
+    late: Mask
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class MessageTable:
         order = np.argsort(posts.turn)
         kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
         rows = rows_of(kind, table.stage[self.consumer], self.microbatch)
-        return Insertion(rows[order], posts.row[order], InsertionOrder.RECEIVE, table.section[self.consumer][order])
+        section = table.section[self.consumer][order]
+        return Insertion(rows[order], posts.row[order], InsertionOrder.RECEIVE, section, posts.late[order])
 
     def sends(self, table: Table) -> Insertion:
         """Return the sends, each right after the compute row that makes the message."""
@@ -131,7 +136,7 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
     first[after] = np.maximum(first[after], use[after - 1])
     for ahead in (receive_ahead, receive_ahead + 1, 0):
         row = np.minimum(np.maximum(use - ahead, first), use)
-        posts = Posts(_in_send_order(messages, row, len(table.rows)), np.arange(len(row)))
+        posts = Posts(_in_send_order(messages, row, len(table.rows)), np.arange(len(row)), np.zeros(len(row), bool))
         progress = _progress(table, messages, posts)
         stuck = progress.stuck()
         if len(stuck) > 0 and ahead != receive_ahead:
@@ -203,7 +208,7 @@ def _early_enough(
     """
     count, first_stuck, after = len(posts.row), stuck, messages.follows
     waiting_rows = _waiting_rows(messages, posts)
-    row, turn = posts.row.copy(), posts.turn.copy()
+    row, turn, late = posts.row.copy(), posts.turn.copy(), posts.late.copy()
     for moved in itertools.count():
         if len(stuck) == 0:
             break
@@ -215,11 +220,13 @@ def _early_enough(
         if len(blocked) == 0:
             break
         row[blocked] = waiting_rows[wait]
+        # What a group sends leaves in turn after all of it, and so a receive may be posted between.
+        late[blocked] = (wait < count) & (table.action_first < table.action_last)[row[blocked]]
         # Before the receive at which a rank hangs, or after those that it has posted.
         turn[blocked] = moved + np.where(wait >= 2 * count, -count, count)
         progress.release(blocked)
         stuck = progress.stuck()
-    posts = Posts(row, turn)
+    posts = Posts(row, turn, late)
     before = after - 1
     if np.any((row[before] > row[after]) | ((row[before] == row[after]) & (turn[before] > turn[after]))):
         return posts, first_stuck

@@ -39,12 +39,16 @@ PLACES: Final = len(InsertionOrder)
 
 @dataclass(frozen=True)
 class Insertion:
-    """Rows to add, each at a place around an anchor row of the program; equal places keep the order given here."""
+    """Rows to add, each at a place around an anchor row of the program; equal places keep the order given here.
+
+    late: receives that are posted after the group of their anchor, right before what the anchor sends.
+    """
 
     rows: Rows
     anchor: Ints
     place: InsertionOrder
     section: Ints
+    late: Mask | None = None
 
 
 def insert(table: Table, insertions: Sequence[Insertion]) -> tuple[Table, Ints]:
@@ -62,10 +66,10 @@ def insert(table: Table, insertions: Sequence[Insertion]) -> tuple[Table, Ints]:
 def insertion_order(table: Table, insertions: Sequence[Insertion]) -> Ints:
     """Return the rows of `insert` in their new order, numbered from those of the table on."""
     compute = np.arange(len(table.rows), dtype=np.int64)
-    keys = np.concatenate(
-        [compute * PLACES + InsertionOrder.COMPUTE, *(_around(table, i) * PLACES + i.place for i in insertions)]
-    )
-    return np.argsort(keys, kind="stable")
+    keys = [np.stack([compute * PLACES + InsertionOrder.COMPUTE, np.zeros_like(compute)])]
+    keys += [_around(table, each) for each in insertions]
+    places, turns = np.concatenate(keys, axis=1)
+    return np.lexsort((turns, places))
 
 
 def new_indices(order: Ints) -> Ints:
@@ -76,8 +80,14 @@ def new_indices(order: Ints) -> Ints:
 
 
 def _around(table: Table, insertion: Insertion) -> Ints:
-    ends = table.action_first if insertion.place < InsertionOrder.COMPUTE else table.action_last
-    return ends[insertion.anchor]
+    """Return where each added row goes, and its turn there, shape [2, rows]."""
+    anchor, place = insertion.anchor, insertion.place
+    late = np.zeros(len(anchor), dtype=bool) if insertion.late is None else insertion.late
+    after = late | (place > InsertionOrder.COMPUTE)
+    row = np.where(after, table.action_last[anchor], table.action_first[anchor])
+    sent = late | (place == InsertionOrder.SEND)
+    turn = np.where(sent, 2 * anchor + ~late, 0)
+    return np.stack([row * PLACES + np.where(late, InsertionOrder.SEND, place), turn])
 
 
 def add_gathers(table: Table, added: Sequence[Insertion]) -> list[Insertion]:

@@ -88,7 +88,7 @@ def _with_recompute(
     opens = index[:num_compute].copy()  # a receive is also posted before the rows that are recomputed for its row
     np.minimum.at(opens, again.anchor, index[num_compute:])
     moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
-    return table, moved, posts._replace(row=opens[posts.row])
+    return table, moved, posts._replace(row=np.where(posts.late, index[posts.row], opens[posts.row]))
 
 
 def _require_compute_only(schedule: Schedule) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.docs.figures import head, row, table
 from tests.support.gpt_runs import RankRun, run_gpt, write_shard
-from tests.support.layouts import FEATURES, adds_in_one_order, config_of, sizes_of
+from tests.support.layouts import AXES, BASE, CHUNKED, adds_in_one_order, config_of, sizes_of
 from tests.support.meshes import run_threads
 
 RELATIVE = 1e-5
@@ -17,8 +17,8 @@ SHOWN = 4
 SEED = 4
 """A seed whose figures round to the same digits anywhere within the tolerance."""
 
-FLUSHING = [name for name in FEATURES["schedule"] if name not in ("pipedream",)]
-ONE_STAGE = [name for name in FLUSHING if name not in ("interleaved_1f1b", "modular", "zb_v")]
+FLUSHING = [name for name in AXES["schedule"] if name not in ("pipedream",)]
+ONE_STAGE = [name for name in FLUSHING if name not in CHUNKED]
 
 
 def layouts() -> Iterator[dict[str, str]]:
@@ -56,8 +56,7 @@ FURTHER: tuple[tuple[str, str, dict[str, str]], ...] = (
 
 def whole_case(case: dict[str, str]) -> dict[str, str]:
     """Return every feature of a case; sizes may be larger than those of the covering array."""
-    base = {feature: next(iter(values)) for feature, values in FEATURES.items()}
-    return {**base, "schedule": "1f1b", **case}
+    return {**BASE, "schedule": "1f1b", **case}
 
 
 def first_step(case: dict[str, str], prefix: str) -> RankRun:
