@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "interleaved_1f1b": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},
     "modular": {"chunks": st.integers(1, 3)},
     "zb_v": {"chunks": st.just(2)},
-    "gis": {"chunks": st.integers(1, 3), "group_size": st.integers(4, 6)},
+    "gis": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},
     "gis_h": {"chunks": st.integers(1, 3)},
     "zb_auto": {"memory_limit": st.integers(1, 8)},
     "2bw": {"update": st.sampled_from(["eager", "lazy"])},

@@ -4,7 +4,6 @@ import numpy as np
 
 from megapipe.schedules.actions import KIND, MICROBATCH, Kind, Rows, rows_of
 from megapipe.schedules.building_blocks import alternate, round_robin
-from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -15,15 +14,11 @@ def gis(num_ranks: int, num_microbatches: int, *, chunks: int, group_size: int |
     halves: 1F1B's activation memory, and a bubble of p - 1 forwards and input halves of a chunk (GIS of
     PipeOffload, arXiv 2503.01328, section 3.2).
 
-    Micro-batches pass the rank's chunks in groups of ``group_size``, by default the number of ranks p. Smaller groups,
-    of at least ceil(p / 2), hold less and idle more.
+    Micro-batches pass the rank's chunks in groups of ``group_size``, by default the number of ranks p. Smaller groups
+    hold less and idle more, down to ceil(p / 2): smaller ones would make a chunk wait for itself, and count as that.
     """
-    size = num_ranks if group_size is None else group_size
-    if size < -(-num_ranks // 2):
-        raise ScheduleError(
-            f"group_size is {size}; with {num_ranks} ranks it must be at least {-(-num_ranks // 2)}, because a chunk "
-            "would wait for itself; set it between that and the number of ranks"
-        )
+    smallest = -(-num_ranks // 2)
+    size = num_ranks if group_size is None else max(group_size, smallest)
     return Sections.flushing(
         tuple(_grouped(num_ranks, num_microbatches, chunks, size, rank) for rank in range(num_ranks))
     )

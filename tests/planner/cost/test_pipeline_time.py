@@ -32,7 +32,7 @@ def orders(draw: st.DrawFn, name: str, longest: int = 24) -> tuple[int, int, int
     if "chunks" in generator.order_options:
         chunks = options["chunks"] = draw(st.integers(2, 3))
     if "group_size" in generator.order_options and draw(st.booleans()):
-        options["group_size"] = draw(st.integers(3 if name == "gis" else 1, 7))
+        options["group_size"] = draw(st.integers(1, 7))
     if generator.takes_two_bp and draw(st.integers(0, 3)) == 0:
         options |= {"two_bp": True} | draw(st.sampled_from([{}, {"max_pending": 2}]))
     count = draw(st.integers(longest // 2, longest) if longest > 24 else st.integers(1, longest))

@@ -38,7 +38,7 @@ def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, 
             base.schedule,
             name=schedule,
             two_bp=GENERATORS[schedule].takes_two_bp and draw(st.booleans()),
-            group_size=draw(st.sampled_from([None, None, 8 if schedule == "gis" else 1, 5])) if takes_groups else None,
+            group_size=draw(st.sampled_from([None, None, 1, 5])) if takes_groups else None,
         ),
     )
     inside = draw(st.sampled_from([1e8, 1e10, 1e12]))
