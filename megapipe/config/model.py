@@ -62,9 +62,9 @@ OF_BLOCKS = frozenset(
     (
         "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
         "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
-        "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
-        "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups",
-        "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
+        "attention_sinks", "ffn_hidden_size", "activation", "num_experts", "experts_per_token",
+        "normalize_expert_shares", "expert_balance_rate", "expert_bias", "router_scores", "router_scale",
+        "router_bias", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
     )
 )  # fmt: skip
 """Fields of a model that its blocks alone read, so that kinds of layers may differ in them."""
@@ -232,6 +232,9 @@ class ModelConfig:
     attention_softcap: PositiveFloat | None = None
     """Largest magnitude of attention scores: they become cap * tanh(score / cap) before the mask (Gemma 2); null means
     no limit. It needs the slower unfused attention."""
+    attention_sinks: bool = False
+    """Give every head a trained number that is added to its scores when the softmax is computed, so that a token can
+    attend to nothing (gpt-oss)."""
     sliding_window: TokenCount | None = None
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
     tie_embeddings: bool = True
@@ -321,6 +324,11 @@ class ModelConfig:
         if self.attention_dropout > 0:
             return f"model.attention_dropout {self.attention_dropout}"
         return None if self.attention_softcap is None else f"model.attention_softcap {self.attention_softcap}"
+
+    @property
+    def why_pieces(self) -> str | None:
+        """The field that only attention in pieces supports (layers/attention_pieces.py); None if there is none."""
+        return "model.attention_sinks" if self.attention_sinks else None
 
     def has_bias(self, path: str) -> bool:
         """Whether a linear layer of a block has a bias. path: in the block, such as `attention.qkv` or `mlp.up`."""
@@ -528,6 +536,10 @@ class ModelConfig:
             found.append(
                 f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
                 f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
+            )
+        if self.attention == "flex" and self.why_pieces is not None:
+            found.append(
+                f"model.attention is 'flex', which does not support {self.why_pieces}; set model.attention to 'auto'"
             )
         if self.qk_norm_over == "projection" and self.normalization == "rms_norm_unit_offset":
             found.append(

@@ -7,7 +7,7 @@ a look at a token and without a square in memory.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
@@ -22,12 +22,13 @@ from megapipe.config.model import ModelConfig
 from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention import causal_mask
 from megapipe.kernels.registry import Registry
+from megapipe.layers.attention_pieces import Weighing
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout
-from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, within
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, empty_parameter, within
 from megapipe.layers.norms import Norm, ProjectionNorm
 from megapipe.layers.rotary import RotaryAngles, rotated
-from megapipe.layers.split import Remade, SplitTape, run_again
+from megapipe.layers.split import Remade, SplitModule, SplitTape, run_again
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
 from megapipe.spec.token_order import Share
@@ -147,13 +148,45 @@ class SharedSamples(Protocol):
         ...
 
 
+class Sinks(SplitModule):
+    """A score for each head that takes part in its softmax. shapes: of `weight` (kv groups, query heads per group)."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self.weight = empty_parameter(shapes["weight"])
+
+    def forward(self, tape: SplitTape | None) -> Tensor:
+        """Return the scores [kv groups, query heads per group]."""
+        if tape is None:
+            return self.weight
+        probe = tape.record(self, self.weight.shape, self.weight).probe
+        scores: Tensor = _ProbedSinks.apply(probe, self.weight.detach())
+        return scores
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        yield self.weight, gradient
+
+
+class _ProbedSinks(torch.autograd.Function):
+    """The scores as they are; the probe receives their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class Attention(nn.Module):
     """One block's attention on one tensor rank, which holds an equal share of the kv groups and their query heads.
 
     shapes: of `qkv.weight` (kv groups, query heads per group + 2, head_dim, hidden) and so on, as stored here.
     site: number of the dropout site of the attention weights. recompute: recompute the attention weights in the
     backward instead of keeping them; the fused paths never keep them. sharing: attention to samples whose tokens are
-    on several ranks; None for whole samples. causal: no token sees later ones.
+    on several ranks; None for whole samples. in_pieces: attention to whole samples if neither path can do it.
+    own_heads: the heads that this rank attends with, of those that it projects. causal: no token sees later ones.
     """
 
     causal = True
@@ -161,6 +194,8 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, site: int) -> None:
         super().__init__()
         self.sharing: SharedSamples | None = None
+        self.in_pieces: SharedSamples | None = None
+        self.own_heads = slice(None)
         self.qkv = ColumnParallelLinear(within(shapes, "qkv"), group)
         self.output = RowParallelLinear(within(shapes, "output"), group)
         self.kv_groups, rows, self.head_dim, _ = shapes["qkv.weight"]
@@ -174,6 +209,7 @@ class Attention(nn.Module):
         self.kernels = kernels
         self.recompute = False
         self.rotary = RotaryAngles(model) if model.positions == "rotary" else None
+        self.sinks = Sinks(within(shapes, "sinks")) if model.attention_sinks else None
         self.dropout = Dropout(model.attention_dropout, site, kernels)
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
@@ -207,11 +243,26 @@ class Attention(nn.Module):
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, kv groups, heads, d] or [b, s, all heads, d] of whole samples: query [b, s, kv groups,
         heads, d], key and value [b, s, kv groups, 1, d]."""
+        if self.in_pieces is not None:
+            return self.in_pieces.mix(query, key, value, context)
         if context.document_blocks is not None:
             return self._within_blocks(query, key, value, context.document_blocks[self.window])
         if self._picked_path(query, context) == "unfused":
             return self._unfused(query, key, value, context)
         return self._fused(query, key, value, context)
+
+    @property
+    def visible_window(self) -> int | None:
+        """Number of tokens that a token sees at most; None if all."""
+        return self.window if self.causal else None
+
+    def weighing(self) -> Weighing:
+        """Return how pieces of attention turn scores into weights, without dropout."""
+        return Weighing(self.scale, unfused=self.path == "unfused", softcap=self.softcap)
+
+    def own_sinks(self, tape: SplitTape | None) -> Tensor | None:
+        """Return the sinks of the heads that this rank attends with, [heads]; None if the model has none."""
+        return None if self.sinks is None else self.sinks(tape).flatten()[self.own_heads]
 
     def _prepare(self, x: Tensor, norm: Norm | None, context: MicrobatchContext) -> Tensor:
         """Normalise and rotate [b, s, kv groups, heads, d]."""

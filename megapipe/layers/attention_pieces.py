@@ -124,6 +124,23 @@ def piece_backward(
     return found[0], found[1], found[2]
 
 
+def with_sinks(mixed: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(Mixed values, log-sum) of whole attention, with one more score per head in the softmax, whose value is zero.
+
+    mixed [b, heads, rows, d] and log_sum [b, heads, rows] of all keys, sinks [heads] (Agarwal et al. 2025, arXiv
+    2508.10925, section 2.2; Xiao et al. 2023, arXiv 2309.17453, equation 2).
+    """
+    total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype).unsqueeze(-1))
+    return (mixed * (log_sum - total).exp_().unsqueeze(-1)).to(mixed.dtype), total
+
+
+def sink_gradient(gradient: Tensor, mixed: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of sinks [heads]. mixed, log_sum: those of `with_sinks`; gradient: of mixed."""
+    weights = (sinks.to(log_sum.dtype).unsqueeze(-1) - log_sum).exp_()
+    total = (gradient.to(log_sum.dtype) * mixed.to(log_sum.dtype)).sum(-1)
+    return weights.mul_(total).sum((0, 2)).neg_().to(sinks.dtype)
+
+
 def _addend(query: Tensor, seen: Seen) -> Tensor | None:
     """0 where a query sees a key, minus infinity elsewhere."""
     if seen.visible is None:

@@ -16,7 +16,7 @@ hold their tokens in rank order (`contiguous` in spec/token_order.py).
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.attention import Attention
-from megapipe.layers.attention_pieces import Seen, Weighing, piece_backward, piece_forward
+from megapipe.layers.attention_pieces import (
+    Seen,
+    Weighing,
+    piece_backward,
+    piece_forward,
+    sink_gradient,
+    with_sinks,
+)
 from megapipe.layers.context import BertContext, MicrobatchContext
-from megapipe.layers.dropout import Dropout
 from megapipe.parallel.collectives import all_to_all
-from megapipe.parallel.groups import Group, Work
+from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.spec.attention import kv_copies
 from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.token_order import Piece, Share, TokenOrder, Visibility, order_of, pieces, token_numbers
@@ -36,20 +42,11 @@ from megapipe.spec.token_order import Piece, Share, TokenOrder, Visibility, orde
 
 @dataclass(frozen=True)
 class Ring:
-    """The attention of one block, over the ranks of a group.
+    """The attention of one block in pieces, over the ranks of a group. One rank alone has whole samples."""
 
-    visibility: causal mask and window alike for all samples. unfused: no kernels. first_head: global number of the
-    first head here, and dropout: of the weights.
-    """
-
+    attention: Attention
     group: Group
     order: TokenOrder
-    visibility: Visibility
-    scale: float
-    softcap: float | None
-    unfused: bool
-    first_head: int
-    dropout: Dropout
 
     @property
     def share(self) -> Share:
@@ -62,7 +59,8 @@ class Ring:
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         # The graph keeps the pass, and a tape keeps the graph: together they would keep each other for ever.
         known = replace(context, tape=None)
-        mixed: Tensor = _Ring.apply(query, key, value, Pass(self, known, query.shape[2]))
+        sinks = self.attention.own_sinks(context.tape)
+        mixed: Tensor = _Ring.apply(query, key, value, sinks, Pass(self, known, query.shape[2]))
         return mixed.transpose(1, 2)
 
 
@@ -79,7 +77,7 @@ class Pass:
         ring = self.ring
         lengths = self.context.lengths if isinstance(self.context, BertContext) else None
         masked = self.context.document_starts is not None or lengths is not None
-        visibility = Visibility(ring.visibility.causal, ring.visibility.window, masked)
+        visibility = Visibility(ring.attention.causal, ring.attention.visible_window, masked)
         rank, size = ring.group.rank, ring.group.size
         numbers = _numbers(ring.order, size, self.num_local * size, device)
         for piece in pieces(visibility, ring.order, rank, key_rank, size, self.num_local):
@@ -93,10 +91,10 @@ class Pass:
         """bool [b or 1, 1, rows, columns]: what queries see of keys, both int64 numbers of tokens."""
         visible = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
         queries = queries.unsqueeze(1)
-        if self.ring.visibility.causal:
+        if self.ring.attention.causal:
             visible = visible & (keys <= queries)
-            if self.ring.visibility.window is not None:
-                visible = visible & (queries - keys < self.ring.visibility.window)
+            if self.ring.attention.visible_window is not None:
+                visible = visible & (queries - keys < self.ring.attention.visible_window)
         if self.context.document_starts is not None:
             starts = self.context.document_starts[:, None, piece.queries.start : piece.queries.stop, None]
             visible = visible & (keys >= starts)
@@ -105,20 +103,21 @@ class Pass:
         return visible
 
     def _weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
-        ring = self.ring
-        if not ring.dropout.active(self.context):
-            return Weighing(ring.scale, unfused=ring.unfused, softcap=ring.softcap)
-        length = self.num_local * ring.group.size
+        attention = self.ring.attention
+        if not attention.dropout.active(self.context):
+            return attention.weighing()
+        length = self.num_local * self.ring.group.size
 
         def drop(weights: Tensor) -> Tensor:
-            return ring.dropout.drop_weights(weights, ring.first_head, queries, keys, length, self.context)
+            first = attention.first_head
+            return attention.dropout.drop_weights(weights, first, queries, keys, length, self.context)
 
-        return Weighing(ring.scale, drop, softcap=ring.softcap)
+        return replace(attention.weighing(), drop=drop)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, once: Pass) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: Pass) -> Tensor:
         # In memory as the output projection wants it: tokens before heads.
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
@@ -129,15 +128,17 @@ class _Ring(torch.autograd.Function):
                 rows, columns = _slice(piece.queries), _slice(piece.keys)
                 part = piece_forward(query[:, :, rows], keys[:, :, columns], values[:, :, columns], seen, weighing)
                 _merge(mixed[:, :, rows], log_sum[:, :, rows], *part)
+        if sinks is not None:
+            mixed, log_sum = with_sinks(mixed, log_sum, sinks)
         mixed = mixed.to(query.dtype)
         # Finite for kernels, where a query has seen nothing.
-        ctx.save_for_backward(query, key, value, mixed, log_sum.masked_fill_(log_sum == -math.inf, 0.0))
+        ctx.save_for_backward(query, key, value, sinks, mixed, log_sum.masked_fill_(log_sum == -math.inf, 0.0))
         ctx.once = once
         return mixed
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, mixed, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, mixed, log_sum = ctx.saved_tensors
         once: Pass = ctx.once
         dquery = torch.zeros_like(query, dtype=log_sum.dtype)
         shape = (2, *key.shape)
@@ -171,21 +172,25 @@ class _Ring(torch.autograd.Function):
             arriving.wait()
             own += travelling
         dkey, dvalue = own.to(key.dtype)
-        return dquery.to(query.dtype), dkey, dvalue, None
+        dsinks = None if sinks is None else sink_gradient(gradient, mixed, log_sum, sinks)
+        return dquery.to(query.dtype), dkey, dvalue, dsinks, None
 
 
-def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its keys and values [2, b, kv heads, s, d]), beginning here and going back through the ring.
+def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """(rank, its keys and values, each [b, kv heads, s, d]), beginning here and going back through the ring.
 
     The next ones are under way while the caller works on those that it was given.
     """
+    if group.size == 1:
+        yield group.rank, (key, value)
+        return
     block = torch.stack([key, value])
     for step in range(group.size):
         following, work = block, None
         if step + 1 < group.size:
             following = torch.empty_like(block)
             work = group.shift(block, following)
-        yield (group.rank - step) % group.size, block
+        yield (group.rank - step) % group.size, block.unbind()
         if work is not None:
             work.wait()
         block = following
@@ -262,20 +267,17 @@ def share_samples(attention: Attention, group: Group, kind: ContextAttention) ->
     The parts are those of spec/token_order.py, in the order that suits the kind.
     """
     if kind == "ring":
-        attention.sharing = Ring(
-            group,
-            order_of(kind, attention.causal),
-            Visibility(attention.causal, attention.window if attention.causal else None),
-            attention.scale,
-            attention.softcap,
-            attention.path == "unfused",
-            attention.first_head,
-            attention.dropout,
-        )
+        attention.sharing = Ring(attention, group, order_of(kind, attention.causal))
         return
     attention.sharing = HeadExchange(attention, group)
     attention.num_heads //= group.size
     attention.first_head += group.rank * attention.num_heads
+    attention.own_heads = slice(group.rank * attention.num_heads, (group.rank + 1) * attention.num_heads)
+
+
+def attend_in_pieces(attention: Attention) -> None:
+    """From now on `attention` to whole samples is that of a ring of one rank, which keeps no weights."""
+    attention.in_pieces = Ring(attention, SoloGroup("context"), "contiguous")
 
 
 class OutsideGraphs:
@@ -299,7 +301,8 @@ def keep_rings_out_of_graphs(module: nn.Module) -> bool:
     """Prepare a module for torch.compile; whether it can still be one graph."""
     whole = True
     for part in module.modules():
-        if isinstance(part, Attention) and isinstance(part.sharing, Ring):
-            part.sharing = OutsideGraphs(part.sharing)
-            whole = False
+        for name in ("sharing", "in_pieces") if isinstance(part, Attention) else ():
+            if isinstance(ring := getattr(part, name), Ring):
+                setattr(part, name, OutsideGraphs(ring))
+                whole = False
     return whole

@@ -155,13 +155,14 @@ class LayoutCosts:
         blocks = isolates and why_a_mask(config.model, self.device) is None
         # On a GPU only flash attention shares keys among heads, which takes neither fp32 nor a mask.
         masked = isolates or (model.sliding_window or self.tokens) < self.tokens
-        grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1
+        in_pieces = model.why_pieces is not None
+        grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1 and not in_pieces
         return MicrobatchShape(
             copy(model),  # of its own: ops are cached by shape, and a configuration may change
             config.batch.micro_size,
             config.data.sequence_length,
             self.precision,
-            self.attention,
+            "sdpa" if in_pieces else self.attention,
             tensor=self.tensor,
             alignment=self.alignment,
             sequence_parallel=parallel.sequence,

@@ -10,7 +10,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention
 from megapipe.layers.context import MicrobatchContext, token_numbers
-from megapipe.layers.context_parallel import share_samples
+from megapipe.layers.context_parallel import attend_in_pieces, share_samples
 from megapipe.layers.cross_entropy import VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
@@ -64,6 +64,8 @@ class Block(nn.Module):
             for path in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
         )
         self.attention = self.attention_kind(model, within(shapes, "attention"), group, kernels, attention_site)
+        if model.why_pieces is not None:
+            attend_in_pieces(self.attention)
         self.attention_dropout = Dropout(model.hidden_dropout, attention_output_site, kernels)
         feed_forward = MLP if model.num_experts is None else Experts
         self.mlp = feed_forward(model, within(shapes, "mlp"), group, kernels)

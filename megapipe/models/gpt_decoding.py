@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megapipe.layers.attention import Attention
-from megapipe.layers.attention_pieces import Seen, Weighing, piece_forward
+from megapipe.layers.attention_pieces import Seen, piece_forward, with_sinks
 from megapipe.layers.norms import Norm
 from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
@@ -105,11 +105,14 @@ class DecodingBlock:
         values.transpose(1, 2)[place] = value.squeeze(3)
         visible = context.visible[attention.window]
         length = visible.shape[-1]
-        if attention.softcap is not None:
-            weighing = Weighing(attention.scale, softcap=attention.softcap)
+        if attention.softcap is not None or attention.in_pieces is not None:
             query = query.flatten(2, 3).transpose(1, 2)
             seen = Seen(visible=visible.unsqueeze(1))
-            mixed, _ = piece_forward(query, keys[:, :, :length], values[:, :, :length], seen, weighing)
+            mixed, log_sum = piece_forward(
+                query, keys[:, :, :length], values[:, :, :length], seen, attention.weighing()
+            )
+            if (sinks := attention.own_sinks(None)) is not None:
+                mixed, _ = with_sinks(mixed, log_sum, sinks)
             return attention.project(mixed.transpose(1, 2), None)
         # The query heads of a kv group are adjacent rows, so that they share its keys without copies.
         mixed = functional.scaled_dot_product_attention(

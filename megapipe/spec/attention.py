@@ -33,7 +33,7 @@ from megapipe.spec.ops import (
     passes,
 )
 from megapipe.spec.parameters import Init, ParameterSpec
-from megapipe.spec.token_order import Visibility, order_of, pieces
+from megapipe.spec.token_order import TokenOrder, Visibility, order_of, pieces
 
 CAUSAL_SHARE = 0.5
 """Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
@@ -81,6 +81,9 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     changed = model.qk_norm or model.positions == "rotary"
     exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
     ring = shape.context > 1 and not exchanged
+    by_group = (model.kv_heads, model.num_heads // model.kv_heads)
+    init = Init("normal", model.init_std)
+    sinks = (vector("attention.sinks.weight", by_group, 0, init),) if model.attention_sinks else ()
     saves, collectives, needs = list(_masks(shape)), list[Collective](), tuple[Value, ...]()
     if model.qk_norm:
         rows = shape.tokens * (heads + keys)
@@ -103,7 +106,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         saves += _attended(shape, *own, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
-        if shape.attention == "sdpa":  # its backward reads the result as it was before the exchange
+        if not _is_unfused(shape):  # its backward reads the result as it was before the exchange
             saves.append(Value("result of whole samples", result.bytes))
         for count in (heads + 2 * copied, heads):
             collectives.append(Collective("context", "all_to_all", shape.tokens * count * head_dim, width, 1, 1))
@@ -119,9 +122,9 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     pairs = 4 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * head_dim
     return Op(
         "attention",
-        weights=tuple(_norm_weights(model)),
+        weights=(*_norm_weights(model), *sinks),
         saves=tuple(saves),
-        weight_needs=needs,
+        weight_needs=(*needs, *(gradient("sinks", heads * width) for _ in sinks)),
         # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
         # 2023, arXiv 2401.10241, table 1).
         flops=Flops(pairs, 2 * pairs),
@@ -182,8 +185,14 @@ def _attended(
 
 
 def _is_unfused(shape: MicrobatchShape) -> bool:
-    """Return whether attention computes its weights as a tensor; a ring does so piece by piece, and keeps none."""
-    return shape.attention == "unfused" and not _is_ring(shape)
+    """Return whether attention computes its weights as a tensor that it keeps."""
+    return shape.attention == "unfused" and not _in_pieces(shape)
+
+
+def _in_pieces(shape: MicrobatchShape) -> bool:
+    """Return whether attention computes its weights piece by piece and keeps none: in a ring, and where the model asks
+    for it."""
+    return _is_ring(shape) or shape.model.why_pieces is not None
 
 
 def _is_ring(shape: MicrobatchShape) -> bool:
@@ -194,17 +203,17 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
     """Yield what attention saves to leave tokens out: of other documents, or padding.
 
     Positions within documents differ from sample to sample, so the rotary tables, two for queries and two for keys,
-    are the micro-batch's own. A ring recomputes its masks.
+    are the micro-batch's own. Attention in pieces recomputes its masks.
     """
-    model, width, ring = shape.model, shape.width, _is_ring(shape)
+    model, width, in_pieces = shape.model, shape.width, _in_pieces(shape)
     if shape.isolate_documents:
         if model.positions == "rotary":
             yield Value("rotary tables", 4 * shape.tokens * model.rotary_dim // 2 * FULL_BYTES)
-        if not shape.document_blocks and not ring:
+        if not shape.document_blocks and not in_pieces:
             pairs = shape.micro_size * shape.sequence_length**2
             unfused = shape.attention == "unfused"
             yield Value("mask", pairs * (1 if unfused else width), "attention" if unfused else None)
-    if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not ring:
+    if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not in_pieces:
         yield Value("padding mask", shape.micro_size * shape.sequence_length * width)
 
 
@@ -229,7 +238,7 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
     model, length, keys = shape.model, shape.local_length, _seen_keys(shape)
     batch = shape.micro_size * (model.num_heads // shape.tensor)
     scores = Kernel("attention scores", "forward", (length, model.head_dim, keys, batch), dtype=shape.precision)
-    if shape.attention == "unfused" and shape.context == 1:
+    if shape.attention == "unfused" and shape.context == 1 and not _in_pieces(shape):
         again = "attention" in shape.recompute
         mixed = scores._replace(name="attention values", product=(length, keys, model.head_dim, batch))
         for kernel in (scores, mixed):
@@ -264,23 +273,25 @@ def _attention_uses(shape: MicrobatchShape) -> tuple[KernelUse, ...]:
     masks = isinstance(model, BertModelConfig) or shape.isolate_documents or model.attention_softcap is not None
     if _is_unfused(shape) and not masks:
         uses.append(KernelUse("attention_probabilities", model.head_dim, part="attention"))
-    if model.attention_dropout and _is_ring(shape):
-        pieces = _ring_pieces(shape)
+    if model.attention_dropout and _in_pieces(shape):
+        pieces = _num_pieces(shape)
         uses.append(KernelUse("dropout", shape.sequence_length, pieces, backward=2 * pieces))
     elif model.attention_dropout:
         uses.append(KernelUse("dropout", shape.sequence_length, part="attention"))
     return tuple(uses)
 
 
-def _ring_pieces(shape: MicrobatchShape) -> int:
-    """Return the pieces that a ring's attention has on this rank. Dropout drops the weights of each one; a backward
-    recomputes them and drops their gradients too."""
-    bert, size = isinstance(shape.model, BertModelConfig), shape.context
-    order = order_of("ring", causal=not bert)
+def _num_pieces(shape: MicrobatchShape) -> int:
+    """Return the pieces that attention has on this rank. Dropout drops the weights of each one; a backward recomputes
+    them and drops their gradients too."""
+    bert = isinstance(shape.model, BertModelConfig)
+    order: TokenOrder = order_of("ring", causal=not bert)
+    size, rank = shape.context, shape.context_rank
+    if not _is_ring(shape):
+        order, size, rank = "contiguous", 1, 0
     visibility = Visibility(not bert, shape.model.sliding_window, masked=bert or shape.isolate_documents)
     return sum(
-        len(pieces(visibility, order, shape.context_rank, key_rank, size, shape.local_length))
-        for key_rank in range(size)
+        len(pieces(visibility, order, rank, key_rank, size, shape.sequence_length // size)) for key_rank in range(size)
     )
 
 
@@ -330,6 +341,8 @@ def attention_path(
         return "unfused" if model.attention == "unfused" else "sdpa"
     if model.why_unfused is not None:
         return "unfused"
+    if model.why_pieces is not None:
+        return "sdpa"
     return faster_path(device, precision != "fp32", num_tokens, amx)
 
 
@@ -339,6 +352,8 @@ def why_a_mask(model: ModelConfig, device: str) -> str | None:
         return f"model.attention is {model.attention}"
     if model.why_unfused is not None:
         return f"{model.why_unfused} needs the unfused path"
+    if model.why_pieces is not None:
+        return f"{model.why_pieces} needs attention in pieces"
     if device != "cuda":
         return f"torch's flex_attention has no backward on {device}"
     narrowest = min(each.head_dim for each in model.kinds_of_layers.values())

@@ -103,6 +103,13 @@ EXPERTS: Change = {
         "layer_pattern": ("dense", "base"),
     }
 }
+SINKS: Change = {
+    "model": {
+        "attention_sinks": True,
+        "layer_kinds": {"local": {"sliding_window": 5}, "none": {"attention_sinks": False}},
+        "layer_pattern": ("local", "base", "none"),
+    }
+}
 SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
 MIXED = [
     pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
@@ -116,6 +123,10 @@ MIXED = [
         marks=RARE,
     ),
     pytest.param({"context": "2 ring", "schedule": "zb_v", "pipeline": "2"}, EXPERTS, marks=RARE),
+    pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, SINKS, marks=SLOW),
+    pytest.param({"context": "2 ring", "data": "2", "zero": "3", "documents": "isolated"}, SINKS, marks=SLOW),
+    pytest.param({"context": "2 all-to-all", "schedule": "zb_v", "pipeline": "2"}, SINKS, marks=RARE),
+    pytest.param({"precision": "bf16", "recompute": "selective", "offload": "optimizer"}, SINKS, marks=RARE),
 ]
 """Llamas whose blocks differ."""
 SCALARS = 4096

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.ops import OPS
 from megapipe.layers.attention import Attention, BidirectionalAttention
 from megapipe.layers.context import BertContext, MicrobatchContext
-from megapipe.layers.context_parallel import share_samples
+from megapipe.layers.context_parallel import attend_in_pieces, share_samples
 from megapipe.layers.linear import within
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.in_process import InProcessMesh
@@ -40,6 +40,7 @@ class Case:
     padded: bool = False
     dropout: float = 0.0
     path: str = "auto"
+    sinks: bool = False
     dtype: torch.dtype = torch.float64
 
     @property
@@ -65,9 +66,14 @@ def attention_of(case: Case) -> Attention:
         attention_dropout=case.dropout,
         attention=case.path,  # type: ignore[arg-type]
         positions="none",
+        attention_sinks=case.sinks,
     )
     shapes = {path: each.shape for path, each in model_layers(model)[1].parameters.items()}
-    return kind(model, within(shapes, "attention"), SoloGroup("tensor"), OPS, site=1)
+    attention = kind(model, within(shapes, "attention"), SoloGroup("tensor"), OPS, site=1)
+    if attention.sinks is not None:
+        attend_in_pieces(attention)
+        attention.sinks.weight = nn.Parameter(torch.linspace(-1, 2, heads, dtype=case.dtype).view(case.kv_heads, -1))
+    return attention
 
 
 def drawn(case: Case) -> tuple[list[Tensor], MicrobatchContext]:
@@ -111,9 +117,14 @@ def whole_attention(case: Case) -> list[Tensor]:
     leaves = [each.requires_grad_() for each in (query, key, value)]
     wide = [each.expand(-1, -1, -1, case.heads_each, -1).flatten(2, 3).transpose(1, 2) for each in leaves]
     scores = wide[0] @ wide[1].transpose(-1, -2) * WIDTH**-0.5
-    weights = scores.masked_fill(~visible(case, context)[:, None], -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible(case, context)[:, None], -torch.inf)
+    attention = attention_of(case)
+    if attention.sinks is not None:
+        leaves.append(attention.sinks.weight.detach().double().requires_grad_())
+        scores = torch.cat([scores, leaves[-1].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : case.length]
     if case.dropout:
-        weights = attention_of(case).dropout.drop_attention(weights, 0, context)
+        weights = attention.dropout.drop_attention(weights, 0, context)
     mixed = (weights @ wide[2]).transpose(1, 2)
     return [mixed.detach(), *torch.autograd.grad(mixed, leaves, gradient)]
 
@@ -131,7 +142,8 @@ def shared_attention(mesh: InProcessMesh, case: Case) -> list[Tensor]:
     share_samples(attention, group, case.kind)
     assert attention.sharing is not None
     leaves = [each.requires_grad_() for each in (query, key, value)]
-    mixed = attention.sharing.mix(*leaves, context)
+    leaves += [] if attention.sinks is None else [attention.sinks.weight]
+    mixed = attention.sharing.mix(*leaves[:3], context)
     mixed = mixed.reshape(gradient.shape)
     return [mixed.detach(), *torch.autograd.grad(mixed, leaves, gradient)]
 
@@ -140,7 +152,8 @@ def joined(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
     """Tensors of whole samples out of every rank's."""
     numbers = [token_numbers(case.order, rank, case.size, case.length) for rank in range(case.size)]  # type: ignore
     place = torch.cat([torch.from_numpy(each) for each in numbers]).argsort()
-    return [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*parts, strict=True)]
+    found = [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*(part[:4] for part in parts), strict=True)]
+    return [*found, *(sum(tensors[1:], tensors[0]) for tensors in zip(*(part[4:] for part in parts), strict=True))]
 
 
 def check(case: Case, backend: str = "threads") -> None:
@@ -163,6 +176,7 @@ cases = st.builds(
     window=st.one_of(st.none(), st.integers(1, 50)),
     documents=st.booleans(),
     path=st.sampled_from(["sdpa", "unfused"]),
+    sinks=st.booleans(),
 ).filter(lambda case: case.kind == "ring" or case.kv_heads * case.heads_each % case.size == 0)
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
@@ -47,6 +48,12 @@ VARIANTS: dict[str, tuple[type[nn.Module], type, dict[str, Any], dict[str, Any]]
         {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.7, "attn_implementation": "eager"},
         {"attention_scale": 5**-0.5, "attention_softcap": 0.7},
     ),
+    "gpt-oss's sinks": (
+        GptOssAttention,
+        transformers.GptOssConfig,
+        {"rope_parameters": ROPE, "attn_implementation": "eager"},
+        {"attention_sinks": True},
+    ),
     "StableLM's rotation": (
         StableLmAttention,
         transformers.StableLmConfig,
@@ -80,7 +87,9 @@ def projections(attention: nn.Module, part: str) -> dict[str, Tensor]:
         found = dict(attention.named_parameters()).get(name)
         return found if found is None or part == "weight" else found.grad
 
+    sinks = of("sinks.weight")
     found = {"o_proj.weight": of("output.weight"), "o_proj.bias": of("output.bias")}
+    found["sinks"] = None if sinks is None else sinks.flatten()
     for kind in ("weight", "bias"):
         joint = of(f"qkv.{kind}")
         for name, rows in (("q", slice(0, 2)), ("k", slice(2, 3)), ("v", slice(3, 4))) if joint is not None else ():
@@ -105,7 +114,8 @@ def test_attention_agrees_with_transformers(name: str) -> None:
     inverse, factor = 1e4 ** (-torch.arange(0, model.rotary_dim, 2).double() / model.rotary_dim), 1.0
     if rope_type != "default":
         inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](config)
-    angles = torch.outer(torch.arange(LENGTH).double(), inverse.double()).repeat(1, 2)
+    angles = torch.outer(torch.arange(LENGTH).double(), inverse.double())
+    angles = angles if kind is GptOssAttention else angles.repeat(1, 2)
     tables = (angles.cos() * factor).unsqueeze(0), (angles.sin() * factor).unsqueeze(0)
     inputs = [torch.randn(2, LENGTH, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))] * 2
     x, y = (each.clone().requires_grad_() for each in inputs)
@@ -191,6 +201,7 @@ def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
         ({"rotary_fraction": 0.4}, "rotates 3 of 8 channels; the number must be even and at least 2"),
         ({"positions": "none", "rotary_fraction": 0.5}, "model.rotary_fraction is 0.5 but model.positions is 'none'"),
         ({"attention_softcap": 5.0, "attention": "sdpa"}, "'sdpa' with model.attention_softcap 5.0; only unfused"),
+        ({"attention_sinks": True, "attention": "flex"}, "'flex', which does not support model.attention_sinks; set"),
         ({"qk_norm_over": "projection"}, "'projection' but model.qk_norm is false; set model.qk_norm to true"),
         ({"rope_scaling": RopeScaling(kind="longrope", short_factor=[1.0] * 4)}, "long_factor has 0 numbers"),
         ({"rope_scaling": RopeScaling(kind="yarn"), "rope_theta": 1.0}, "model.rope_theta is 1.0; it must be above 1"),
@@ -208,6 +219,7 @@ def test_impossible_fields_are_refused(fields: dict[str, Any], message: str) -> 
         ({"bias": "attention"}, "model.bias is attention"),
         ({"attention_scale": 0.5}, "model.attention_scale is 0.5; Megatron-LM's arguments can express only null or"),
         ({"attention_softcap": 5.0}, "model.attention_softcap is 5.0"),
+        ({"attention_sinks": True}, "model.attention_sinks is True"),
         ({"rope_scaling": YARN}, "model.rope_scaling.kind is yarn"),
         ({"qk_norm": True, "qk_norm_over": "projection"}, "model.qk_norm_over is projection"),
     ],
