@@ -44,6 +44,12 @@ def _torch_geglu(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def _torch_swiglu_clamped(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
 def _apart(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [half.detach().contiguous().requires_grad_() for half in inputs[0].chunk(2, dim=-1)]
 
@@ -105,6 +111,17 @@ CASES = [
         Entry(_torch_swiglu),
         _liger_swiglu,
         aim=Aim(0.90, 0.85),
+    ),
+    Case(
+        "swiglu_clamped",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        lambda size, draw: [draw.normal(size.rows, 2 * size.width)],
+        Traffic(3, 5).work,
+        _plain,
+        Entry(_torch_swiglu_clamped),
     ),
     Case(
         "geglu",

@@ -1,5 +1,6 @@
 """Activations in torch: GELU, GELU of a sum with a bias, SiLU, ReLU and its square (So et al. 2021, 2109.08668), and
-the gated SwiGLU and GEGLU (Shazeer 2020, 2002.05202). Every one saves its input alone for the backward."""
+the gated SwiGLU and GEGLU (Shazeer 2020, 2002.05202), and gpt-oss's SwiGLU (Agarwal et al. 2025, 2508.10925). Every
+one saves its input alone for the backward."""
 
 from typing import Any, Literal
 
@@ -78,6 +79,38 @@ def _activated(gate: Tensor, approximate: str | None) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]."""
     return _Gated.apply(gate_up, None)
+
+
+STEEPNESS, LIMIT = 1.702, 7.0
+"""Of gpt-oss's SwiGLU: factor in its logistic function, and bound of its inputs."""
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = _clamped(gate_up)
+        return (gate * STEEPNESS).sigmoid_().mul_(gate).mul_(up + 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = _clamped(gate_up)
+        weight = (gate * STEEPNESS).sigmoid_()
+        slope = weight * (1 + STEEPNESS * gate * (1 - weight))
+        found = torch.cat([gradient * (up + 1) * slope, gradient * gate * weight], dim=-1)
+        return found.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0)
+
+
+def _clamped(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+
+
+def swiglu_clamped(gate_up: Tensor) -> Tensor:
+    """(up + 1) * gate * logistic(1.702 gate), gate at most 7, up from -7 to 7: [..., 2 x ffn], gate first, to
+    [..., ffn] (transformers' GptOssExperts)."""
+    return _ClampedSwiGLU.apply(gate_up)
 
 
 def geglu(gate_up: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:

@@ -33,7 +33,7 @@ class Correspondence:
         parts: Sequence[Tensor] = [ours]
         for _, inverse in reversed(self.steps):
             parts = inverse(parts)
-        return [_merged(self.spec, part) if part.shape == self.spec.shape else part for part in parts]
+        return parts if self.steps else [_merged(self.spec, part) for part in parts]
 
     def check(self, shapes: Sequence[Sequence[int]]) -> None:
         """Raise FamilyError unless `shapes`, one for each of `theirs`, make a tensor of the spec's shape."""
@@ -72,6 +72,13 @@ def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tu
     if step == "stacked":
         axes = next(n for n in range(1, len(spec.shape)) if math.prod(spec.shape[:n]) == count)
         return lambda parts: [torch.stack([*parts])], lambda parts: parts[0].flatten(0, axes - 1).unbind(0)
+    if step == "input_first":
+        return _input_swapped, _input_swapped
+    if step == "interleaved":
+        return (
+            lambda parts: [parts[0].unflatten(1, (-1, 2)).transpose(1, 2)],
+            lambda parts: [parts[0].transpose(1, 2).flatten(1, 2)],
+        )
     if step == "row":
         return lambda parts: [parts[0][0]], lambda parts: [parts[0][None]]
     return _transposed, lambda parts: _transposed([_merged(spec, part) for part in parts])
@@ -79,6 +86,10 @@ def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tu
 
 def _transposed(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     return [part.t() if part.ndim == 2 else part for part in parts]
+
+
+def _input_swapped(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [part.transpose(1, 2) if part.ndim == 3 else part for part in parts]
 
 
 def _merged(spec: ParameterSpec, ours: Tensor) -> Tensor:

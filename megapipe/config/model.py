@@ -50,6 +50,7 @@ ACTIVATIONS = {
     "gelu": ActivationKind("gelu", arguments=("none",), biased="bias_gelu"),
     "gelu_tanh": ActivationKind("gelu", arguments=("tanh",), biased="bias_gelu"),
     "swiglu": ActivationKind("swiglu", gated=True),
+    "swiglu_clamped": ActivationKind("swiglu_clamped", gated=True),
     "geglu": ActivationKind("geglu", gated=True, arguments=("none",)),
     "geglu_tanh": ActivationKind("geglu", gated=True, arguments=("tanh",)),
     "relu": ActivationKind("relu"),
@@ -162,7 +163,7 @@ class ModelConfig:
     """Channels per attention head; null means hidden_size / num_heads."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
-    gated activations (swiglu, geglu, geglu_tanh)."""
+    gated activations (swiglu, swiglu_clamped, geglu, geglu_tanh)."""
     num_experts: Size | None = None
     """Number of expert MLPs in every block (mixture of experts); null means one ordinary MLP."""
     experts_per_token: PositiveInt = 2
@@ -207,9 +208,12 @@ class ModelConfig:
     """Compute attention and MLP from the same hidden states, each with its own norm, and add both (GPT-NeoX)."""
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "relu", "relu_squared", "silu"] = "gelu"
+    activation: Literal[
+        "gelu", "gelu_tanh", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "relu", "relu_squared", "silu"
+    ] = "gelu"
     """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu, geglu,
-    geglu_tanh: silu, gelu or gelu_tanh of a gate, with a first matrix of twice the width (Llama, Gemma)."""
+    geglu_tanh: silu, gelu or gelu_tanh of a gate, with a first matrix of twice the width (Llama, Gemma).
+    swiglu_clamped: swiglu with limited inputs, as in gpt-oss."""
     positions: Literal["learned", "rotary", "none"] = "learned"
     """Position encoding."""
     rotary_fraction: Share = 1.0

@@ -21,7 +21,7 @@ from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import ParameterSpec
 
 BUILT_IN = "megapipe.spec.families"
-Step = Literal["transposed", "query_key_value", "rotary_pairs", "stacked", "row"]
+Step = Literal["transposed", "query_key_value", "rotary_pairs", "stacked", "row", "input_first", "interleaved"]
 
 
 class FamilyError(ValueError):
@@ -41,6 +41,8 @@ class Tensors(NamedTuple):
       i + head_dim / 2.
     - stacked: several tensors along a new leading axis.
     - row: a vector is stored as a matrix with one row.
+    - input_first: matrices of all experts, in one tensor, have their input on the axis before the last one.
+    - interleaved: in a tensor of all experts, each row of the gate is followed by that of `up`.
     """
 
     names: tuple[str, ...]
@@ -93,7 +95,12 @@ _WITHOUT_EFFECT = keys(
 
 _ALWAYS = {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({},)}
 """Permitted values of each key, in every family."""
-_REASONS = {"quantization_config": "its weights are quantized; convert the model that they were made from"}
+_QUANTIZED = {
+    "mxfp4": "Mxfp4Config",
+    "fp8": "FineGrainedFP8Config",
+    "compressed-tensors": "CompressedTensorsConfig",
+}
+"""Number format of weights, as quantization_config names it -> transformers' class that can convert them to others."""
 _OF_A_RUN = keys(
     "max_positions embedding_dropout attention_dropout hidden_dropout init_std scale_residual_init attention family"
 )
@@ -259,12 +266,12 @@ class Family:
                         f"{' or '.join(map(_shown, fixed[key]))}"
                     )
             elif key not in self.known_keys | self.ignored | _WITHOUT_EFFECT and value is not None:
-                reason = _REASONS.get(
-                    key,
-                    f"which is not known for {self.model_type} and may change what the model computes; remove "
-                    "the key if you know that it does not",
+                if key == "quantization_config":
+                    raise FamilyError(f"{key} is {_shown(value)}: {_how_to_convert(value)}")
+                raise FamilyError(
+                    f"{key} is {_shown(value)}, which is not known for {self.model_type} and may change what the "
+                    "model computes; remove the key if you know that it does not"
                 )
-                raise FamilyError(f"{key} is {_shown(value)}, {reason}")
         return config
 
     def places(self, model: ModelConfig) -> Iterator[ParameterPlace]:
@@ -434,6 +441,18 @@ def _without_effect(name: str, actual: Mapping[str, Any], wanted: Mapping[str, A
     if name == "rotary_fraction":
         return not rotates
     return False
+
+
+def _how_to_convert(quantization: Any) -> str:
+    """Return why quantized weights cannot be read, and how to make others of them."""
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if method not in _QUANTIZED:
+        return "its weights are quantized; use the model that they were made from"
+    return (
+        f"its weights are in {method}; write them in bf16 to another folder with transformers: "
+        f"from_pretrained(FOLDER, dtype='bfloat16', quantization_config={_QUANTIZED[method]}(dequantize=True)), then "
+        "save_pretrained(OTHER)"
+    )
 
 
 def known_word(words: Mapping[str, str], word: str, key: str = "") -> str:

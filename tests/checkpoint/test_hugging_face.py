@@ -221,11 +221,12 @@ def without_masked_token_head(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("gpt2", {"model_type": "t5"}, "model_type 't5' .* gpt2, gpt_neox, llama"),
+        ("gpt2", {"model_type": "t5"}, "model_type 't5' .* gpt2, gpt_neox, gpt_oss"),
         ("gpt2", {"n_embd": None}, "a value that its model_type cannot have"),
         ("gpt2", {"activation_function": "relu"}, "'relu' is not supported"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),
         ("gpt2", {"quantization_config": {"bits": 4}}, "weights are quantized"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, r"are in mxfp4; .*Mxfp4Config\(dequantize=True"),
         ("bert", {"model_type": "gpt2"}, r"model_type 'gpt2' .* taken from bert, megatron-bert"),
         ("bert", {"position_embedding_type": "relative_key"}, 'position_embedding_type is "relative_key"'),
         ("bert", {"type_vocab_size": 3}, "type_vocab_size is 3"),

@@ -176,6 +176,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": ("Qwen3Moe", {**GROUPED, **FOUR_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **GROUPED,
+            **FOUR_EXPERTS,
+            "intermediate_size": 64,  # as wide as the hidden states, as in the published models
+            "num_local_experts": 4,
+            "head_dim": 32,
+            "sliding_window": 7,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     # Experts chosen with biases, heads wider than hidden / heads.
     "ernie4_5_moe": (
         "Ernie4_5_Moe",

@@ -1,0 +1,75 @@
+"""gpt-oss (Agarwal et al. 2025, arXiv 2508.10925): attention sinks, windows in every second layer, experts whose
+matrices all have biases. Files have the experts of a layer in one tensor, with their input on the axis before the last
+one, and with a row of the gate before each row of `up`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.spec.decoder_family import (
+    ATTENTION_BIAS,
+    EXPERTS,
+    FULL,
+    ROUTER_OUTPUT,
+    SLIDING,
+    WINDOWS,
+    Fields,
+    all_rotated,
+    decoder,
+    described_rope,
+    stretched,
+    windowed_layers,
+)
+from megapipe.spec.family import Tensors, keys
+
+_LAYER = "model.layers.{layer}"
+_EXPERTS = f"{_LAYER}.mlp.experts"
+_ACTIVATION = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+"""The rotary parameters of a config.json without any."""
+
+
+def _rotary(config: Mapping[str, Any]) -> Fields:
+    return all_rotated(stretched(described_rope(config) or _ROPE, config))
+
+
+def _biases(config: Mapping[str, Any]) -> Fields:
+    return {"bias": "all" if config["attention_bias"] else "mlp"}
+
+
+def _alternating(config: Mapping[str, Any]) -> list[str]:
+    return [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]
+
+
+decoder(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    fields={"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    aliases={"num_experts": "num_local_experts"},
+    words={"silu": "swiglu_clamped"},
+    needs={**EXPERTS, "attention_sinks": True, "router_bias": True},
+    reads=keys("attention_bias sliding_window layer_types"),
+    more=(_rotary, _biases, windowed_layers(_alternating)),
+    writes={**WINDOWS, **ATTENTION_BIAS, **_ACTIVATION},
+    # The published files repeat two sizes under the names that OpenAI's own program reads.
+    ignored=ROUTER_OUTPUT | keys("initial_context_length experts_per_token"),
+    fixed={key: (value,) for key, value in _ACTIVATION.items()},
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
+    tensors={
+        "blocks.attention.sinks.weight": f"{_LAYER}.self_attn.sinks",
+        "experts.mlp.router": f"{_LAYER}.mlp.router",
+        "experts.mlp.router.score_bias": f"{_LAYER}.mlp.router.bias",
+        "experts.mlp.up.weight": Tensors((f"{_EXPERTS}.gate_up_proj",), ("input_first", "interleaved")),
+        "experts.mlp.up.bias": Tensors((f"{_EXPERTS}.gate_up_proj_bias",), ("interleaved",)),
+        "experts.mlp.down.weight": Tensors((f"{_EXPERTS}.down_proj",), ("input_first",)),
+        "experts.mlp.down.bias": Tensors((f"{_EXPERTS}.down_proj_bias",), ("input_first",)),
+    },
+)
