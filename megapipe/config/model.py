@@ -214,8 +214,9 @@ class ModelConfig:
     """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu, geglu,
     geglu_tanh: silu, gelu or gelu_tanh of a gate, with a first matrix of twice the width (Llama, Gemma).
     swiglu_clamped: swiglu with limited inputs, as in gpt-oss."""
-    positions: Literal["learned", "rotary", "none"] = "learned"
-    """Position encoding."""
+    positions: Literal["learned", "rotary", "alibi", "none"] = "learned"
+    """Position encoding. alibi: scores fall with the distance of query and key, in each head by another slope (Press
+    et al. 2022; BLOOM)."""
     rotary_fraction: Share = 1.0
     """Fraction of each head's channels that rotary positions rotate, the first ones (GPT-NeoX, Phi)."""
     rope_theta: PositiveFloat = 10000.0
@@ -287,7 +288,7 @@ class ModelConfig:
         if not self.layer_pattern:
             return self
         own = dict(self.layer_kinds.get(name, {}))
-        if own.get("positions") == "none":
+        if own.get("positions") in ("none", "alibi"):
             own.setdefault("rope_scaling", {})
         if isinstance(own.get("rope_scaling"), Mapping):
             own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
@@ -332,6 +333,8 @@ class ModelConfig:
     @property
     def why_pieces(self) -> str | None:
         """The field that only attention in pieces supports (layers/attention_pieces.py); None if there is none."""
+        if self.positions == "alibi":
+            return "model.positions 'alibi'"
         return "model.attention_sinks" if self.attention_sinks else None
 
     def has_bias(self, path: str) -> bool:
@@ -446,7 +449,7 @@ class ModelConfig:
         if name == "positions" and value != self.positions and "learned" in (value, self.positions):
             return (
                 f"{where}: positions is {value!r} and model.positions is {self.positions!r}; learned positions are "
-                "added before the first block, so blocks differ only in rotary or none: set both to one of these"
+                "added before the first block, so blocks differ only in rotary, alibi or none: set both to one of them"
             )
         return None
 
@@ -540,6 +543,11 @@ class ModelConfig:
             found.append(
                 f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
                 f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
+            )
+        if self.attention_softcap is not None and self.positions == "alibi":
+            found.append(
+                f"model.attention_softcap is {self.attention_softcap} with model.positions 'alibi', whose scores have "
+                "no limit; set model.attention_softcap to null, or other model.positions"
             )
         if self.attention == "flex" and self.why_pieces is not None:
             found.append(

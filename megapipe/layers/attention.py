@@ -8,7 +8,7 @@ a look at a token and without a square in memory.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 
@@ -204,6 +204,8 @@ class Attention(nn.Module):
         self.first_head = group.rank * self.num_heads
         self.scale = model.score_scale
         self.softcap = model.attention_softcap
+        self.all_heads = model.num_heads
+        self.falls_with_distance = model.positions == "alibi"
         self.path = model.attention
         self.window = model.sliding_window
         self.kernels = kernels
@@ -256,9 +258,14 @@ class Attention(nn.Module):
         """Number of tokens that a token sees at most; None if all."""
         return self.window if self.causal else None
 
-    def weighing(self) -> Weighing:
-        """Return how pieces of attention turn scores into weights, without dropout."""
-        return Weighing(self.scale, unfused=self.path == "unfused", softcap=self.softcap)
+    def weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
+        """Return how pieces of attention turn scores into weights, without dropout. queries [..., rows], keys
+        [columns]: their integer places in samples."""
+        how = Weighing(self.scale, unfused=self.path == "unfused", softcap=self.softcap)
+        if not self.falls_with_distance:
+            return how
+        slopes = alibi_slopes(self.all_heads, keys.device)[self.first_head : self.first_head + self.num_heads]
+        return replace(how, slopes=slopes, distances=(queries.unsqueeze(-1) - keys).abs())
 
     def own_sinks(self, tape: SplitTape | None) -> Tensor | None:
         """Return the sinks of the heads that this rank attends with, [heads]; None if the model has none."""
@@ -381,6 +388,21 @@ class BidirectionalAttention(Attention):
         scores = products.view(len(hidden), -1, key.shape[1])
         weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=scale), dim=-1)
         return weights.view(query.shape[0], query.shape[1], key.shape[1])
+
+
+@lru_cache(maxsize=8)
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """Float64 [heads], how much the scores of each head fall from one token to the next.
+
+    Powers of 2 (Press et al. 2022, arXiv 2108.12409, section 3); if the number of heads is not one itself, those of
+    the next lower power of 2, then every second one of the next higher (their published code, and BLOOM's).
+    """
+    lower = 2 ** (num_heads.bit_length() - 1)
+    exponents = [8 * (i + 1) / lower for i in range(lower)]
+    exponents += [8 * (2 * i + 1) / (2 * lower) for i in range(num_heads - lower)]
+    # Tensors born in inference mode could never take part in training.
+    with torch.inference_mode(False):
+        return torch.tensor([2.0**-each for each in exponents], dtype=torch.float64).to(device)
 
 
 def visible_keys(context: MicrobatchContext, num_tokens: int) -> Tensor:

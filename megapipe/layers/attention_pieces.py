@@ -36,12 +36,23 @@ class Seen:
 @dataclass(frozen=True)
 class Weighing:
     """How scores become weights. drop: zeroes some of the weights [b, heads, rows, columns] and scales the others, the
-    same ones at every call; None keeps all. unfused: no kernels. softcap: largest magnitude of scores."""
+    same ones at every call; None keeps all. unfused: no kernels. softcap: largest magnitude of scores. slopes: float64
+    [heads], how much scores fall with each of the distances, integers [rows, columns] or [b, 1, rows, columns]."""
 
     scale: float
     drop: Drop | None = None
     unfused: bool = False
     softcap: float | None = None
+    slopes: Tensor | None = None
+    distances: Tensor | None = None
+
+    def bias(self, query: Tensor) -> Tensor | None:
+        """What is added to scores [b, heads, rows, columns], in fp32 (fp64 for fp64); None if nothing."""
+        if self.slopes is None or self.distances is None:
+            return None
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        distances = self.distances if self.distances.dim() == 4 else self.distances[None, None]
+        return distances.to(dtype) * -self.slopes.to(dtype).view(-1, 1, 1)
 
     def is_fused(self, query: Tensor, seen: Seen) -> bool:
         """Whether a kernel of torch's does it."""
@@ -51,7 +62,7 @@ class Weighing:
             return True
         half = query.dtype in (torch.bfloat16, torch.float16)
         width = query.shape[-1]
-        return seen.visible is None and half and width % 8 == 0 and width <= LARGEST_HEAD_DIM
+        return seen.visible is None and self.slopes is None and half and width % 8 == 0 and width <= LARGEST_HEAD_DIM
 
 
 def piece_forward(query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighing: Weighing) -> tuple[Tensor, Tensor]:
@@ -64,8 +75,9 @@ def piece_forward(query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighin
             query, key, value, 0.0, seen.causal, scale=weighing.scale
         )
         return mixed, log_sum
+    addend = _addend(query, key, seen, weighing)
     mixed, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, seen.causal, attn_mask=_addend(query, seen), scale=weighing.scale
+        query, key, value, 0.0, seen.causal and addend is None, attn_mask=addend, scale=weighing.scale
     )
     if seen.visible is not None:  # the kernel's log-sum of nothing is 0
         log_sum = log_sum.masked_fill(~seen.visible.any(-1), -math.inf)
@@ -109,6 +121,7 @@ def piece_backward(
             scale=how.scale,
         )
     else:
+        addend = _addend(query, key, seen, how)
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient,
             query,
@@ -117,8 +130,8 @@ def piece_backward(
             mixed,
             log_sum,
             0.0,
-            seen.causal,
-            attn_mask=_addend(query, seen),
+            seen.causal and addend is None,
+            attn_mask=addend,
             scale=how.scale,
         )
     return found[0], found[1], found[2]
@@ -141,12 +154,23 @@ def sink_gradient(gradient: Tensor, mixed: Tensor, log_sum: Tensor, sinks: Tenso
     return weights.mul_(total).sum((0, 2)).neg_().to(sinks.dtype)
 
 
-def _addend(query: Tensor, seen: Seen) -> Tensor | None:
-    """0 where a query sees a key, minus infinity elsewhere."""
+def _addend(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor | None:
+    """What is added to scores: minus infinity where a query does not see a key. None: what a causal mask says."""
+    bias = how.bias(query)
+    if bias is not None:
+        visible = _visible(query, key, seen)
+        return bias if visible is None else bias.masked_fill(~visible, -math.inf)
     if seen.visible is None:
         return None
     hidden = torch.zeros(seen.visible.shape, dtype=query.dtype, device=query.device)
     return hidden.masked_fill_(~seen.visible, -math.inf)
+
+
+def _visible(query: Tensor, key: Tensor, seen: Seen) -> Tensor | None:
+    """Which keys each query sees, by a mask that broadcasts to the scores; None: all."""
+    if not seen.causal:
+        return seen.visible
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril_()
 
 
 def _unfused_forward(
@@ -199,9 +223,9 @@ def _scores(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor:
     if how.softcap is not None:
         scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
     scores = scores.view(*query.shape[:3], key.shape[2])
-    visible = seen.visible
-    if seen.causal:
-        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril_()
+    if (bias := how.bias(query)) is not None:
+        scores = scores.add_(bias)
+    visible = _visible(query, key, seen)
     return scores if visible is None else scores.masked_fill_(~visible, -math.inf)
 
 

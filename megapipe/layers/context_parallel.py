@@ -105,14 +105,14 @@ class Pass:
     def _weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
         attention = self.ring.attention
         if not attention.dropout.active(self.context):
-            return attention.weighing()
+            return attention.weighing(queries, keys)
         length = self.num_local * self.ring.group.size
 
         def drop(weights: Tensor) -> Tensor:
             first = attention.first_head
             return attention.dropout.drop_weights(weights, first, queries, keys, length, self.context)
 
-        return replace(attention.weighing(), drop=drop)
+        return replace(attention.weighing(queries, keys), drop=drop)
 
 
 class _Ring(torch.autograd.Function):

@@ -108,9 +108,8 @@ class DecodingBlock:
         if attention.softcap is not None or attention.in_pieces is not None:
             query = query.flatten(2, 3).transpose(1, 2)
             seen = Seen(visible=visible.unsqueeze(1))
-            mixed, log_sum = piece_forward(
-                query, keys[:, :, :length], values[:, :, :length], seen, attention.weighing()
-            )
+            how = attention.weighing(context.positions.unsqueeze(1), torch.arange(length, device=x.device))
+            mixed, log_sum = piece_forward(query, keys[:, :, :length], values[:, :, :length], seen, how)
             if (sinks := attention.own_sinks(None)) is not None:
                 mixed, _ = with_sinks(mixed, log_sum, sinks)
             return attention.project(mixed.transpose(1, 2), None)

@@ -110,6 +110,13 @@ SINKS: Change = {
         "layer_pattern": ("local", "base", "none"),
     }
 }
+ALIBI: Change = {
+    "model": {
+        "positions": "alibi",
+        "layer_kinds": {"rotary": {"positions": "rotary", "sliding_window": 5}},
+        "layer_pattern": ("base", "rotary", "base"),
+    }
+}
 SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
 MIXED = [
     pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
@@ -127,6 +134,8 @@ MIXED = [
     pytest.param({"context": "2 ring", "data": "2", "zero": "3", "documents": "isolated"}, SINKS, marks=SLOW),
     pytest.param({"context": "2 all-to-all", "schedule": "zb_v", "pipeline": "2"}, SINKS, marks=RARE),
     pytest.param({"precision": "bf16", "recompute": "selective", "offload": "optimizer"}, SINKS, marks=RARE),
+    pytest.param({"schedule": "zb_h1", "tensor": "2", "context": "2 ring"}, ALIBI, marks=SLOW),
+    pytest.param({"context": "2 all-to-all", "documents": "isolated", "recompute": "full"}, ALIBI, marks=RARE),
 ]
 """Llamas whose blocks differ."""
 SCALARS = 4096

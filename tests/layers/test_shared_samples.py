@@ -1,5 +1,6 @@
 """Attention over samples that several ranks share, against float64 attention over whole samples."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -41,6 +42,7 @@ class Case:
     dropout: float = 0.0
     path: str = "auto"
     sinks: bool = False
+    alibi: bool = False
     dtype: torch.dtype = torch.float64
 
     @property
@@ -65,13 +67,14 @@ def attention_of(case: Case) -> Attention:
         sliding_window=case.window,
         attention_dropout=case.dropout,
         attention=case.path,  # type: ignore[arg-type]
-        positions="none",
+        positions="alibi" if case.alibi else "none",
         attention_sinks=case.sinks,
     )
     shapes = {path: each.shape for path, each in model_layers(model)[1].parameters.items()}
     attention = kind(model, within(shapes, "attention"), SoloGroup("tensor"), OPS, site=1)
-    if attention.sinks is not None:
+    if model.why_pieces is not None:
         attend_in_pieces(attention)
+    if attention.sinks is not None:
         attention.sinks.weight = nn.Parameter(torch.linspace(-1, 2, heads, dtype=case.dtype).view(case.kv_heads, -1))
     return attention
 
@@ -93,6 +96,15 @@ def drawn(case: Case) -> tuple[list[Tensor], MicrobatchContext]:
         context.document_starts = torch.where(begins, torch.arange(case.length), 0).cummax(dim=1).values
     context.seed, context.ordinals = 5, torch.arange(case.batch) + 3
     return tensors, context
+
+
+def get_slopes(heads: int) -> list[float]:
+    """The authors' function (github.com/ofirpress/attention_with_linear_biases), for any number of heads."""
+    if math.log2(heads).is_integer():
+        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
+        return [start * start**i for i in range(heads)]
+    closest = 2 ** math.floor(math.log2(heads))
+    return get_slopes(closest) + get_slopes(2 * closest)[0::2][: heads - closest]
 
 
 def visible(case: Case, context: MicrobatchContext) -> Tensor:
@@ -117,6 +129,10 @@ def whole_attention(case: Case) -> list[Tensor]:
     leaves = [each.requires_grad_() for each in (query, key, value)]
     wide = [each.expand(-1, -1, -1, case.heads_each, -1).flatten(2, 3).transpose(1, 2) for each in leaves]
     scores = wide[0] @ wide[1].transpose(-1, -2) * WIDTH**-0.5
+    if case.alibi:
+        distance = (torch.arange(case.length)[:, None] - torch.arange(case.length)).abs()
+        slopes = get_slopes(case.kv_heads * case.heads_each)
+        scores = scores - distance * torch.tensor(slopes, dtype=torch.float64)[:, None, None]
     scores = scores.masked_fill(~visible(case, context)[:, None], -torch.inf)
     attention = attention_of(case)
     if attention.sinks is not None:
@@ -177,6 +193,7 @@ cases = st.builds(
     documents=st.booleans(),
     path=st.sampled_from(["sdpa", "unfused"]),
     sinks=st.booleans(),
+    alibi=st.booleans(),
 ).filter(lambda case: case.kind == "ring" or case.kv_heads * case.heads_each % case.size == 0)
 
 

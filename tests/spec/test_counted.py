@@ -55,6 +55,7 @@ GPT: dict[str, dict[str, Any]] = {
     "olmo 2's norms": {**LLAMA, "bias": "mlp", "qk_norm": True, "qk_norm_over": "projection"},
     "capped scores": {**LLAMA, "attention_softcap": 5.0, "qk_norm": True, "qk_norm_over": "projection"},
     "sinks": {**LLAMA, "attention_sinks": True, **DROPOUT},
+    "alibi": {"positions": "alibi", "num_kv_heads": 2, **DROPOUT},
     "gpt-oss experts": {**LLAMA, **EXPERTS, "bias": "all", "router_bias": True, "activation": "swiglu_clamped"},
     "experts": {**EXPERTS, "normalize_expert_shares": False},
     "llama with experts": {**LLAMA, **EXPERTS},
