@@ -206,6 +206,8 @@ class ModelConfig:
     to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). post: the sums (only in a BERT)."""
     parallel_residual: bool = False
     """Compute attention and MLP from the same hidden states, each with its own norm, and add both (GPT-NeoX)."""
+    embedding_norm: bool = False
+    """Normalize the embeddings (BLOOM). With norm_position post they always are."""
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     activation: Literal[
@@ -355,6 +357,11 @@ class ModelConfig:
     def head_norm_kind(self) -> NormKind:
         """Properties of the norms of queries and keys, which are rms norms."""
         return NORMS["rms_norm"] if self.norm_kind.centred else self.norm_kind
+
+    @property
+    def normalizes_embeddings(self) -> bool:
+        """Whether a norm follows the sum of the embeddings."""
+        return self.embedding_norm or self.norm_position == "post"
 
     @property
     def normalizes_outputs(self) -> bool:

@@ -243,6 +243,7 @@ def _check_expressible(model: ModelConfig) -> None:
         ("activation", model.activation, ("gelu", *_ACTIVATIONS.values())),
         ("norm_position", model.norm_position, ("pre",)),
         ("parallel_residual", model.parallel_residual, (False,)),
+        ("embedding_norm", model.embedding_norm, (False,)),
         ("embedding_scale", model.embedding_scale, (1.0,)),
         ("residual_scale", model.residual_scale, (1.0,)),
         ("logit_scale", model.logit_scale, (1.0,)),

@@ -33,7 +33,7 @@ class BertEmbedding(nn.Module):
         self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
         self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
         self.token_type = TokenTypes(within(shapes, "token_type"))
-        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.norm_position == "post" else None
+        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
     def forward(self, context: BertContext) -> tuple[Tensor]:

@@ -32,6 +32,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
         self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
+        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
     def forward(self, context: MicrobatchContext) -> tuple[Tensor]:
@@ -42,6 +43,8 @@ class Embedding(nn.Module):
         if self.position is not None:
             places = token_numbers(context, context.tokens.shape[1], hidden.device)
             hidden = hidden + self.position(places, context.document_starts, context.tape)
+        if self.norm is not None:
+            hidden = self.norm(hidden, context.tape)
         return (self.dropout(hidden, context),)
 
 

@@ -71,6 +71,8 @@ class DecodingEmbedding:
             # Padding of a prompt's chunk may be after the last position; no query attends to it.
             known = context.positions.clamp(max=self._embedding.position.weight.shape[0] - 1)
             hidden = hidden + self._embedding.position.look_up(known, None, None)
+        if self._embedding.norm is not None:
+            hidden = self._embedding.norm(hidden, None)
         return (hidden,)
 
 

@@ -31,7 +31,7 @@ WITHOUT_EFFECT = (
 """Fields of a model that do not change the time of a layer."""
 NEWER = (
     "rotary_fraction", "attention_softcap", "qk_norm_over", "norm_position", "parallel_residual", "embedding_scale",
-    "residual_scale", "logit_scale", "logit_softcap", "attention_sinks",
+    "residual_scale", "logit_scale", "logit_softcap", "attention_sinks", "embedding_norm",
 )  # fmt: skip
 """Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default."""
 OF_EXPERTS = (

@@ -350,10 +350,10 @@ def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
 
 
 def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of an embedding: rows that are looked up and summed, and a norm in post-norm BERTs."""
+    """Yield the ops of an embedding: rows that are looked up and summed, and a norm if the model has one."""
     model, stream = shape.model, shape.own_stream
     bert = isinstance(model, BertModelConfig)
-    post_norm = model.norm_position == "post"
+    normalized = model.normalizes_embeddings
     tables = [table(model, "word.weight", model.vocabulary_size, padded=True)]
     if model.positions == "learned":
         tables.append(table(model, "position.weight", model.max_positions, padded=False))
@@ -371,7 +371,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     # Sequence parallelism gathers the gradient of the word embeddings, and their scale changes it; other tables read
     # that of their shard of the sum, and positions its sum over samples, unless they count from the starts of
     # documents, which differ between samples.
-    changed = post_norm or model.embedding_dropout > 0
+    changed = normalized or model.embedding_dropout > 0
     words_apart = shape.sequence_parallel or model.embedding_scale != 1
     words = "gradient of words" if changed or words_apart else OUTPUT_GRADIENT
     handed = [Value(words, shape.stream)]
@@ -390,7 +390,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
         moments=partial(table_moments, shape, tables),
     )
-    if post_norm:
+    if normalized:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
 
 

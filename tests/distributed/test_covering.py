@@ -113,6 +113,7 @@ SINKS: Change = {
 ALIBI: Change = {
     "model": {
         "positions": "alibi",
+        "embedding_norm": True,
         "layer_kinds": {"rotary": {"positions": "rotary", "sliding_window": 5}},
         "layer_pattern": ("base", "rotary", "base"),
     }

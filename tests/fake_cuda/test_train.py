@@ -70,10 +70,11 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "silu, YaRN": (replace(WIDE, activation="silu", rope_scaling=_scaled("yarn")), {}),
     "LongRoPE": (replace(WIDE, rope_scaling=_scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)), {}),
     "sinks in a window": (replace(WIDE, attention_sinks=True, sliding_window=8, activation="swiglu_clamped"), {}),
+    "BLOOM": (replace(GPT2_SHAPE, positions="alibi", embedding_norm=True), {}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-20:]
+LATE_OPTIONS = tuple(OPTIONS)[-21:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never

@@ -176,6 +176,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": ("Qwen3Moe", {**GROUPED, **FOUR_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48}),
+    "bloom": ("Bloom", {"vocab_size": 97, "n_layer": 2, "hidden_size": 64, "n_head": 4, "pad_token_id": None}),
     "gpt_oss": (
         "GptOss",
         {

@@ -81,6 +81,7 @@ def test_impossible_forms_are_refused(model: ModelConfig, message: str) -> None:
         {"residual_scale": 2.0},
         {"logit_scale": 2.0},
         {"logit_softcap": 2.0},
+        {"embedding_norm": True},
     ],
     ids=str,
 )

@@ -56,6 +56,7 @@ GPT: dict[str, dict[str, Any]] = {
     "capped scores": {**LLAMA, "attention_softcap": 5.0, "qk_norm": True, "qk_norm_over": "projection"},
     "sinks": {**LLAMA, "attention_sinks": True, **DROPOUT},
     "alibi": {"positions": "alibi", "num_kv_heads": 2, **DROPOUT},
+    "normalized embeddings": {"embedding_norm": True},
     "gpt-oss experts": {**LLAMA, **EXPERTS, "bias": "all", "router_bias": True, "activation": "swiglu_clamped"},
     "experts": {**EXPERTS, "normalize_expert_shares": False},
     "llama with experts": {**LLAMA, **EXPERTS},

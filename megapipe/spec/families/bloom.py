@@ -1,0 +1,67 @@
+"""BLOOM (BigScience Workshop 2022, arXiv 2211.05100): ALiBi, and a norm of the embeddings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.spec.decoder_family import TIED
+from megapipe.spec.family import OMITTED, Family, FamilyError, keys
+
+_BLOCK = "transformer.h.{layer}"
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of the MLP, which has no key. Raises FamilyError if heads do not divide the hidden states."""
+    hidden, heads = config["hidden_size"], config["n_head"]
+    if hidden % heads:
+        raise FamilyError(f"hidden_size is {hidden}, which n_head {heads} does not divide; set one of them right")
+    return {"ffn_hidden_size": 4 * hidden, "head_size": hidden // heads}
+
+
+Family(
+    model_type="bloom",
+    kind="gpt",
+    fields={
+        "vocab_size": "vocabulary_size",
+        "n_layer": "num_layers",
+        "hidden_size": "hidden_size",
+        "n_head": "num_heads",
+        "layer_norm_epsilon": "norm_epsilon",
+        **TIED,
+    },
+    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
+    # Not a key of BLOOM: its activation is always this one.
+    activation="activation_function",
+    words={"gelu_tanh": "gelu_tanh"},
+    needs={"normalization": "layer_norm", "positions": "alibi", "bias": "all", "embedding_norm": True},
+    more=(_sizes,),
+    writes={
+        "architectures": ["BloomForCausalLM"],
+        "activation_function": OMITTED,
+        "seq_length": "max_positions",
+        "hidden_dropout": "hidden_dropout",
+        "attention_dropout": "attention_dropout",
+        "initializer_range": "init_std",
+    },
+    # With slow_but_exact and pretraining_tp above 1, transformers leaves out biases.
+    # The last lines are keys of the published files that transformers does not read.
+    ignored=keys(
+        "seq_length hidden_dropout attention_dropout pretraining_tp is_decoder "
+        "skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion "
+        "offset_alibi n_inner unk_token_id"
+    ),
+    fixed={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
+    defaults={"activation_function": "gelu_tanh", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    tensors={
+        "embedding.word": "transformer.word_embeddings",
+        "embedding.norm": "transformer.word_embeddings_layernorm",
+        "blocks.attention_norm": f"{_BLOCK}.input_layernorm",
+        "blocks.attention.qkv": f"{_BLOCK}.self_attention.query_key_value",
+        "blocks.attention.output": f"{_BLOCK}.self_attention.dense",
+        "blocks.mlp_norm": f"{_BLOCK}.post_attention_layernorm",
+        "blocks.mlp.up": f"{_BLOCK}.mlp.dense_h_to_4h",
+        "blocks.mlp.down": f"{_BLOCK}.mlp.dense_4h_to_h",
+        "head.norm": "transformer.ln_f",
+        "head.output": "lm_head",
+    },
+    body="transformer.",
+)
