@@ -81,6 +81,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     changed = model.qk_norm or model.positions == "rotary"
     exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
     ring = shape.context > 1 and not exchanged
+    copies = kv_copies(keys, model.num_heads // model.kv_heads, shape.context) if exchanged else 1
     by_group = (model.kv_heads, model.num_heads // model.kv_heads)
     init = Init("normal", model.init_std)
     sinks = (vector("attention.sinks.weight", by_group, 0, init),) if model.attention_sinks else ()
@@ -91,15 +92,17 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         whole = model.qk_norm_over == "projection"
         statistics = Value("head norm statistics", (2 * shape.tokens if whole else rows) * FULL_BYTES)
         saves.append(statistics)
-        # A ring returns gradients of keys and values in one tensor, which only a rotation copies the keys' from.
-        held = shape.tokens * keys if ring and model.positions != "rotary" else 0
+        # Attention in pieces returns gradients of keys and values in one tensor, an exchange also those of queries.
+        # Only a rotation, or a sum over copies of keys, makes tensors of their own for the norms.
+        joint = (exchanged or _in_pieces(shape)) and copies == 1 and model.positions != "rotary"
+        held = shape.tokens * keys if joint else 0
         needs = before, statistics, gradient("normalised heads", (rows + held) * head_dim * width)
         if tensor > 1 and whole:  # sums over the heads of all ranks, of queries and of keys
             collectives.append(Collective("tensor", "all_reduce", shape.tokens, FULL_BYTES, 2, 2))
         elif tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
             collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
     if exchanged:
-        copied = model.kv_heads // tensor * kv_copies(keys, model.num_heads // model.kv_heads, shape.context)
+        copied = keys * copies
         own = shape.micro_size, shape.sequence_length, heads // shape.context, copied // shape.context
         result = Value("attention result", shape.tokens * heads * head_dim * width)
         # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
