@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, Literal
 
-from megapipe.config.field_types import Bound, Fraction, PositiveFloat, PositiveInt, TokenCount
+from megapipe.config.field_types import Bound, Fraction, NaturalInt, PositiveFloat, PositiveInt, TokenCount
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig
 
@@ -22,6 +22,12 @@ class BertModelConfig(ModelConfig):
     """Number of token ids; at least the tokenizer's. Padding for tensor parallelism is added automatically."""
     max_positions: TokenCount = 512
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
+    first_position: NaturalInt = 0
+    """Row of the learned position table for the first token of a sample; rows before it are not used (2 in RoBERTa: one
+    more than the id of its padding)."""
+    token_types: NaturalInt = 2
+    """Number of learned vectors for the parts of a sample, of which each token adds that of its part: 2 for sentence
+    pairs (BERT), 1 for the same vector everywhere (RoBERTa), 0 for none (ModernBERT)."""
     norm_epsilon: PositiveFloat = 1e-12
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     scale_residual_init: bool = False
@@ -44,6 +50,16 @@ class BertModelConfig(ModelConfig):
                     f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
                     f"{'null' if neutral is None else neutral}"
                 )
+        if self.sentence_head and self.token_types < 2:
+            found.append(
+                f"model.sentence_head is true with model.token_types {self.token_types}; the parts of a pair need one "
+                "type each: set model.token_types to 2, or model.sentence_head to false"
+            )
+        if self.first_position and self.positions != "learned":
+            found.append(
+                f"model.first_position is {self.first_position} but model.positions is {self.positions!r}; only "
+                "learned positions have a table: set model.first_position to 0"
+            )
         if self.sliding_window is not None:
             found.append(
                 f"model.sliding_window is {self.sliding_window}; BERT attends to the whole sample: set it to null"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import CONFIG
 from megapipe.checkpoint.storage import inside, read_json
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.data.errors import DataError
 from megapipe.data.tokenizers import FILES_IN_FOLDERS, FOLDER_FILES, Tokenizer, open_tokenizer
@@ -388,9 +389,10 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
         "clean_up_tokenization_spaces": False,
     }
     config |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
-    if model.kind == "bert":
+    if isinstance(model, BertModelConfig):
         # transformers returns token types only if they are listed here.
-        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+        types = ["token_type_ids"] if model.token_types > 1 else []
+        config["model_input_names"] = ["input_ids", *types, "attention_mask"]
         normalizer = json.loads(theirs.to_str())["normalizer"] or {}
         if _is_berts(theirs, normalizer):
             config |= {

@@ -26,14 +26,15 @@ from megapipe.spec.parameters import LayerSpec
 WITHOUT_EFFECT = (
     "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling",
     "tie_embeddings", "init_std", "scale_residual_init", "expert_bias", "attention_scale",
-    "layer_kinds", "layer_pattern", "family",
+    "layer_kinds", "layer_pattern", "family", "first_position",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
 NEWER = (
     "rotary_fraction", "attention_softcap", "qk_norm_over", "norm_position", "parallel_residual", "embedding_scale",
-    "residual_scale", "logit_scale", "logit_softcap",
+    "residual_scale", "logit_scale", "logit_softcap", "token_types",
 )  # fmt: skip
-"""Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default."""
+"""Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default,
+or from a BERT's if a GPT lacks them."""
 OF_EXPERTS = (
     "num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate", "router_scores",
     "router_scale", "router_bias", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
@@ -255,7 +256,7 @@ def shape_of(config: PretrainConfig, variant: str = BASE_KIND) -> dict[str, str]
         for each in fields(model)
         if each.name not in WITHOUT_EFFECT
         and (model.num_experts is not None or each.name not in OF_EXPERTS)
-        and (each.name not in NEWER or getattr(model, each.name) != getattr(ModelConfig, each.name))
+        and (each.name not in NEWER or getattr(model, each.name) != getattr(ModelConfig, each.name, each.default))
     }
     settings["kind"] = config.kind
     settings |= {name: getattr(config.data, name) for name in ("sequence_length", "isolate_documents")}

@@ -151,7 +151,7 @@ class Family:
             also be the path of a parameter, if its names differ from those of its module; its names are then complete.
         body: prefix of all names but those of `heads`; files of a model without a head lack it.
         heads: prefixes of names of heads.
-        buffers: ends of names that hold no weight.
+        buffers: ends of names of tensors that the model does not use.
         old_ends: ends of names in older files -> today's.
         repeats: name of a tensor -> the name of the tensor that it repeats.
         optional: our field -> prefixes of the tensors that a model has if the field is true.

@@ -64,8 +64,6 @@ INDEX_BYTES = 8
 """Bytes of the number of a token, a row or an expert."""
 LOSS_STATISTICS = 3
 """Numbers per row by which tensor ranks find the softmax over all columns: maximum, sum, the label's logit."""
-TOKEN_TYPES = 2
-"""First and second part of a BERT's sample."""
 SENTENCE_CLASSES = 2
 """The second part follows the first one in the text, or not."""
 
@@ -352,13 +350,13 @@ def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
 def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of an embedding: rows that are looked up and summed, and a norm in post-norm BERTs."""
     model, stream = shape.model, shape.own_stream
-    bert = isinstance(model, BertModelConfig)
+    types, unused = (model.token_types, model.first_position) if isinstance(model, BertModelConfig) else (0, 0)
     post_norm = model.norm_position == "post"
     tables = [table(model, "word.weight", model.vocabulary_size, padded=True)]
     if model.positions == "learned":
-        tables.append(table(model, "position.weight", model.max_positions, padded=False))
-    if bert:
-        tables.append(table(model, "token_type.weight", TOKEN_TYPES, padded=False))
+        tables.append(table(model, "position.weight", unused + model.max_positions, padded=False))
+    if types:
+        tables.append(table(model, "token_type.weight", types, padded=False))
     elements, collectives = shape.tokens * model.hidden_size, tuple[Collective, ...]()
     if shape.tensor > 1 and shape.sequence_parallel:
         collectives = (
@@ -376,7 +374,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     words = "gradient of words" if changed or words_apart else OUTPUT_GRADIENT
     handed = [Value(words, shape.stream)]
     summed = model.positions == "learned" and not shape.isolate_documents
-    if words_apart and (bert or (model.positions == "learned" and not summed)):
+    if words_apart and (types or (model.positions == "learned" and not summed)):
         handed.append(Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream))
     if summed:
         handed.append(gradient("positions", stream // shape.micro_size))

@@ -21,13 +21,17 @@ from megapipe.conversion.command import main
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.spec.family import FamilyError, families, family_of
 from tests.conversion.test_round_trips import logits_of, theirs_of
-from tests.models.hugging_face import CONFIGS
+from tests.models.hugging_face import CONFIGS, ENCODERS
 
-SLOW = ("gpt2", "llama", "mixtral", "ernie4_5_moe", "qwen2", "qwen3", "bert", "megatron_bert")
+SLOW = ("gpt2", "llama", "mixtral", "ernie4_5_moe", "qwen2", "qwen3", "bert", "megatron_bert", "roberta")
 FAMILIES = [
     "mistral",
     *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in CONFIGS if name not in (*SLOW, "mistral")),
+    *(
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in (*CONFIGS, *ENCODERS)
+        if name not in (*SLOW, "mistral")
+    ),
 ]
 OF_4 = {
     "torch_dtype": "float64",

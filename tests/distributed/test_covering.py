@@ -103,6 +103,10 @@ EXPERTS: Change = {
         "layer_pattern": ("dense", "base"),
     }
 }
+ROBERTA: Change = {
+    "model": {"sentence_head": False, "token_types": 1, "first_position": 2},
+    "data": {"pairs": "none"},
+}
 SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
 MIXED = [
     pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
@@ -116,8 +120,12 @@ MIXED = [
         marks=RARE,
     ),
     pytest.param({"context": "2 ring", "schedule": "zb_v", "pipeline": "2"}, EXPERTS, marks=RARE),
+    pytest.param(
+        {"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ROBERTA, marks=SLOW
+    ),
+    pytest.param({"model": "bert", "context": "2 ring", "zero": "3", "data": "2"}, ROBERTA, marks=RARE),
 ]
-"""Llamas whose blocks differ."""
+"""Llamas whose blocks differ, and encoders."""
 SCALARS = 4096
 """Bytes of tables and numbers that live on between steps besides the buffers."""
 NUMBERS = 256
@@ -183,7 +191,8 @@ def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
 ) -> None:
     case = {**BASE, "model": "llama", **case}
     config = changed(config_of(case, *corpora), change)
-    alone = changed(config_of(oracle_of(case), *corpora), {"model": change["model"]})
+    kept = {group: fields for group, fields in change.items() if group in ("model", "data")}
+    alone = changed(config_of(oracle_of(case), *corpora), kept)
     validate(config, world_size(case))
     (oracle,) = run_threads(sizes_of(alone), run_layout, alone)
     ranks = predicted_and_counted(config)

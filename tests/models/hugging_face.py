@@ -193,6 +193,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "roberta": ("Roberta", {**SIZES, **UNDROPPED, "pad_token_id": 1, "type_vocab_size": 1}),
+    # Another row for the first token, and a table of two types.
+    "xlm_roberta": ("XLMRoberta", {**SIZES, **UNDROPPED, "pad_token_id": 3}),
+}
+"""The same for encoders with one head."""
 
 
 FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen2_moe")
@@ -206,8 +213,9 @@ def most_exhaustive(names: Iterable[str]) -> list[Any]:
 
 def case_of(name: str) -> Case:
     """Return a case by its name."""
-    prefix, fields = CONFIGS[name]
+    prefix, fields = (CONFIGS | ENCODERS)[name]
     config = getattr(transformers, f"{prefix}Config")(**fields, attn_implementation="eager")
     names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-    kind = getattr(transformers, names.get(prefix, f"{prefix}ForCausalLM"))
+    head = "ForMaskedLM" if name in ENCODERS else "ForCausalLM"
+    kind = getattr(transformers, names.get(prefix, prefix + head))
     return Case(config.model_type, drawn(kind(config)))

@@ -74,8 +74,15 @@ BERT: dict[str, dict[str, Any]] = {
     "pre-norm bert": {"norm_position": "pre"},
     "pre-norm bert with dropout": {"norm_position": "pre", **DROPOUT},
     "pre-norm bert without sentence head": {"norm_position": "pre", "sentence_head": False, **DROPOUT},
+    "roberta": {"sentence_head": False, "token_types": 1, "first_position": 2},
+    "bert without token types": {
+        "norm_position": "pre",
+        "sentence_head": False,
+        "token_types": 0,
+        "positions": "none",
+    },
 }
-RARE = ("gemma with dropout", "experts between norms", "gpt-neox", "granite")
+RARE = ("gemma with dropout", "experts between norms", "gpt-neox", "granite", "roberta")
 NAMES = [pytest.param(name, marks=pytest.mark.exhaustive) if name in RARE else name for name in (*GPT, *BERT)]
 LAYOUTS: dict[str, tuple[dict[str, int], ContextAttention]] = {
     "one rank": ({}, "ring"),
