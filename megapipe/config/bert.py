@@ -23,8 +23,8 @@ class BertModelConfig(ModelConfig):
     max_positions: TokenCount = 512
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
     first_position: NaturalInt = 0
-    """Row of the learned position table for the first token of a sample; rows before it are not used (2 in RoBERTa: one
-    more than the id of its padding)."""
+    """Row of the learned position table for the first token of a sample; rows before it are not used. In RoBERTa it is
+    2, one more than the id of its padding."""
     token_types: NaturalInt = 2
     """Number of learned vectors for the parts of a sample, of which each token adds that of its part: 2 for sentence
     pairs (BERT), 1 for the same vector everywhere (RoBERTa), 0 for none (ModernBERT)."""
@@ -37,6 +37,10 @@ class BertModelConfig(ModelConfig):
     """Where layers are normalized. post: after each residual sum and after the embeddings (Devlin et al.,
     transformers). pre: before attention and MLP, and once before the heads (Megatron-LM, needed above 400 million
     parameters)."""
+    embedding_norm: bool | None = None
+    """Normalize the sum of the embeddings; null means only if norm_position is post."""
+    transform_bias: bool = True
+    """Give the dense layer of the masked-token head a bias. The output after it always has one."""
     sentence_head: bool = True
     """Add a pooler and a two-way classifier that is trained on the sentence pairs of data.pairs."""
 
@@ -60,11 +64,12 @@ class BertModelConfig(ModelConfig):
                 f"model.first_position is {self.first_position} but model.positions is {self.positions!r}; only "
                 "learned positions have a table: set model.first_position to 0"
             )
-        if self.sliding_window is not None:
-            found.append(
-                f"model.sliding_window is {self.sliding_window}; BERT attends to the whole sample: set it to null"
-            )
         return found
+
+    @property
+    def normalizes_embeddings(self) -> bool:
+        """Whether a norm follows the sum of the embeddings, with the default resolved."""
+        return self.norm_position == "post" if self.embedding_norm is None else self.embedding_norm
 
 
 @dataclass(kw_only=True)

@@ -37,12 +37,13 @@ class ActivationKind:
 class NormKind:
     """Properties of a norm.
 
-    op: of the kernel registry. centred: the norm subtracts the mean, saves it for the backward, and has a bias.
-    initial: what its weight starts with.
+    op: of the kernel registry. centred: the norm subtracts the mean and saves it for the backward. biased: it has a
+    bias. initial: what its weight starts with.
     """
 
     op: str
     centred: bool
+    biased: bool = False
     initial: Literal["ones", "zeros"] = "ones"
 
 
@@ -62,6 +63,7 @@ OF_BLOCKS = frozenset(
     (
         "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
         "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
+        "attention_norm",
         "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
         "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups",
         "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
@@ -69,7 +71,8 @@ OF_BLOCKS = frozenset(
 )  # fmt: skip
 """Fields of a model that its blocks alone read, so that kinds of layers may differ in them."""
 NORMS = {
-    "layer_norm": NormKind("layer_norm", centred=True),
+    "layer_norm": NormKind("layer_norm", centred=True, biased=True),
+    "layer_norm_without_bias": NormKind("layer_norm_without_bias", centred=True),
     "rms_norm": NormKind("rms_norm", centred=False),
     "rms_norm_unit_offset": NormKind("rms_norm_unit_offset", centred=False, initial="zeros"),
 }
@@ -197,12 +200,15 @@ class ModelConfig:
     """Multiply the shared expert's output by the sigmoid of a linear layer of the token (Qwen2-MoE)."""
     max_positions: TokenCount = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
-    normalization: Literal["layer_norm", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
-    """Normalization of hidden states. rms_norm_unit_offset: rms_norm whose factor is 1 + its weight, which starts at
-    0 (Gemma)."""
+    normalization: Literal["layer_norm", "layer_norm_without_bias", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
+    """Normalization of hidden states. layer_norm_without_bias: with a weight alone (ModernBERT). rms_norm_unit_offset:
+    rms_norm whose factor is 1 + its weight, which starts at 0 (Gemma)."""
     norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
     """Where blocks are normalized. pre: the inputs of attention and MLP. output: their outputs, before these are added
     to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). post: the sums (only in a BERT)."""
+    attention_norm: bool = True
+    """Normalize the input of attention, if norm_position is pre. false: attention reads the residual stream itself
+    (ModernBERT's first block, whose input the embedding has normalized)."""
     parallel_residual: bool = False
     """Compute attention and MLP from the same hidden states, each with its own norm, and add both (GPT-NeoX)."""
     norm_epsilon: PositiveFloat = 1e-5
@@ -233,7 +239,8 @@ class ModelConfig:
     """Largest magnitude of attention scores: they become cap * tanh(score / cap) before the mask (Gemma 2); null means
     no limit. It needs the slower unfused attention."""
     sliding_window: TokenCount | None = None
-    """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
+    """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens. In a BERT
+    the number on each side, itself included, so that the window has 2 x sliding_window - 1 tokens (ModernBERT)."""
     tie_embeddings: bool = True
     """Use the word embedding's matrix as the output head's matrix."""
     embedding_scale: PositiveFloat = 1.0
@@ -517,6 +524,11 @@ class ModelConfig:
         if self.norm_position == "post" and self.kind == "gpt":
             found.append(
                 "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich' or 'output'"
+            )
+        if not self.attention_norm and self.norm_position != "pre":
+            found.append(
+                f"model.attention_norm is false with model.norm_position {self.norm_position!r}; only in 'pre' it can "
+                "be left out: set model.norm_position to 'pre' or model.attention_norm to true"
             )
         if self.parallel_residual and self.norm_position != "pre":
             found.append(

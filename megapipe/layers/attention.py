@@ -321,19 +321,28 @@ class BidirectionalAttention(Attention):
     causal = False
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor:
-        return visible_keys(context, query.shape[2])[:, None, None, :]
+        return visible_keys(context, query.shape[2], self.window).unsqueeze(1)
 
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
-        visible = visible_keys(context, key.shape[1])
+        visible = visible_keys(context, key.shape[1], self.window)
         hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
         products, scale = self._products(query, key)
-        scores = products.view(len(hidden), -1, key.shape[1])
+        scores = products.view(len(hidden), -1, *hidden.shape[1:])
         weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=scale), dim=-1)
         return weights.view(query.shape[0], query.shape[1], key.shape[1])
 
 
-def visible_keys(context: MicrobatchContext, num_tokens: int) -> Tensor:
-    """bool [b, s]: the tokens of each sample that are not padding. Raises ValueError without lengths."""
+def visible_keys(context: MicrobatchContext, num_tokens: int, window: int | None) -> Tensor:
+    """Which keys (last axis) each query sees: bool [b, 1, s] for all queries alike, or [b, s, s] in a window.
+
+    Visible are tokens that are not padding, at distances below `window`, and each query itself, because padding may
+    have no other: a softmax of nothing would be NaN. Raises ValueError without lengths.
+    """
     if not isinstance(context, BertContext) or context.lengths is None:
         raise ValueError("attention over padded samples needs their lengths: pass a BertContext with lengths")
-    return torch.arange(num_tokens, device=context.lengths.device) < context.lengths.unsqueeze(1)
+    places = torch.arange(num_tokens, device=context.lengths.device)
+    visible = (places < context.lengths.unsqueeze(1)).unsqueeze(1)
+    if window is None or window >= num_tokens:
+        return visible
+    distances = (places.unsqueeze(1) - places).abs()
+    return (visible & (distances < window)) | (distances == 0)

@@ -95,8 +95,8 @@ class Pass:
         queries = queries.unsqueeze(1)
         if self.ring.visibility.causal:
             visible = visible & (keys <= queries)
-            if self.ring.visibility.window is not None:
-                visible = visible & (queries - keys < self.ring.visibility.window)
+        if self.ring.visibility.window is not None:
+            visible = visible & ((queries - keys).abs() < self.ring.visibility.window)
         if self.context.document_starts is not None:
             starts = self.context.document_starts[:, None, piece.queries.start : piece.queries.stop, None]
             visible = visible & (keys >= starts)
@@ -265,7 +265,7 @@ def share_samples(attention: Attention, group: Group, kind: ContextAttention) ->
         attention.sharing = Ring(
             group,
             order_of(kind, attention.causal),
-            Visibility(attention.causal, attention.window if attention.causal else None),
+            Visibility(attention.causal, attention.window),
             attention.scale,
             attention.softcap,
             attention.path == "unfused",

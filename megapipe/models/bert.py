@@ -37,7 +37,7 @@ class BertEmbedding(nn.Module):
             else None
         )
         self.token_type = TokenTypes(within(shapes, "token_type")) if model.token_types else None
-        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.norm_position == "post" else None
+        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
     def forward(self, context: BertContext) -> tuple[Tensor]:

@@ -31,7 +31,8 @@ WITHOUT_EFFECT = (
 """Fields of a model that do not change the time of a layer."""
 NEWER = (
     "rotary_fraction", "attention_softcap", "qk_norm_over", "norm_position", "parallel_residual", "embedding_scale",
-    "residual_scale", "logit_scale", "logit_softcap", "token_types",
+    "residual_scale", "logit_scale", "logit_softcap", "token_types", "embedding_norm",
+    "transform_bias", "attention_norm",
 )  # fmt: skip
 """Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default,
 or from a BERT's if a GPT lacks them."""

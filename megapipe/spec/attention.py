@@ -205,7 +205,8 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
             unfused = shape.attention == "unfused"
             yield Value("mask", pairs * (1 if unfused else width), "attention" if unfused else None)
     if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not ring:
-        yield Value("padding mask", shape.micro_size * shape.sequence_length * width)
+        hidden = _seen_keys(shape) < shape.sequence_length  # a window hides other keys from each query
+        yield Value("padding mask", shape.micro_size * shape.sequence_length ** (1 + hidden) * width)
 
 
 def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
@@ -298,8 +299,11 @@ def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
 
 
 def _seen_keys(shape: MicrobatchShape) -> int:
+    """Return the most keys that a query sees."""
     window, length = shape.model.sliding_window, shape.sequence_length
-    return length if window is None else min(window, length)
+    if window is None:
+        return length
+    return min(2 * window - 1 if isinstance(shape.model, BertModelConfig) else window, length)
 
 
 LEAST_HEAD_DIM = 16

@@ -413,6 +413,9 @@ def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
         values["attention_scale"] = None  # the usual one
     kinds, pattern = values.pop("layer_kinds"), values["layer_pattern"]
     layers = [dict(kinds.get(pattern[i % len(pattern)], {})) for i in range(model.num_layers if pattern else 0)]
+    if values.get("embedding_norm") == (values["norm_position"] == "post"):
+        values["embedding_norm"] = None  # the usual one
+    layers = [{name: value for name, value in each.items() if values.get(name, ...) != value} for each in layers]
     for each in (values, *layers):
         window = each.get("sliding_window")
         if window is not None and window >= model.max_positions:

@@ -27,7 +27,7 @@ def norm_init(kind: NormKind) -> Init:
 def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
     """Return the weight and, for layer norm, the bias of the norm at `path`."""
     weight = vector(f"{path}.weight", (model.hidden_size,), None, norm_init(model.norm_kind))
-    if not model.norm_kind.centred:
+    if not model.norm_kind.biased:
         return (weight,)
     return weight, vector(f"{path}.bias", (model.hidden_size,), None, ZEROS)
 

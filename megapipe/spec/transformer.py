@@ -82,7 +82,9 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
         for name, source in (("attention norm", first_input), ("mlp norm", second_input))
     )
     reads = {"post": (layer_input, first), "output": (layer_input, after_attention)}.get(position, (first, second))
-    if position != "output":
+    if not model.attention_norm:
+        reads = (layer_input, second)
+    elif position != "output":
         yield norm(shape, "attention_norm", first_input, part="norms")
     # Only sums that nothing else reads hand the gradient of the block's output on.
     first_handed, second_handed = (
@@ -348,10 +350,11 @@ def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
 
 
 def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of an embedding: rows that are looked up and summed, and a norm in post-norm BERTs."""
+    """Yield the ops of an embedding: rows that are looked up and summed, and in most BERTs a norm."""
     model, stream = shape.model, shape.own_stream
-    types, unused = (model.token_types, model.first_position) if isinstance(model, BertModelConfig) else (0, 0)
-    post_norm = model.norm_position == "post"
+    encoder = model if isinstance(model, BertModelConfig) else None
+    types, unused = (encoder.token_types, encoder.first_position) if encoder else (0, 0)
+    normalized = encoder is not None and encoder.normalizes_embeddings
     tables = [table(model, "word.weight", model.vocabulary_size, padded=True)]
     if model.positions == "learned":
         tables.append(table(model, "position.weight", unused + model.max_positions, padded=False))
@@ -369,7 +372,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     # Sequence parallelism gathers the gradient of the word embeddings, and their scale changes it; other tables read
     # that of their shard of the sum, and positions its sum over samples, unless they count from the starts of
     # documents, which differ between samples.
-    changed = post_norm or model.embedding_dropout > 0
+    changed = normalized or model.embedding_dropout > 0
     words_apart = shape.sequence_parallel or model.embedding_scale != 1
     words = "gradient of words" if changed or words_apart else OUTPUT_GRADIENT
     handed = [Value(words, shape.stream)]
@@ -388,7 +391,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
         moments=partial(table_moments, shape, tables),
     )
-    if post_norm:
+    if normalized:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
 
 
@@ -451,7 +454,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     transform = matrix("transform.weight", (hidden, hidden), None, model.init_std)
     yield Op(
         "transform",
-        weights=(transform, vector("transform.bias", (hidden,), None, ZEROS)),
+        weights=(transform, *([vector("transform.bias", (hidden,), None, ZEROS)] if model.transform_bias else [])),
         gathered=True,
         saves=(picked,),
         weight_needs=(picked, gradient("transform", wide)),

@@ -17,7 +17,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.training.validation import validate
-from tests.support.bert_runs import write_corpus
+from tests.support.bert_runs import MODERN, POST_NORM, write_corpus
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case, completed, covering_array, possible_pairs
 from tests.support.equality import check_bits, check_close, check_gradients, check_weights
@@ -107,6 +107,10 @@ ROBERTA: Change = {
     "model": {"sentence_head": False, "token_types": 1, "first_position": 2},
     "data": {"pairs": "none"},
 }
+MODERNBERT: Change = {
+    "model": {name: value for name, value in vars(MODERN).items() if value != getattr(POST_NORM, name)},
+    "data": {"pairs": "none"},
+}
 SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
 MIXED = [
     pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
@@ -124,6 +128,13 @@ MIXED = [
         {"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ROBERTA, marks=SLOW
     ),
     pytest.param({"model": "bert", "context": "2 ring", "zero": "3", "data": "2"}, ROBERTA, marks=RARE),
+    pytest.param({"model": "bert", "pipeline": "2", "tensor": "2", "sequence": "on"}, MODERNBERT, marks=SLOW),
+    pytest.param({"model": "bert", "context": "2 ring", "schedule": "zb_h1", "pipeline": "2"}, MODERNBERT, marks=SLOW),
+    pytest.param(
+        {"model": "bert", "context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"},
+        MODERNBERT,
+        marks=RARE,
+    ),
 ]
 """Llamas whose blocks differ, and encoders."""
 SCALARS = 4096

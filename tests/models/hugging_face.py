@@ -194,9 +194,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SAFE = {"attn_implementation": "sdpa"}
+"""In fp64, the eager softmax of padding that sees nothing is NaN."""
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("Roberta", {**SIZES, **UNDROPPED, "pad_token_id": 1, "type_vocab_size": 1}),
     # Another row for the first token, and a table of two types.
+    # A window shorter than the sequence, with other angles, and a first layer without a norm.
+    "modernbert": ("ModernBert", {**SIZES, **SAFE, "num_hidden_layers": 5, "local_attention": 8}),
+    "modernbert_with_biases": (
+        "ModernBert",
+        {
+            **SIZES,
+            **SAFE,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "local_attention": 12,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "classifier_bias": True,
+        },
+    ),
     "xlm_roberta": ("XLMRoberta", {**SIZES, **UNDROPPED, "pad_token_id": 3}),
 }
 """The same for encoders with one head."""
@@ -214,7 +231,7 @@ def most_exhaustive(names: Iterable[str]) -> list[Any]:
 def case_of(name: str) -> Case:
     """Return a case by its name."""
     prefix, fields = (CONFIGS | ENCODERS)[name]
-    config = getattr(transformers, f"{prefix}Config")(**fields, attn_implementation="eager")
+    config = getattr(transformers, f"{prefix}Config")(**{"attn_implementation": "eager", **fields})
     names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
     head = "ForMaskedLM" if name in ENCODERS else "ForCausalLM"
     kind = getattr(transformers, names.get(prefix, prefix + head))
