@@ -83,7 +83,7 @@ class BertDataConfig(DataConfig):
     sequence_length: Annotated[int, PAIR_TOKENS] = 512
     """Tokens per sample, including [CLS], [SEP] and padding."""
     tokenizer: str = ""
-    """Path of the shard's WordPiece vocabulary: a vocab.txt, a tokenizer.json, or a folder with one of them. Empty
+    """Path of the shard's vocabulary, BERT's or RoBERTa's: a vocab.txt, a tokenizer.json, or a folder with one. Empty
     means the vocabulary that the shard's manifest names."""
     pairs: Literal["order", "next", "none"] = "order"
     """Task of model.sentence_head. order: whether the two parts of a text were swapped (Lan et al., 1909.11942).
