@@ -44,6 +44,10 @@ class BertModelConfig(ModelConfig):
                     f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
                     f"{'null' if neutral is None else neutral}"
                 )
+        if self.kv_latent_size is not None:
+            found.append(
+                f"model.kv_latent_size is {self.kv_latent_size}; only a GPT has multi-latent attention: set it to null"
+            )
         if self.sliding_window is not None:
             found.append(
                 f"model.sliding_window is {self.sliding_window}; BERT attends to the whole sample: set it to null"

@@ -106,6 +106,20 @@ LONGROPE = {
 }
 GEMMA2 = {"query_pre_attn_scalar": 144, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
 GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3}
+DEEPSEEK = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    "experts_implementation": "eager",
+}
 FOUR_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -190,6 +204,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "experts_implementation": "eager",
         },
+    ),
+    # Queries without a latent.
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**SIZES, **DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**SIZES, **DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 40, "attention_bias": True},
     ),
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""
