@@ -212,7 +212,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {**SIZES, **DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 40, "attention_bias": True},
+        {**SIZES, **DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 40, "attention_bias": True, "num_mtp_layers": 0},
     ),
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""
