@@ -492,14 +492,14 @@ class ModelConfig:
             "bias": ("all", "attention", "mlp", "none"),
         }
         found = [
-            f"model.{name} is {getattr(self, name)!r} with model.kv_latent_size {self.kv_latent_size}; in multi-latent "
-            f"attention it must be {' or '.join('null' if each is None else repr(each) for each in values)}"
+            f"model.{name} is {getattr(self, name)!r} with model.kv_latent_size {self.kv_latent_size}; multi-latent "
+            f"attention needs {' or '.join('null' if each is None else repr(each) for each in values)}"
             for name, values in needed.items()
             if getattr(self, name) not in values
         ]
         if self.rotary_head_size is None or self.rotary_head_size % 2:
             found.append(
-                f"model.rotary_head_size is {'null' if self.rotary_head_size is None else self.rotary_head_size} with model.kv_latent_size "
+                f"model.rotary_head_size is {self.rotary_head_size or 'null'} with model.kv_latent_size "
                 f"{self.kv_latent_size}; set it to an even number of channels"
             )
         elif self.value_dim > self.head_dim:

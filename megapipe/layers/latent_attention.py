@@ -52,8 +52,10 @@ class MultiLatentAttention(Attention, OnShards):
         tape = context.tape
         query = self._prepare(self.queries(x, tape, again), None, context)
         latent, shared = self.latents(x, tape, again)
-        own, value = self.kv_up(latent, tape).unflatten(-1, (self.kv_groups, 1, -1)).split(
-            [self.head_dim - shared.shape[-1], self.value_dim], dim=-1
+        own, value = (
+            self.kv_up(latent, tape)
+            .unflatten(-1, (self.kv_groups, 1, -1))
+            .split([self.head_dim - shared.shape[-1], self.value_dim], dim=-1)
         )
         whole = copy_to_group(shared, self.group) if self.sequence is None else gather_tokens(shared, self.group)
         rotated = self._prepare(whole[:, :, None, None], None, context)
@@ -68,7 +70,7 @@ class MultiLatentAttention(Attention, OnShards):
         return query.unflatten(-1, (self.kv_groups, 1, self.head_dim))
 
     def latents(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
-        """Return normalised latents [b, s, c] of keys and values, and the shared keys [b, s, r] before the rotation."""
+        """Return normalised latents [b, s, c] of keys and values, and shared keys [b, s, r] before the rotation."""
         down = self.kv_down(x, tape, again)
         latent, shared = down.split([self.latent_size, down.shape[-1] - self.latent_size], dim=-1)
         return self.kv_latent_norm(latent, tape), shared

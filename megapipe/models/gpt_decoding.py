@@ -81,8 +81,11 @@ class DecodingBlock:
     def __init__(self, block: Block, rows: int, capacity: int) -> None:
         self._block = block
         attention = block.attention
-        kind = LatentCache if isinstance(attention, MultiLatentAttention) else KeyValueCache
-        self._attend: CachedAttention = kind(attention, rows, capacity)
+        self._attend: CachedAttention
+        if isinstance(attention, MultiLatentAttention):
+            self._attend = LatentCache(attention, rows, capacity)
+        else:
+            self._attend = KeyValueCache(attention, rows, capacity)
 
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
@@ -128,8 +131,8 @@ class LatentCache:
     """Multi-latent attention with each token's latent and shared rotated key, which the heads of all tensor ranks have
     in common: (c + r) numbers for a token instead of keys and values of all heads.
 
-    The matrix that makes keys of latents is applied to queries, and the one that makes values to mixed latents, so that
-    neither keys nor values exist (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads attend to one key.
+    The matrix that makes keys of latents is applied to queries, and the one that makes values to mixed latents, so
+    that neither keys nor values exist (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads attend to one key.
     """
 
     def __init__(self, attention: MultiLatentAttention, rows: int, capacity: int) -> None:

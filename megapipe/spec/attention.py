@@ -47,14 +47,14 @@ def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[
     qkv has, per kv group, the group's query heads, then its key, then its value. An attention of context ranks is a
     ring (keys and values go round, in the backward with their gradients in fp32), or exchanges heads for tokens.
     """
-    model = shape.model
+    model, tensor = shape.model, shape.tensor
     latent = model.kv_latent_size is not None
     yield from latent_projections(shape, source) if latent else _projection(shape, source)
     core, result = _heads(shape)
     yield core
     columns = model.num_heads * model.value_dim
     output = matrix("attention.output.weight", (model.hidden_size, columns), 1, residual_std(model))
-    mixed = shape.tokens * columns * shape.width // shape.tensor
+    mixed = shape.tokens * columns * shape.width // tensor
     yield Op(
         "output",
         weights=(output, *linear_bias(model, "attention.output.bias", (model.hidden_size,), None)),

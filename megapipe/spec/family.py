@@ -40,8 +40,8 @@ class Tensors(NamedTuple):
       and value head.
     - rotary_pairs: after the step before, channels 2i and 2i + 1 of queries and keys rotate together, not i and
       i + head_dim / 2.
-    - rotary_last: rotated channels are the last ones of each head, or of the latent of keys and values, and channels 2i
-      and 2i + 1 of them rotate together; ours are the first ones of each head, and i and i + half rotate together.
+    - rotary_last: rotated channels are the last ones of each head, or after the latent of keys and values, and
+      channels 2i and 2i + 1 of them rotate together; ours are the first ones of each head, and i and i + half do.
     - stacked: several tensors along a new leading axis.
     - row: a vector is stored as a matrix with one row.
     """

@@ -208,11 +208,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Queries without a latent.
     "deepseek_v2": (
         "DeepseekV2",
-        {**SIZES, **DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
+        {
+            **SIZES,
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 2.0,
+        },
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {**SIZES, **DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 40, "attention_bias": True, "num_mtp_layers": 0},
+        {
+            **SIZES,
+            **DEEPSEEK,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 40,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
     ),
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-latent attention, and experts after the
-first blocks."""
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-latent attention, and experts after
+the first blocks."""
 
 import math
 from collections.abc import Mapping
