@@ -36,7 +36,7 @@ from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import validate
 from tests.distributed.layout_cases import FULL, NOTHING, Groups, context, schedule, sequence, zero
 from tests.inference.test_generate import filled_with
-from tests.models.hugging_face import CONFIGS, case_of, gradients_of
+from tests.models.hugging_face import CONFIGS, case_of, gradients_of, tame
 from tests.models.test_bert_hugging_face import case_of as bert_of
 from tests.support.bert_runs import make_bert_config, write_corpus
 from tests.support.gpt_runs import Shard, assembled, make_config, shards, write_shard
@@ -119,17 +119,6 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
             config = make_config(corpus, model, **groups, data={"sequence_length": LENGTH})
         found.append(Family(model_type, path, replace(config, init_from=str(path))))
     return found
-
-
-def tame(theirs: nn.Module) -> None:
-    """Halve the matrices of a random model, and bring factors of norms near 1. With large attention scores, rounding
-    would grow from step to step."""
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(0.5)
-            elif "Gemma" in type(theirs).__name__:
-                parameter.sub_(1.0)  # its norms multiply by 1 + weight
 
 
 # The plain loop.

@@ -77,6 +77,17 @@ def drawn(theirs: nn.Module) -> nn.Module:
     return theirs.eval()
 
 
+def tame(theirs: nn.Module) -> None:
+    """Halve the matrices of a drawn model, and bring factors of norms near 1. Large attention scores enlarge rounding,
+    from layer to layer and from step to step."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.5)
+            elif "Gemma" in type(theirs).__name__:
+                parameter.sub_(1.0)  # its norms multiply by 1 + weight
+
+
 SIZES = {
     "vocab_size": 97,
     "num_hidden_layers": 2,
@@ -243,7 +254,12 @@ def most_exhaustive(names: Iterable[str]) -> list[Any]:
 def case_of(name: str) -> Case:
     """Return a case by its name."""
     prefix, fields = CONFIGS[name]
-    config = getattr(transformers, f"{prefix}Config")(**fields, attn_implementation="eager")
+    return case_of_config(getattr(transformers, f"{prefix}Config")(**fields, attn_implementation="eager"))
+
+
+def case_of_config(config: transformers.PreTrainedConfig) -> Case:
+    """Return a case with a configuration of transformers."""
+    prefix = type(config).__name__.removesuffix("Config")
     names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
     kind = getattr(transformers, names.get(prefix, f"{prefix}ForCausalLM"))
     return Case(config.model_type, drawn(kind(config)))
