@@ -125,14 +125,14 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
 
 
 def run_transformers(families: Sequence[Family]) -> dict[str, Outcome]:
-    """Train families by the plain loop, each with one thread, on two processes."""
-    parts = run_ranks(2, train_every_second, families, timeout=900.0)
-    return {family.model_type: parts[number % 2][family.model_type] for number, family in enumerate(families)}
+    """Train families by the plain loop, in a process with one thread."""
+    # One rank: on others, transformers would write no files.
+    return run_ranks(1, train_each, families, timeout=900.0)[0]
 
 
-def train_every_second(rank: int, families: Sequence[Family]) -> dict[str, Outcome]:
-    """Train one of two parts of the families by the plain loop."""
-    return {family.model_type: train_transformers(family) for family in families[rank::2]}
+def train_each(rank: int, families: Sequence[Family]) -> dict[str, Outcome]:
+    """Train families by the plain loop."""
+    return {family.model_type: train_transformers(family) for family in families}
 
 
 def train_transformers(family: Family) -> Outcome:
