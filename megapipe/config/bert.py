@@ -54,6 +54,10 @@ class BertModelConfig(ModelConfig):
                     f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
                     f"{'null' if neutral is None else neutral}"
                 )
+        if self.kv_latent_size is not None:
+            found.append(
+                f"model.kv_latent_size is {self.kv_latent_size}; only a GPT has multi-latent attention: set it to null"
+            )
         if self.sentence_head and self.token_types < 2:
             found.append(
                 f"model.sentence_head is true with model.token_types {self.token_types}; the parts of a pair need one "

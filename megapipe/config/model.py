@@ -62,6 +62,7 @@ BASE_KIND = "base"
 OF_BLOCKS = frozenset(
     (
         "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
+        "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
         "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
         "attention_norm",
         "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
@@ -162,7 +163,19 @@ class ModelConfig:
     num_kv_heads: Size | None = None
     """Number of key and value heads, for grouped-query attention; null means num_heads."""
     head_size: Size | None = None
-    """Channels per attention head; null means hidden_size / num_heads."""
+    """Channels per attention head; null means hidden_size / num_heads. With kv_latent_size: those that are not
+    rotated."""
+    kv_latent_size: Size | None = None
+    """Channels of the latent that keys and values of all heads are computed from (multi-latent attention, DeepSeek's
+    kv_lora_rank); null means ordinary attention."""
+    query_latent_size: Size | None = None
+    """Channels of the latent that queries are computed from, only with kv_latent_size (DeepSeek's q_lora_rank); null
+    means that they are computed from the hidden states."""
+    rotary_head_size: Size | None = None
+    """Rotated channels per head in addition to head_size, only with kv_latent_size (DeepSeek's qk_rope_head_dim). All
+    heads have the same rotated key; null means none, which is ordinary attention."""
+    value_head_size: Size | None = None
+    """Channels of each head's values, only with kv_latent_size (DeepSeek's v_head_dim); null means head_size."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
     gated activations (swiglu, geglu, geglu_tanh)."""
@@ -308,14 +321,24 @@ class ModelConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
-        """Channels per head, with the default resolved."""
+    def own_head_size(self) -> int:
+        """`head_size`, with the default resolved."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head of queries and keys."""
+        return self.own_head_size + (self.rotary_head_size or 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Channels per head of values."""
+        return self.own_head_size if self.value_head_size is None else self.value_head_size
 
     @property
     def rotary_dim(self) -> int:
         """Channels of each head that rotary positions rotate."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.rotary_head_size or int(self.head_dim * self.rotary_fraction)
 
     @property
     def score_scale(self) -> float:
@@ -457,7 +480,41 @@ class ModelConfig:
                 f"model.num_heads {self.num_heads} is not divisible by "
                 f"model.num_kv_heads {self.kv_heads}; pick a divisor of {self.num_heads}"
             )
-        return found + self._rotary_problems()
+        return found + (self._latent_problems() or self._rotary_problems())
+
+    def _latent_problems(self) -> list[str]:
+        """Return one message for each rule of multi-latent attention that the fields break."""
+        if self.kv_latent_size is None:
+            return [
+                f"model.{name} is {getattr(self, name)} but model.kv_latent_size is null; only multi-latent attention "
+                f"has it: set model.kv_latent_size, or model.{name} to null"
+                for name in ("query_latent_size", "rotary_head_size", "value_head_size")
+                if getattr(self, name) is not None
+            ]
+        needed = {
+            "num_kv_heads": (None, self.num_heads),
+            "positions": ("rotary",),
+            "rotary_fraction": (1.0,),
+            "qk_norm": (False,),
+            "bias": ("all", "attention", "mlp", "none"),
+        }
+        found = [
+            f"model.{name} is {getattr(self, name)!r} with model.kv_latent_size {self.kv_latent_size}; multi-latent "
+            f"attention needs {' or '.join('null' if each is None else repr(each) for each in values)}"
+            for name, values in needed.items()
+            if getattr(self, name) not in values
+        ]
+        if self.rotary_head_size is None or self.rotary_head_size % 2:
+            found.append(
+                f"model.rotary_head_size is {self.rotary_head_size or 'null'} with model.kv_latent_size "
+                f"{self.kv_latent_size}; set it to an even number of channels"
+            )
+        elif self.value_dim > self.head_dim:
+            found.append(
+                f"model.value_head_size is {self.value_dim}; it must be at most model.head_size + "
+                f"model.rotary_head_size, {self.head_dim}"
+            )
+        return found
 
     def _rotary_problems(self) -> list[str]:
         if self.positions != "rotary":
@@ -470,7 +527,7 @@ class ModelConfig:
                 )
                 if value != default
             ]
-        if self.rotary_fraction == 1.0 and self.head_dim % 2:
+        if self.rotary_fraction == 1.0 and self.rotary_dim % 2:
             return [f"model.head_size is {self.head_dim}; rotary positions need an even number of channels"]
         if self.rotary_dim % 2 or not self.rotary_dim:
             return [

@@ -100,6 +100,11 @@ def places(model: ModelConfig) -> dict[str, ParameterLocation]:
             f"model.layer_pattern is {', '.join(model.layer_pattern)}; only models whose blocks are alike can be "
             "converted to and from Megatron-LM: write a Hugging Face folder instead (--to hf)"
         )
+    if model.kv_latent_size is not None:
+        raise CheckpointError(
+            f"model.kv_latent_size is {model.kv_latent_size}; multi-latent attention cannot be converted to and from "
+            "Megatron-LM: write a Hugging Face folder instead (--to hf)"
+        )
     if model.num_experts is not None:
         raise CheckpointError(
             f"model.num_experts is {model.num_experts}; only dense models can be converted to and from "
@@ -233,6 +238,7 @@ def _check_expressible(model: ModelConfig) -> None:
     """Raise CheckpointError for values of fields that Megatron-LM's arguments cannot express."""
     plain = model.head_dim**-0.5
     for field, value, possible in (
+        ("kv_latent_size", model.kv_latent_size, (None,)),
         ("bias", model.bias, ("all", "qkv", "none")),
         ("rope_scaling.kind", model.rope_scaling.kind, ("none", "linear", "llama3")),
         ("attention_scale", model.attention_scale, (None, plain)),

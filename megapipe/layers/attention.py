@@ -161,10 +161,8 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, site: int) -> None:
         super().__init__()
         self.sharing: SharedSamples | None = None
-        self.qkv = ColumnParallelLinear(within(shapes, "qkv"), group)
+        self._add_projections(model, shapes, group, kernels)
         self.output = RowParallelLinear(within(shapes, "output"), group)
-        self.kv_groups, rows, self.head_dim, _ = shapes["qkv.weight"]
-        self.heads_per_group = rows - 2
         self.num_heads = self.kv_groups * self.heads_per_group
         self.first_head = group.rank * self.num_heads
         self.scale = model.score_scale
@@ -175,6 +173,12 @@ class Attention(nn.Module):
         self.recompute = False
         self.rotary = RotaryAngles(model) if model.positions == "rotary" else None
         self.dropout = Dropout(model.attention_dropout, site, kernels)
+
+    def _add_projections(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        """Add what makes queries, keys and values of hidden states."""
+        self.qkv = ColumnParallelLinear(within(shapes, "qkv"), group)
+        self.kv_groups, rows, self.head_dim, _ = shapes["qkv.weight"]
+        self.heads_per_group = rows - 2
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
         if model.qk_norm and model.qk_norm_over == "projection":
@@ -188,25 +192,29 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
         """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
+        query, key, value = self._projected(x, context, again)
+        mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
+        return self.project(mixed, context.tape)
+
+    def _projected(self, x: Tensor, context: MicrobatchContext, again: Remade | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query [b, s, kv groups, heads, d], key [b, s, kv groups, 1, d] and value [b, s, kv groups, 1, d']."""
         projected = self.qkv(x, context.tape, again)
         batch, length, _ = projected.shape  # all tokens, of which x may be this rank's own
         heads = self.heads_per_group
         qkv = projected.view(batch, length, self.kv_groups, heads + 2, self.head_dim)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
-        query, key = self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context)
-        mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
-        return self.project(mixed, context.tape)
+        return self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context), value
 
     def project(self, mixed: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return the hidden states [b, s, h] of mixed values [b, s, kv groups, heads, d] or [b, s, heads, d].
+        """Return the hidden states [b, s, h] of mixed values [b, s, kv groups, heads, d'] or [b, s, heads, d'].
 
         Decoding calls it too, so that what comes after the attention itself is written once.
         """
         return self.output(mixed.flatten(2), tape)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, kv groups, heads, d] or [b, s, all heads, d] of whole samples: query [b, s, kv groups,
-        heads, d], key and value [b, s, kv groups, 1, d]."""
+        """Mixed values [b, s, kv groups, heads, d'] or [b, s, all heads, d'] of whole samples: query [b, s, kv groups,
+        heads, d], key [b, s, kv groups, 1, d], value [b, s, kv groups, 1, d']."""
         if context.document_blocks is not None:
             return self._within_blocks(query, key, value, context.document_blocks[self.window])
         if self._picked_path(query, context) == "unfused":
@@ -236,7 +244,8 @@ class Attention(nn.Module):
         return choose_path(x.device.type, x.dtype, x.shape[1])
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, heads, d]."""
+        """Mixed values [b, s, heads, d']."""
+        channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         mask = self._fused_mask(query, context)
         grouped = query.shape[1] > key.shape[1]
@@ -254,12 +263,13 @@ class Attention(nn.Module):
             scale=self.scale,
             enable_gqa=grouped,
         )
-        return mixed.transpose(1, 2)
+        return narrowed(mixed.transpose(1, 2), channels)
 
     def _within_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
-        """Mixed values [b, s, heads, d] of documents that are kept apart by blocks."""
+        """Mixed values [b, s, heads, d'] of documents that are kept apart by blocks."""
+        channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
-        return attend(query, key, value, blocks, self.scale).transpose(1, 2)
+        return narrowed(attend(query, key, value, blocks, self.scale).transpose(1, 2), channels)
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
         """Return the visible keys of queries [b, heads, s, d], broadcastable to [b, heads, s, s]; None: all before."""
@@ -297,22 +307,33 @@ class Attention(nn.Module):
         return torch.baddbmm(empty, query, key.transpose(1, 2), beta=0.0, alpha=scale).tanh_(), self.softcap
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, kv groups, heads, d]. All query heads of a kv group share one product with its keys."""
+        """Mixed values [b, s, kv groups, heads, d']. All query heads of a kv group share one product with its keys."""
         batch, length, groups, heads, width = query.shape
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
-        key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, width) for part in (key, value))
+        key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, -1) for part in (key, value))
         mix = partial(self._mixed, context=context)
         mixed = run_again(mix, rows, key, value) if self.recompute else mix(rows, key, value)
-        return mixed.view(batch, groups, heads, length, width).permute(0, 3, 1, 2, 4)
+        return mixed.view(batch, groups, heads, length, -1).permute(0, 3, 1, 2, 4)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [n, rows, d] of query [n, rows, d], key and value [n, s, d]; n = b x kv groups."""
+        """Mixed values [n, rows, d'] of query [n, rows, d], key [n, s, d], value [n, s, d']; n = b x kv groups."""
         weights = self._weights(query, key, context)
         if self.dropout.active(context):
             length = key.shape[1]
             by_head = weights.view(-1, self.num_heads, length, length)
             weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
         return torch.bmm(weights, value)
+
+
+def widened(value: Tensor, query: Tensor) -> Tensor:
+    """Return values [..., d'] with zeros up to the channels of queries [..., d]: fused kernels need one width."""
+    missing = query.shape[-1] - value.shape[-1]
+    return functional.pad(value, (0, missing)) if missing else value
+
+
+def narrowed(mixed: Tensor, channels: int) -> Tensor:
+    """Return the first channels of mixed values, which are those of values before they were `widened`."""
+    return mixed if mixed.shape[-1] == channels else mixed[..., :channels].contiguous()
 
 
 class BidirectionalAttention(Attention):

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = (
 NEWER = (
     "rotary_fraction", "attention_softcap", "qk_norm_over", "norm_position", "parallel_residual", "embedding_scale",
     "residual_scale", "logit_scale", "logit_softcap", "token_types", "embedding_norm",
-    "transform_bias", "attention_norm",
+    "transform_bias", "attention_norm", "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
 )  # fmt: skip
 """Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default,
 or from a BERT's if a GPT lacks them."""
@@ -41,7 +41,7 @@ OF_EXPERTS = (
     "router_scale", "router_bias", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
 )  # fmt: skip
 """Fields that matter only for a model with experts."""
-RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
+RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "own_head_size", "ffn_hidden_size": "ffn_size"}
 ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "sequence_chunks": "tensor"}
 """Parts of a shape that have no effect if this dimension has only one rank."""
 LAYOUT = {"sequence_parallel", "sequence_chunks", "context_attention", "recomputed_parts", "recompute_logits"}

@@ -261,6 +261,7 @@ def decoder(
     architecture: str,
     *,
     ffn_key: str = "intermediate_size",
+    head_key: str = "head_dim",
     epsilon_key: str = "rms_norm_eps",
     activation: str = "hidden_act",
     **changes: Any,
@@ -270,7 +271,7 @@ def decoder(
         "fields": {
             **SIZES,
             "num_key_value_heads": "num_kv_heads",
-            "head_dim": "head_size",
+            head_key: "head_size",
             epsilon_key: "norm_epsilon",
             **TIED,
             ffn_key: "ffn_hidden_size",
@@ -294,7 +295,7 @@ def decoder(
             "attention_dropout pretraining_tp max_sequence_length is_decoder"
         ),
         "fixed": {"attention_bias": (False, None), "mlp_bias": (False, None)},
-        "defaults": {"num_key_value_heads": None, "head_dim": None, activation: "silu", epsilon_key: 1e-6},
+        "defaults": {"num_key_value_heads": None, head_key: None, activation: "silu", epsilon_key: 1e-6},
         "tensors": NAMES,
     }
     merged = with_additions(entries, changes)

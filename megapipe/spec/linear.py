@@ -105,6 +105,34 @@ def gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
     return (Collective("tensor", "all_gather", shape.tokens * shape.model.hidden_size, shape.width, 0, 1, 0, 2),)
 
 
+def column_exchanges(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
+    """Return the exchanges of the input, of these channels, of a matrix whose rows tensor ranks shard."""
+    elements, chunks = shape.tokens * channels, shape.sequence_chunks
+    if shape.tensor == 1:
+        return ()
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
+    return (
+        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks),
+        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, 0, chunks),
+        Collective("tensor", "all_gather", elements, shape.width, 0, 1, 0, 1),
+    )
+
+
+def row_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the exchanges of the output of a matrix whose columns tensor ranks shard, the residual stream."""
+    elements, chunks = shape.tokens * shape.model.hidden_size, shape.sequence_chunks
+    if shape.tensor == 1:
+        return ()
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    return (
+        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks),
+        Collective("tensor", "all_gather", elements // chunks, shape.width, 0, chunks),
+        Collective("tensor", "all_gather", elements, shape.width, 0, 0, 0, 1),
+    )
+
+
 def scales(shape: MicrobatchShape) -> tuple[Collective, ...]:
     """Return the exchange of the largest magnitudes of both operands of a matrix product in fp8, forward and for the
     gradients of input and weight."""

@@ -111,6 +111,19 @@ MODERNBERT: Change = {
     "model": {name: value for name, value in vars(MODERN).items() if value != getattr(POST_NORM, name)},
     "data": {"pairs": "none"},
 }
+LATENTS: Change = {
+    "model": {
+        "num_kv_heads": None,
+        "kv_latent_size": 12,
+        "query_latent_size": 20,
+        "head_size": 8,
+        "rotary_head_size": 4,
+        "value_head_size": 6,
+        "bias": "attention",
+        "layer_kinds": {"whole": {"query_latent_size": None, "value_head_size": 12}},
+        "layer_pattern": ("base", "whole"),
+    }
+}
 SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
 MIXED = [
     pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
@@ -135,6 +148,12 @@ MIXED = [
         MODERNBERT,
         marks=RARE,
     ),
+    pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, LATENTS, marks=SLOW),
+    pytest.param({"tensor": "2", "recompute": "selective", "documents": "isolated"}, LATENTS, marks=RARE),
+    pytest.param({"context": "2 ring", "tensor": "2", "sequence": "on", "precision": "bf16"}, LATENTS, marks=SLOW),
+    pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS, marks=RARE),
+    pytest.param({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS, marks=RARE),
+    pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
 ]
 """Llamas whose blocks differ, and encoders."""
 SCALARS = 4096

@@ -70,6 +70,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "relu, biases of the MLP alone": (replace(GPT2_SHAPE, activation="relu", bias="mlp"), {}),
     "silu, YaRN": (replace(WIDE, activation="silu", rope_scaling=_scaled("yarn")), {}),
     "LongRoPE": (replace(WIDE, rope_scaling=_scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)), {}),
+    "latents": (replace(WIDE, num_kv_heads=None, kv_latent_size=24, query_latent_size=32, rotary_head_size=8), {}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
 }
 """Name -> model, and what else is changed."""

@@ -44,6 +44,15 @@ SIGMOIDS: dict[str, Any] = {
     "router_groups_chosen": 1,
     "router_scale": 2.5,
 }
+LATENTS: dict[str, Any] = {
+    **LLAMA,
+    "num_kv_heads": None,
+    "kv_latent_size": 24,
+    "query_latent_size": 40,
+    "head_size": 16,
+    "rotary_head_size": 8,
+    "value_head_size": 12,
+}
 GPT: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2 with dropout": DROPOUT,
@@ -54,6 +63,8 @@ GPT: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "qk_norm": True, "head_size": 24},
     "llama with a partial rotation": {**LLAMA, "bias": "attention", "rotary_fraction": 0.5},
     "olmo 2's norms": {**LLAMA, "bias": "mlp", "qk_norm": True, "qk_norm_over": "projection"},
+    "latents": {**LATENTS, "bias": "attention"},
+    "latents of keys and values alone": {**LATENTS, "query_latent_size": None, "value_head_size": 24},
     "capped scores": {**LLAMA, "attention_softcap": 5.0, "qk_norm": True, "qk_norm_over": "projection"},
     "experts": {**EXPERTS, "normalize_expert_shares": False},
     "llama with experts": {**LLAMA, **EXPERTS},
