@@ -60,6 +60,9 @@ EXTRAS = {
         "triton>=3.6",  # kernels; ships with CUDA builds of torch, named here for other builds
     ],
     "docs": DOCUMENTATION,
+    "evaluation": [
+        "lm-eval[hf]>=0.4.9",  # scores exported models; not part of `test`, since it brings some forty packages
+    ],
 }
 
 # Not an extra: NVIDIA's apex, whose kernels the registry can use, is built from its sources with the flags in

@@ -36,6 +36,7 @@ _OPTIMIZER = Backend(REFERENCE, optimizer)
 
 TABLE = (
     KernelOp("layer_norm", NORM, (_triton("norms"), _CUDA, _apex("layer_norm"), _NORMS)),
+    KernelOp("layer_norm_without_bias", NORM, (_triton("norms"), _NORMS)),
     KernelOp("rms_norm", NORM, (_triton("norms"), _CUDA, _apex("rms_norm"), _NORMS)),
     KernelOp("rms_norm_unit_offset", NORM, (_triton("norms"), _NORMS)),
     KernelOp("gelu", ("apply",), _ACTIVATIONS),

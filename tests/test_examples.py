@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.load import kind_of, parse, parse_as
@@ -21,6 +22,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.planning import layout_text
 from megapipe.planner.recompute import peak_bytes
+from megapipe.spec.family import exporting_family
 from megapipe.spec.layers import model_layers
 from megapipe.training.validation import validate
 
@@ -76,6 +78,22 @@ def test_a_model_has_the_parameters_that_it_claims(path: Path) -> None:
     unit = UNITS[claim[3]]
     last_digit = 10.0 ** -len(claim[2].partition(".")[2])
     assert abs(count / unit - published) <= max(last_digit / 2, 0.02 * published)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", MODELS, ids=attrgetter("name"))
+def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
+    """Of the model that transformers builds from our config.json, on the meta device."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `hf`)")
+    model = model_of(path)
+    family, differences = exporting_family(model)
+    assert not differences
+    config = transformers.AutoConfig.for_model(**family.config(model))
+    kind = transformers.AutoModelForCausalLM if model.kind == "gpt" else transformers.AutoModelForPreTraining
+    with torch.device("meta"):
+        theirs = kind.from_config(config)
+    theirs.tie_weights()
+    assert sum(each.numel() for each in theirs.parameters()) == parameter_count(model)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functional.layer_norm(x, x.shape[-1:], weight, bias, EPSILON)
 
 
+def _without_bias(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, None, EPSILON)
+
+
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], weight, EPSILON)
 
@@ -87,6 +91,7 @@ def _case(op: str, norm: Any, num_parameters: int, after_sum: bool, liger: Any) 
 CASES = [
     _case("layer_norm", _layer_norm, 2, False, _liger_layer_norm),
     _case("layer_norm", _layer_norm, 2, True, None),
+    _case("layer_norm_without_bias", _without_bias, 1, False, None),
     _case("rms_norm", _rms_norm, 1, False, _liger_rms_norm),
     _case("rms_norm", _rms_norm, 1, True, _liger_sum_rms_norm),
     _case("rms_norm_unit_offset", _unit_offset, 1, False, None),

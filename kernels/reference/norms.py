@@ -182,4 +182,30 @@ def unit_offset(norm: Implementation) -> Implementation:
     )
 
 
+def without_bias(norm: Implementation) -> Implementation:
+    """Return a layer norm without a bias, from one with a bias, which is zero."""
+
+    def forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+        return norm.forward(x, weight, torch.zeros_like(weight), epsilon)
+
+    def add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+        return norm.add_forward(x, residual, weight, torch.zeros_like(weight), epsilon)
+
+    def weight_gradient(dy: Tensor, *rest: Tensor) -> tuple[Tensor]:
+        return (norm.weight_gradient(dy, *rest)[0],)
+
+    def backward(dy: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
+        dx, dweight, _ = norm.backward(dy, *rest)
+        return dx, dweight
+
+    return Implementation(
+        forward=forward,
+        add_forward=add_forward,
+        input_gradient=norm.input_gradient,
+        weight_gradient=weight_gradient,
+        backward=backward,
+    )
+
+
+layer_norm_without_bias = without_bias(layer_norm)
 rms_norm_unit_offset = unit_offset(rms_norm)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megapipe.kernels.norm_functions import norm_functions, statistic_of
-from megapipe.kernels.reference.norms import unit_offset
+from megapipe.kernels.reference.norms import unit_offset, without_bias
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import RESIDENT, RESIDENT_UNALIGNED, Launch, Specimen, meta, over_rows
 from megapipe.kernels.triton_backend.norms_backward import Operands
@@ -194,4 +194,5 @@ def _forward(
 
 layer_norm = norm_functions("layer_norm", "triton", _forward, Operands.contiguous)
 rms_norm = norm_functions("rms_norm", "triton", _forward, Operands.contiguous)
+layer_norm_without_bias = without_bias(layer_norm)
 rms_norm_unit_offset = unit_offset(rms_norm)

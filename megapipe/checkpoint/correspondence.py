@@ -69,6 +69,8 @@ def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tu
     if step == "rotary_pairs":
         half = model.head_dim // 2
         return lambda parts: [_regrouped(parts[0], half, 2)], lambda parts: [_regrouped(parts[0], 2, half)]
+    if step == "rotary_last":
+        return _rotary_last(model, spec)
     if step == "stacked":
         axes = next(n for n in range(1, len(spec.shape)) if math.prod(spec.shape[:n]) == count)
         return lambda parts: [torch.stack([*parts])], lambda parts: parts[0].flatten(0, axes - 1).unbind(0)
@@ -114,6 +116,29 @@ def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
     def part(parts: Sequence[Tensor]) -> Sequence[Tensor]:
         pieces = [piece.flatten(0, 2) for piece in parts[0].split([heads, 1, 1], dim=1)]
         return [torch.cat(pieces)] if fused else pieces
+
+    return join, part
+
+
+def _rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
+    """Return what moves the rotated rows of queries to the front of each head and regroups their pairs, and back. Rows
+    of the shared key follow those of the latent on both sides."""
+    rotated = model.rotary_dim
+    shared = spec.name.rpartition(".")[0].endswith("kv_down")
+    heads = 1 if shared else model.num_heads
+
+    def join(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        rows = parts[0].unflatten(0, (heads, -1))
+        plain, pairs = rows.split([rows.shape[1] - rotated, rotated], dim=1)
+        pairs = pairs.unflatten(1, (rotated // 2, 2)).transpose(1, 2).flatten(1, 2)
+        return [torch.cat([plain, pairs] if shared else [pairs, plain], dim=1).flatten(0, 1)]
+
+    def part(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        rows = parts[0].unflatten(0, (heads, -1))
+        sizes = [rotated, rows.shape[1] - rotated]
+        plain, pairs = rows.split(sizes[::-1], dim=1) if shared else rows.split(sizes, dim=1)[::-1]
+        pairs = pairs.unflatten(1, (2, rotated // 2)).transpose(1, 2).flatten(1, 2)
+        return [torch.cat([plain, pairs], dim=1).flatten(0, 1)]
 
     return join, part
 

@@ -47,8 +47,10 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
             *("qk_norm_over", "parallel_residual", "embedding_scale", "residual_scale"),
             *("logit_scale", "logit_softcap", "attention_sinks", "embedding_norm"),
             *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head", "expert_bias"),
+            *("first_position", "token_types", "attention_norm", "transform_bias"),
             *("router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen"),
             *("shared_expert_size", "shared_expert_gate"),
+            *("query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size"),
         ),
         "optimizer": ("name",),
     },
@@ -175,7 +177,7 @@ def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
     was = replace(type(here)(), **{each.name: stored[each.name] for each in fields(here) if each.name in stored})
     sizes = {
         "model.num_kv_heads": (here.kv_heads, was.kv_heads),
-        "model.head_size": (here.head_dim, was.head_dim),
+        "model.head_size": (here.own_head_size, was.own_head_size),
     }
     if {here.activation, was.activation} <= ACTIVATIONS.keys():  # a newer version may have saved another one
         sizes["model.ffn_hidden_size"] = (here.ffn_size, was.ffn_size)

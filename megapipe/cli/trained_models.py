@@ -185,7 +185,7 @@ def fill_mask_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="WordPiece vocabulary (default: the one that the model was trained with)",
+        help="vocabulary of a BERT or RoBERTa (default: the one that the model was trained with)",
     )
     return parser
 

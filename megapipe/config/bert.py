@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar, Literal
 
-from megapipe.config.field_types import Bound, Fraction, PositiveFloat, PositiveInt, TokenCount
+from megapipe.config.field_types import Bound, Fraction, NaturalInt, PositiveFloat, PositiveInt, TokenCount
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig
 
@@ -22,6 +22,12 @@ class BertModelConfig(ModelConfig):
     """Number of token ids; at least the tokenizer's. Padding for tensor parallelism is added automatically."""
     max_positions: TokenCount = 512
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
+    first_position: NaturalInt = 0
+    """Row of the learned position table for the first token of a sample; rows before it are not used. In RoBERTa it is
+    2, one more than the id of its padding."""
+    token_types: NaturalInt = 2
+    """Number of learned vectors for the parts of a sample, of which each token adds that of its part: 2 for sentence
+    pairs (BERT), 1 for the same vector everywhere (RoBERTa), 0 for none (ModernBERT)."""
     norm_epsilon: PositiveFloat = 1e-12
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     scale_residual_init: bool = False
@@ -31,6 +37,8 @@ class BertModelConfig(ModelConfig):
     """Where layers are normalized. post: after each residual sum and after the embeddings (Devlin et al.,
     transformers). pre: before attention and MLP, and once before the heads (Megatron-LM, needed above 400 million
     parameters)."""
+    transform_bias: bool = True
+    """Give the dense layer of the masked-token head a bias. The output after it always has one."""
     sentence_head: bool = True
     """Add a pooler and a two-way classifier that is trained on the sentence pairs of data.pairs."""
 
@@ -44,9 +52,19 @@ class BertModelConfig(ModelConfig):
                     f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
                     f"{'null' if neutral is None else neutral}"
                 )
-        if self.sliding_window is not None:
+        if self.kv_latent_size is not None:
             found.append(
-                f"model.sliding_window is {self.sliding_window}; BERT attends to the whole sample: set it to null"
+                f"model.kv_latent_size is {self.kv_latent_size}; only a GPT has multi-latent attention: set it to null"
+            )
+        if self.sentence_head and self.token_types < 2:
+            found.append(
+                f"model.sentence_head is true with model.token_types {self.token_types}; the parts of a pair need one "
+                "type each: set model.token_types to 2, or model.sentence_head to false"
+            )
+        if self.first_position and self.positions != "learned":
+            found.append(
+                f"model.first_position is {self.first_position} but model.positions is {self.positions!r}; only "
+                "learned positions have a table: set model.first_position to 0"
             )
         return found
 
@@ -62,7 +80,7 @@ class BertDataConfig(DataConfig):
     sequence_length: Annotated[int, PAIR_TOKENS] = 512
     """Tokens per sample, including [CLS], [SEP] and padding."""
     tokenizer: str = ""
-    """Path of the shard's WordPiece vocabulary: a vocab.txt, a tokenizer.json, or a folder with one of them. Empty
+    """Path of the shard's vocabulary, BERT's or RoBERTa's: a vocab.txt, a tokenizer.json, or a folder with one. Empty
     means the vocabulary that the shard's manifest names."""
     pairs: Literal["order", "next", "none"] = "order"
     """Task of model.sentence_head. order: whether the two parts of a text were swapped (Lan et al., 1909.11942).

@@ -37,12 +37,13 @@ class ActivationKind:
 class NormKind:
     """Properties of a norm.
 
-    op: of the kernel registry. centred: the norm subtracts the mean, saves it for the backward, and has a bias.
-    initial: what its weight starts with.
+    op: of the kernel registry. centred: the norm subtracts the mean and saves it for the backward. biased: it has a
+    bias. initial: what its weight starts with.
     """
 
     op: str
     centred: bool
+    biased: bool = False
     initial: Literal["ones", "zeros"] = "ones"
 
 
@@ -62,15 +63,18 @@ BASE_KIND = "base"
 OF_BLOCKS = frozenset(
     (
         "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
+        "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
         "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
-        "attention_sinks", "ffn_hidden_size", "activation", "num_experts", "experts_per_token",
-        "normalize_expert_shares", "expert_balance_rate", "expert_bias", "router_scores", "router_scale",
-        "router_bias", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
+        "attention_sinks", "attention_norm",
+        "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
+        "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups",
+        "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
     )
 )  # fmt: skip
 """Fields of a model that its blocks alone read, so that kinds of layers may differ in them."""
 NORMS = {
-    "layer_norm": NormKind("layer_norm", centred=True),
+    "layer_norm": NormKind("layer_norm", centred=True, biased=True),
+    "layer_norm_without_bias": NormKind("layer_norm_without_bias", centred=True),
     "rms_norm": NormKind("rms_norm", centred=False),
     "rms_norm_unit_offset": NormKind("rms_norm_unit_offset", centred=False, initial="zeros"),
 }
@@ -160,7 +164,19 @@ class ModelConfig:
     num_kv_heads: Size | None = None
     """Number of key and value heads, for grouped-query attention; null means num_heads."""
     head_size: Size | None = None
-    """Channels per attention head; null means hidden_size / num_heads."""
+    """Channels per attention head; null means hidden_size / num_heads. With kv_latent_size: those that are not
+    rotated."""
+    kv_latent_size: Size | None = None
+    """Channels of the latent that keys and values of all heads are computed from (multi-latent attention, DeepSeek's
+    kv_lora_rank); null means ordinary attention."""
+    query_latent_size: Size | None = None
+    """Channels of the latent that queries are computed from, only with kv_latent_size (DeepSeek's q_lora_rank); null
+    means that they are computed from the hidden states."""
+    rotary_head_size: Size | None = None
+    """Rotated channels per head in addition to head_size, only with kv_latent_size (DeepSeek's qk_rope_head_dim). All
+    heads have the same rotated key; null means none, which is ordinary attention."""
+    value_head_size: Size | None = None
+    """Channels of each head's values, only with kv_latent_size (DeepSeek's v_head_dim); null means head_size."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
     gated activations (swiglu, swiglu_clamped, geglu, geglu_tanh)."""
@@ -198,16 +214,19 @@ class ModelConfig:
     """Multiply the shared expert's output by the sigmoid of a linear layer of the token (Qwen2-MoE)."""
     max_positions: TokenCount = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
-    normalization: Literal["layer_norm", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
-    """Normalization of hidden states. rms_norm_unit_offset: rms_norm whose factor is 1 + its weight, which starts at
-    0 (Gemma)."""
+    normalization: Literal["layer_norm", "layer_norm_without_bias", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
+    """Normalization of hidden states. layer_norm_without_bias: with a weight alone (ModernBERT). rms_norm_unit_offset:
+    rms_norm whose factor is 1 + its weight, which starts at 0 (Gemma)."""
     norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
     """Where blocks are normalized. pre: the inputs of attention and MLP. output: their outputs, before these are added
     to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). post: the sums (only in a BERT)."""
+    attention_norm: bool = True
+    """Normalize the input of attention, if norm_position is pre. false: attention reads the residual stream itself
+    (ModernBERT's first block, whose input the embedding has normalized)."""
     parallel_residual: bool = False
     """Compute attention and MLP from the same hidden states, each with its own norm, and add both (GPT-NeoX)."""
-    embedding_norm: bool = False
-    """Normalize the embeddings (BLOOM). With norm_position post they always are."""
+    embedding_norm: bool | None = None
+    """Normalize the sum of the embeddings (BLOOM, ModernBERT); null means only if norm_position is post."""
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     activation: Literal[
@@ -243,7 +262,8 @@ class ModelConfig:
     """Give every head a trained number that is added to its scores when the softmax is computed, so that a token can
     attend to nothing (gpt-oss)."""
     sliding_window: TokenCount | None = None
-    """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens."""
+    """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens. In a BERT
+    the number on each side, itself included, so that the window has 2 x sliding_window - 1 tokens (ModernBERT)."""
     tie_embeddings: bool = True
     """Use the word embedding's matrix as the output head's matrix."""
     embedding_scale: PositiveFloat = 1.0
@@ -311,14 +331,24 @@ class ModelConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
-        """Channels per head, with the default resolved."""
+    def own_head_size(self) -> int:
+        """`head_size`, with the default resolved."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head of queries and keys."""
+        return self.own_head_size + (self.rotary_head_size or 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Channels per head of values."""
+        return self.own_head_size if self.value_head_size is None else self.value_head_size
 
     @property
     def rotary_dim(self) -> int:
         """Channels of each head that rotary positions rotate."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.rotary_head_size or int(self.head_dim * self.rotary_fraction)
 
     @property
     def score_scale(self) -> float:
@@ -360,8 +390,8 @@ class ModelConfig:
 
     @property
     def normalizes_embeddings(self) -> bool:
-        """Whether a norm follows the sum of the embeddings."""
-        return self.embedding_norm or self.norm_position == "post"
+        """Whether a norm follows the sum of the embeddings, with the default resolved."""
+        return self.norm_position == "post" if self.embedding_norm is None else self.embedding_norm
 
     @property
     def normalizes_outputs(self) -> bool:
@@ -472,7 +502,42 @@ class ModelConfig:
                 f"model.num_heads {self.num_heads} is not divisible by "
                 f"model.num_kv_heads {self.kv_heads}; pick a divisor of {self.num_heads}"
             )
-        return found + self._rotary_problems()
+        return found + (self._latent_problems() or self._rotary_problems())
+
+    def _latent_problems(self) -> list[str]:
+        """Return one message for each rule of multi-latent attention that the fields break."""
+        if self.kv_latent_size is None:
+            return [
+                f"model.{name} is {getattr(self, name)} but model.kv_latent_size is null; only multi-latent attention "
+                f"has it: set model.kv_latent_size, or model.{name} to null"
+                for name in ("query_latent_size", "rotary_head_size", "value_head_size")
+                if getattr(self, name) is not None
+            ]
+        needed = {
+            "num_kv_heads": (None, self.num_heads),
+            "positions": ("rotary",),
+            "rotary_fraction": (1.0,),
+            "qk_norm": (False,),
+            "attention_sinks": (False,),
+            "bias": ("all", "attention", "mlp", "none"),
+        }
+        found = [
+            f"model.{name} is {getattr(self, name)!r} with model.kv_latent_size {self.kv_latent_size}; multi-latent "
+            f"attention needs {' or '.join('null' if each is None else repr(each) for each in values)}"
+            for name, values in needed.items()
+            if getattr(self, name) not in values
+        ]
+        if self.rotary_head_size is None or self.rotary_head_size % 2:
+            found.append(
+                f"model.rotary_head_size is {self.rotary_head_size or 'null'} with model.kv_latent_size "
+                f"{self.kv_latent_size}; set it to an even number of channels"
+            )
+        elif self.value_dim > self.head_dim:
+            found.append(
+                f"model.value_head_size is {self.value_dim}; it must be at most model.head_size + "
+                f"model.rotary_head_size, {self.head_dim}"
+            )
+        return found
 
     def _rotary_problems(self) -> list[str]:
         if self.positions != "rotary":
@@ -485,7 +550,7 @@ class ModelConfig:
                 )
                 if value != default
             ]
-        if self.rotary_fraction == 1.0 and self.head_dim % 2:
+        if self.rotary_fraction == 1.0 and self.rotary_dim % 2:
             return [f"model.head_size is {self.head_dim}; rotary positions need an even number of channels"]
         if self.rotary_dim % 2 or not self.rotary_dim:
             return [
@@ -539,6 +604,11 @@ class ModelConfig:
         if self.norm_position == "post" and self.kind == "gpt":
             found.append(
                 "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich' or 'output'"
+            )
+        if not self.attention_norm and self.norm_position != "pre":
+            found.append(
+                f"model.attention_norm is false with model.norm_position {self.norm_position!r}; only in 'pre' it can "
+                "be left out: set model.norm_position to 'pre' or model.attention_norm to true"
             )
         if self.parallel_residual and self.norm_position != "pre":
             found.append(

@@ -492,7 +492,12 @@ class PretrainConfig:
                     "none; set it to tensorwise or rowwise, or leave them out"
                 ]
             return []
-        problems = []
+        problems = [
+            f"training.fp8 {training.fp8} cannot be combined with model.kv_latent_size {each.kv_latent_size}: "
+            "multi-latent attention has no fp8 matrix products; set training.fp8 none"
+            for each in self.model.kinds_of_layers.values()
+            if each.kv_latent_size is not None
+        ][:1]
         if training.precision == "fp16":
             problems.append(
                 f"training.fp8 {training.fp8} already scales every operand "

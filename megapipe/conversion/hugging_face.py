@@ -160,6 +160,7 @@ class HuggingFaceTarget:
         self._shards = self._planned(contents, options.max_shard_bytes)
         self._files = [_file_name(number, len(self._shards)) for number in range(len(self._shards))]
         self._tokenizer = exported_tokenizer(contents.tokenizer, contents.model)
+        self._ids = self._agreed_ids()
         self._generates = contents.model.kind == "gpt"
         self._folder = FreshFolder(path)
         self._stream: TensorStream | None = None
@@ -181,13 +182,25 @@ class HuggingFaceTarget:
         if len(self._files) > 1:
             self._write(INDEX, self._index())
         # Without this, transformers takes the family's own padding token, which may be beyond the vocabulary.
-        self._write(CONFIG, {"pad_token_id": None, **self._config, **self._tokenizer.ids})
+        self._write(CONFIG, {"pad_token_id": None, **self._config, **self._ids})
         if self._generates and GENERATION not in self._tokenizer.files:
-            self._write(GENERATION, self._tokenizer.ids)
+            self._write(GENERATION, self._ids)
         for name, content in self._tokenizer.files.items():
             self._folder.write(name, content)
         self._folder.finish()
         return [self._tokenizer.note] if self._tokenizer.note else []
+
+    def _agreed_ids(self) -> dict[str, Any]:
+        """Return the tokenizer's ids of special tokens. Raises CheckpointError if the model depends on another one."""
+        fixed = self._config.get("pad_token_id")
+        padding = self._tokenizer.ids.get("pad_token_id")
+        if None not in (fixed, padding) and fixed != padding:
+            raise CheckpointError(
+                f"the tokenizer's padding has the id {padding}, but the model's positions count from the row after "
+                f"{fixed}, which is the id of padding in this family: name another tokenizer (--tokenizer), or "
+                "--tokenizer none"
+            )
+        return {**self._tokenizer.ids, **({} if fixed is None else {"pad_token_id": fixed})}
 
     def abandon(self) -> None:
         """Remove everything that was written."""

@@ -100,6 +100,11 @@ def places(model: ModelConfig) -> dict[str, ParameterLocation]:
             f"model.layer_pattern is {', '.join(model.layer_pattern)}; only models whose blocks are alike can be "
             "converted to and from Megatron-LM: write a Hugging Face folder instead (--to hf)"
         )
+    if model.kv_latent_size is not None:
+        raise CheckpointError(
+            f"model.kv_latent_size is {model.kv_latent_size}; multi-latent attention cannot be converted to and from "
+            "Megatron-LM: write a Hugging Face folder instead (--to hf)"
+        )
     if model.num_experts is not None:
         raise CheckpointError(
             f"model.num_experts is {model.num_experts}; only dense models can be converted to and from "
@@ -233,6 +238,7 @@ def _check_expressible(model: ModelConfig) -> None:
     """Raise CheckpointError for values of fields that Megatron-LM's arguments cannot express."""
     plain = model.head_dim**-0.5
     for field, value, possible in (
+        ("kv_latent_size", model.kv_latent_size, (None,)),
         ("bias", model.bias, ("all", "qkv", "none")),
         ("rope_scaling.kind", model.rope_scaling.kind, ("none", "linear", "llama3")),
         ("attention_scale", model.attention_scale, (None, plain)),
@@ -241,9 +247,11 @@ def _check_expressible(model: ModelConfig) -> None:
         ("positions", model.positions, ("learned", "rotary", "none")),
         ("qk_norm_over", model.qk_norm_over, ("head",)),
         ("activation", model.activation, ("gelu", *_ACTIVATIONS.values())),
+        ("normalization", model.normalization, ("layer_norm", "rms_norm", "rms_norm_unit_offset")),
         ("norm_position", model.norm_position, ("pre",)),
+        ("attention_norm", model.attention_norm, (True,)),
         ("parallel_residual", model.parallel_residual, (False,)),
-        ("embedding_norm", model.embedding_norm, (False,)),
+        ("embedding_norm", model.embedding_norm, (None, False)),
         ("embedding_scale", model.embedding_scale, (1.0,)),
         ("residual_scale", model.residual_scale, (1.0,)),
         ("logit_scale", model.logit_scale, (1.0,)),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import CONFIG
 from megapipe.checkpoint.storage import inside, read_json
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.data.errors import DataError
 from megapipe.data.tokenizers import FILES_IN_FOLDERS, FOLDER_FILES, Tokenizer, open_tokenizer
@@ -31,7 +32,8 @@ def from_sentence_piece(content: bytes) -> "tokenizers.Tokenizer":
     """Return the tokenizer of a .model file, with the same ids.
 
     Unigram models may differ if two ways to split a text have equal scores, because SentencePiece sums them in 32 bits
-    and the tokenizers library in 64. Raises ValueError for a model that the library cannot represent exactly.
+    and the tokenizers library in 64. Models that normalize may differ at separate accents after characters that they
+    replace: the library replaces both. Raises ValueError for a model that the library cannot represent exactly.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -44,9 +46,6 @@ def from_sentence_piece(content: bytes) -> "tokenizers.Tokenizer":
     fallback = proto.trainer_spec.byte_fallback
     user_defined = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
     is_bpe = proto.trainer_spec.model_type == _BPE
-    if proto.normalizer_spec.precompiled_charsmap:
-        name = proto.normalizer_spec.name or "its own rules"
-        raise ValueError(f"its normalization ({name}) differs in transformers where accents combine")
     if proto.trainer_spec.treat_whitespace_as_suffix:
         raise ValueError("it puts the mark of a space at the end of words")
     if is_bpe and any(len(piece) > 1 for piece in user_defined):
@@ -79,7 +78,7 @@ def _prepare(tokenizer: "tokenizers.Tokenizer", spec: Any, user_defined: list[st
     """Set the normalizer, and split the text at user-defined symbols."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
-    steps: list[Any] = []
+    steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
     if spec.remove_extra_whitespaces:
         # SentencePiece treats its own mark as a space only at the end of a text.
         steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -188,6 +187,10 @@ _TIES = (
     "where two ways to split a text have equal scores, which happens in runs of spaces, transformers may choose the "
     "other one: it adds scores in 64 bits, SentencePiece in 32"
 )
+_ACCENTS = (
+    "the tokenizer normalizes texts; where a separate accent follows a character that it replaces, such as a wide "
+    "letter, transformers drops the accent"
+)
 _BERT = "BertTokenizerFast"
 NONE = "none"
 """The name for which no tokenizer is written."""
@@ -252,7 +255,7 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
     note = ""
     if isinstance(ours, SentencePieceTokenizer):
         files["tokenizer.model"] = Path(ours.spec).read_bytes()
-        note = "" if ours.is_bpe else _TIES
+        note = "; ".join([_TIES] * (not ours.is_bpe) + [_ACCENTS] * ours.normalizes)
     if config["tokenizer_class"] == _BERT:
         names = sorted(theirs.get_vocab().items(), key=lambda entry: entry[1])
         files["vocab.txt"] = "".join(f"{name}\n" for name, _ in names).encode()
@@ -388,9 +391,10 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
         "clean_up_tokenization_spaces": False,
     }
     config |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
-    if model.kind == "bert":
+    if isinstance(model, BertModelConfig):
         # transformers returns token types only if they are listed here.
-        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+        types = ["token_type_ids"] if model.token_types > 1 else []
+        config["model_input_names"] = ["input_ids", *types, "attention_mask"]
         normalizer = json.loads(theirs.to_str())["normalizer"] or {}
         if _is_berts(theirs, normalizer):
             config |= {

@@ -13,6 +13,7 @@ hidden words (Megatron-LM's n-gram masking; lengths as in SpanBERT: Joshi et al.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,14 +36,22 @@ LARGEST_GAP = 1_000_000
 _KINDS = ("bert-uncased:", "bert-cased:")
 """Prefixes of a path that preprocessing accepts, and that samples ignore."""
 _SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]", "mask": "[MASK]"}
+_ROBERTAS = {"padding": "<pad>", "classification": "<s>", "separator": "</s>", "mask": "<mask>"}
+_SPACES = ("\u0120", "\u010a", "\u0109", "\u2581")
+"""Space, newline and tab at the start of byte-level pieces, and the space of SentencePiece: such a piece starts a
+word, as in fairseq."""
+
+
+def _starts_word(piece: str) -> bool:
+    return not piece.startswith(CONTINUATION)
 
 
 @dataclass(frozen=True)
 class BertVocabulary:
-    """The properties of a WordPiece vocabulary that samples use.
+    """The properties of a WordPiece or byte-level vocabulary that samples use.
 
-    size: larger than every id. padding, classification, separator, mask: ids of [PAD], [CLS], [SEP], [MASK].
-    continues: bool [size], true for pieces that continue a word.
+    size: larger than every id. padding, classification, separator, mask: ids of [PAD], [CLS], [SEP], [MASK], or of
+    RoBERTa's <pad>, <s>, </s>, <mask>. continues: bool [size], true for pieces that continue a word.
     """
 
     size: int
@@ -58,24 +67,29 @@ class BertVocabulary:
         return ids[0] == ids[1] and np.array_equal(self.continues, other.continues)
 
     @classmethod
-    def of(cls, ids: dict[str, int], source: str, continuation: str = CONTINUATION) -> "BertVocabulary":
-        """Create it from the ids of all pieces. Raises DataError, with `source`, if a special token is missing."""
-        missing = [token for token in _SPECIAL.values() if token not in ids]
+    def of(cls, ids: dict[str, int], source: str, starts: Callable[[str], bool] = _starts_word) -> "BertVocabulary":
+        """Create it from the ids of all pieces. starts: whether a piece starts a word.
+
+        Raises DataError, with `source`, if a special token is missing.
+        """
+        special = _ROBERTAS if set(_ROBERTAS.values()) <= ids.keys() else _SPECIAL
+        missing = [token for token in special.values() if token not in ids]
         if missing:
             raise DataError(
-                f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(_SPECIAL.values())}: train one "
+                f"{source} has no {', '.join(missing)}; BERT samples need {', '.join(special.values())}: train one "
                 "with megapipe preprocess train-tokenizer --type wordpiece-uncased, or use the one of a published BERT"
             )
         size = max(ids.values()) + 1
         continues = np.zeros(size, dtype=bool)
-        continues[[number for piece, number in ids.items() if piece.startswith(continuation)]] = True
-        return cls(size, **{name: ids[token] for name, token in _SPECIAL.items()}, continues=continues)
+        continues[[number for piece, number in ids.items() if not starts(piece)]] = True
+        continues[[ids[token] for token in special.values()]] = False
+        return cls(size, **{name: ids[token] for name, token in special.items()}, continues=continues)
 
     @classmethod
     def read(cls, path: str | Path) -> "BertVocabulary":
-        """Read a vocab.txt (one piece per line), a WordPiece tokenizer.json, or a folder with one of them.
+        """Read a vocab.txt (one piece per line), a tokenizer.json, or a folder with one of them.
 
-        Raises DataError for anything else.
+        Raises DataError for anything else, and for a vocabulary without the special tokens of BERT or RoBERTa.
         """
         name = str(path)
         for kind in _KINDS:
@@ -98,9 +112,13 @@ class BertVocabulary:
         content = read_json(file, DataError)
         try:
             model = content["model"]
-            kind, ids = model.get("type", "WordPiece"), dict(model["vocab"])
+            kind, vocabulary = model.get("type", "WordPiece"), model["vocab"]
+            if isinstance(vocabulary, list):  # of pieces with their scores
+                vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+            ids = dict(vocabulary)
             added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-            continuation = model.get("continuing_subword_prefix", CONTINUATION)
+            of_pieces = kind == "WordPiece"  # in other vocabularies the key is null
+            continuation = model.get("continuing_subword_prefix", CONTINUATION) if of_pieces else CONTINUATION
             if not all(isinstance(text, str) for text in (continuation, *added)):
                 raise ValueError("an added token or continuing_subword_prefix is not text")
             limit = 2 * (len(ids) + len(added)) + LARGEST_GAP
@@ -108,11 +126,9 @@ class BertVocabulary:
                 raise ValueError(f"an id is not a whole number from 0 to {limit - 1}")
         except DECODING_ERRORS as error:
             raise DataError(f"{file} is not a {TOKENIZER} that can be read ({error!r})") from error
-        if kind != "WordPiece":
-            raise DataError(
-                f"{file} is a {kind} tokenizer; BERT samples need a WordPiece vocabulary, which marks whole words"
-            )
-        return cls.of(ids | added, str(file), continuation)
+        if not of_pieces:
+            return cls.of(ids | added, str(file), lambda piece: piece.startswith(_SPACES))
+        return cls.of(ids | added, str(file), lambda piece: not piece.startswith(continuation))
 
 
 MASKED, RANDOM = 0.8, 0.1

@@ -235,9 +235,24 @@ class _Growth:
         self._report(pending)
 
 
-MASK, BEGIN, END = "[MASK]", "[CLS]", "[SEP]"
-"""Special tokens of BERT vocabularies: for a gap, for the start of a sample, and for its end."""
+MASK = "[MASK]"
+"""Gap in a text."""
 CONTINUATION = "##"
+
+
+class Ends(NamedTuple):
+    """Names of special tokens: for a gap, for the start of a sample, and for its end."""
+
+    mask: str
+    begin: str
+    end: str
+
+    def missing(self, tokenizer: Tokenizer) -> list[str]:
+        """Return the names that a tokenizer lacks."""
+        return [name for name in (self.begin, self.end, self.mask) if name not in tokenizer.special_tokens]
+
+
+BERTS, ROBERTAS = Ends(MASK, "[CLS]", "[SEP]"), Ends("<mask>", "<s>", "</s>")
 
 
 class Candidate(NamedTuple):
@@ -254,33 +269,35 @@ class Filled(NamedTuple):
     gaps: list[list[Candidate]]
 
 
-def encoded_gaps(text: str, tokenizer: Tokenizer, config: BertPretrainConfig) -> list[int]:
-    """Return the token ids of one sample: [CLS], the text with its gaps, [SEP].
-
-    Raises DataError if the tokenizer lacks a special token, and PromptError for a text that has no gap,
-    cannot be encoded, or is longer than the samples that the model was trained on.
-    """
-    special = tokenizer.special_tokens
-    missing = [token for token in (BEGIN, END, MASK) if token not in special]
-    if missing:
+def ends_of(tokenizer: Tokenizer) -> Ends:
+    """Return the names of a tokenizer's special tokens, BERT's or RoBERTa's. Raises DataError if it lacks one."""
+    ends = BERTS if ROBERTAS.missing(tokenizer) else ROBERTAS
+    if missing := ends.missing(tokenizer):
         raise DataError(
             f"{tokenizer.spec} has no {', '.join(missing)}: set --tokenizer to the vocabulary that the BERT was "
             "trained with"
         )
-    pieces = text.split(MASK)
-    if len(pieces) == 1:
+    return ends
+
+
+def encoded_gaps(text: str, tokenizer: Tokenizer, config: BertPretrainConfig) -> list[int]:
+    """Return the token ids of one sample: [CLS], the text with its gaps, [SEP], or RoBERTa's tokens in their place.
+
+    Raises DataError if the tokenizer lacks a special token, and PromptError for a text that has no gap,
+    cannot be encoded, or is longer than the samples that the model was trained on.
+    """
+    special, ends = tokenizer.special_tokens, ends_of(tokenizer)
+    if MASK not in text:
         raise PromptError(f"{text!r} has no gap: write {MASK} where the model should fill in a token")
     if not is_utf8(text):
         raise PromptError(f"{text!r} is not UTF-8 text")
-    tokens = [special[BEGIN]]
-    for number, piece in enumerate(pieces):
-        tokens += [special[MASK]] * (number > 0) + tokenizer.encode(piece)
-    tokens.append(special[END])
+    # In one call, because the token of a gap may include the space before it.
+    tokens = [special[ends.begin], *tokenizer.encode(text.replace(MASK, ends.mask)), special[ends.end]]
     longest = config.data.sequence_length
     if len(tokens) > longest:
         raise PromptError(
-            f"{text!r} has {len(tokens)} tokens with {BEGIN} and {END}, but the model was trained on samples of "
-            f"{longest}: shorten it"
+            f"{text!r} has {len(tokens)} tokens with {ends.begin} and {ends.end}, but the model was trained on "
+            f"samples of {longest}: shorten it"
         )
     if max(tokens) >= config.model.vocabulary_size:
         raise PromptError(
@@ -307,12 +324,15 @@ def fill(model: LoadedModel, tokenizer: Tokenizer, text: str, tokens: Sequence[i
         for _, twins in model.assembly.layers():
             outputs = twins[0](*outputs, context=context)
     logits = outputs[0][0, :, : tokenizer.vocabulary_size]
-    gaps = (row[0] == tokenizer.special_tokens[MASK]).nonzero().flatten()
+    gaps = (row[0] == tokenizer.special_tokens[ends_of(tokenizer).mask]).nonzero().flatten()
     best = logits[gaps].float().softmax(dim=-1).topk(min(num_candidates, logits.shape[1]))
     gaps_filled = [
         [Candidate(tokenizer.decode([number]), share) for number, share in zip(numbers, shares, strict=True)]
         for numbers, shares in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]
-    parts = text.split(MASK)
-    pieces = [candidates[0].piece.removeprefix(CONTINUATION) for candidates in gaps_filled]
-    return Filled("".join(part + piece for part, piece in zip(parts, [*pieces, ""], strict=True)), gaps_filled)
+    filled, *parts = text.split(MASK)
+    for part, candidates in zip(parts, gaps_filled, strict=True):
+        piece = candidates[0].piece.removeprefix(CONTINUATION)
+        # A piece of a byte-level vocabulary brings the space before its word.
+        filled += piece.removeprefix(" ") + part if filled.endswith(" ") else piece + part
+    return Filled(filled, gaps_filled)

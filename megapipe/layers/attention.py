@@ -196,10 +196,8 @@ class Attention(nn.Module):
         self.sharing: SharedSamples | None = None
         self.in_pieces: SharedSamples | None = None
         self.own_heads = slice(None)
-        self.qkv = ColumnParallelLinear(within(shapes, "qkv"), group)
+        self._add_projections(model, shapes, group, kernels)
         self.output = RowParallelLinear(within(shapes, "output"), group)
-        self.kv_groups, rows, self.head_dim, _ = shapes["qkv.weight"]
-        self.heads_per_group = rows - 2
         self.num_heads = self.kv_groups * self.heads_per_group
         self.first_head = group.rank * self.num_heads
         self.scale = model.score_scale
@@ -213,6 +211,12 @@ class Attention(nn.Module):
         self.rotary = RotaryAngles(model) if model.positions == "rotary" else None
         self.sinks = Sinks(within(shapes, "sinks")) if model.attention_sinks else None
         self.dropout = Dropout(model.attention_dropout, site, kernels)
+
+    def _add_projections(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        """Add what makes queries, keys and values of hidden states."""
+        self.qkv = ColumnParallelLinear(within(shapes, "qkv"), group)
+        self.kv_groups, rows, self.head_dim, _ = shapes["qkv.weight"]
+        self.heads_per_group = rows - 2
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
         if model.qk_norm and model.qk_norm_over == "projection":
@@ -226,25 +230,29 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
         """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
+        query, key, value = self._projected(x, context, again)
+        mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
+        return self.project(mixed, context.tape)
+
+    def _projected(self, x: Tensor, context: MicrobatchContext, again: Remade | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query [b, s, kv groups, heads, d], key [b, s, kv groups, 1, d] and value [b, s, kv groups, 1, d']."""
         projected = self.qkv(x, context.tape, again)
         batch, length, _ = projected.shape  # all tokens, of which x may be this rank's own
         heads = self.heads_per_group
         qkv = projected.view(batch, length, self.kv_groups, heads + 2, self.head_dim)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
-        query, key = self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context)
-        mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
-        return self.project(mixed, context.tape)
+        return self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context), value
 
     def project(self, mixed: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return the hidden states [b, s, h] of mixed values [b, s, kv groups, heads, d] or [b, s, heads, d].
+        """Return the hidden states [b, s, h] of mixed values [b, s, kv groups, heads, d'] or [b, s, heads, d'].
 
         Decoding calls it too, so that what comes after the attention itself is written once.
         """
         return self.output(mixed.flatten(2), tape)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, kv groups, heads, d] or [b, s, all heads, d] of whole samples: query [b, s, kv groups,
-        heads, d], key and value [b, s, kv groups, 1, d]."""
+        """Mixed values [b, s, kv groups, heads, d'] or [b, s, all heads, d'] of whole samples: query [b, s, kv groups,
+        heads, d], key [b, s, kv groups, 1, d], value [b, s, kv groups, 1, d']."""
         if self.in_pieces is not None:
             return self.in_pieces.mix(query, key, value, context)
         if context.document_blocks is not None:
@@ -252,11 +260,6 @@ class Attention(nn.Module):
         if self._picked_path(query, context) == "unfused":
             return self._unfused(query, key, value, context)
         return self._fused(query, key, value, context)
-
-    @property
-    def visible_window(self) -> int | None:
-        """Number of tokens that a token sees at most; None if all."""
-        return self.window if self.causal else None
 
     def weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
         """Return how pieces of attention turn scores into weights, without dropout. queries [..., rows], keys
@@ -294,7 +297,8 @@ class Attention(nn.Module):
         return choose_path(x.device.type, x.dtype, x.shape[1])
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, heads, d]."""
+        """Mixed values [b, s, heads, d']."""
+        channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         mask = self._fused_mask(query, context)
         grouped = query.shape[1] > key.shape[1]
@@ -312,12 +316,13 @@ class Attention(nn.Module):
             scale=self.scale,
             enable_gqa=grouped,
         )
-        return mixed.transpose(1, 2)
+        return narrowed(mixed.transpose(1, 2), channels)
 
     def _within_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
-        """Mixed values [b, s, heads, d] of documents that are kept apart by blocks."""
+        """Mixed values [b, s, heads, d'] of documents that are kept apart by blocks."""
+        channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
-        return attend(query, key, value, blocks, self.scale).transpose(1, 2)
+        return narrowed(attend(query, key, value, blocks, self.scale).transpose(1, 2), channels)
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
         """Return the visible keys of queries [b, heads, s, d], broadcastable to [b, heads, s, s]; None: all before."""
@@ -355,16 +360,16 @@ class Attention(nn.Module):
         return torch.baddbmm(empty, query, key.transpose(1, 2), beta=0.0, alpha=scale).tanh_(), self.softcap
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, kv groups, heads, d]. All query heads of a kv group share one product with its keys."""
+        """Mixed values [b, s, kv groups, heads, d']. All query heads of a kv group share one product with its keys."""
         batch, length, groups, heads, width = query.shape
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
-        key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, width) for part in (key, value))
+        key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, -1) for part in (key, value))
         mix = partial(self._mixed, context=context)
         mixed = run_again(mix, rows, key, value) if self.recompute else mix(rows, key, value)
-        return mixed.view(batch, groups, heads, length, width).permute(0, 3, 1, 2, 4)
+        return mixed.view(batch, groups, heads, length, -1).permute(0, 3, 1, 2, 4)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [n, rows, d] of query [n, rows, d], key and value [n, s, d]; n = b x kv groups."""
+        """Mixed values [n, rows, d'] of query [n, rows, d], key [n, s, d], value [n, s, d']; n = b x kv groups."""
         weights = self._weights(query, key, context)
         if self.dropout.active(context):
             length = key.shape[1]
@@ -373,19 +378,30 @@ class Attention(nn.Module):
         return torch.bmm(weights, value)
 
 
+def widened(value: Tensor, query: Tensor) -> Tensor:
+    """Return values [..., d'] with zeros up to the channels of queries [..., d]: fused kernels need one width."""
+    missing = query.shape[-1] - value.shape[-1]
+    return functional.pad(value, (0, missing)) if missing else value
+
+
+def narrowed(mixed: Tensor, channels: int) -> Tensor:
+    """Return the first channels of mixed values, which are those of values before they were `widened`."""
+    return mixed if mixed.shape[-1] == channels else mixed[..., :channels].contiguous()
+
+
 class BidirectionalAttention(Attention):
     """One block's attention over samples of the lengths in a BertContext."""
 
     causal = False
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor:
-        return visible_keys(context, query.shape[2])[:, None, None, :]
+        return visible_keys(context, query.shape[2], self.window).unsqueeze(1)
 
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
-        visible = visible_keys(context, key.shape[1])
+        visible = visible_keys(context, key.shape[1], self.window)
         hidden = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, -math.inf)
         products, scale = self._products(query, key)
-        scores = products.view(len(hidden), -1, key.shape[1])
+        scores = products.view(len(hidden), -1, *hidden.shape[1:])
         weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=scale), dim=-1)
         return weights.view(query.shape[0], query.shape[1], key.shape[1])
 
@@ -405,8 +421,17 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
         return torch.tensor([2.0**-each for each in exponents], dtype=torch.float64).to(device)
 
 
-def visible_keys(context: MicrobatchContext, num_tokens: int) -> Tensor:
-    """bool [b, s]: the tokens of each sample that are not padding. Raises ValueError without lengths."""
+def visible_keys(context: MicrobatchContext, num_tokens: int, window: int | None) -> Tensor:
+    """Which keys (last axis) each query sees: bool [b, 1, s] for all queries alike, or [b, s, s] in a window.
+
+    Visible are tokens that are not padding, at distances below `window`, and each query itself, because padding may
+    have no other: a softmax of nothing would be NaN. Raises ValueError without lengths.
+    """
     if not isinstance(context, BertContext) or context.lengths is None:
         raise ValueError("attention over padded samples needs their lengths: pass a BertContext with lengths")
-    return torch.arange(num_tokens, device=context.lengths.device) < context.lengths.unsqueeze(1)
+    places = torch.arange(num_tokens, device=context.lengths.device)
+    visible = (places < context.lengths.unsqueeze(1)).unsqueeze(1)
+    if window is None or window >= num_tokens:
+        return visible
+    distances = (places.unsqueeze(1) - places).abs()
+    return (visible & (distances < window)) | (distances == 0)

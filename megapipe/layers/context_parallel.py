@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import Attention, narrowed, widened
 from megapipe.layers.attention_pieces import (
     Seen,
     Weighing,
@@ -54,14 +54,15 @@ class Ring:
         return Share(self.order, self.group.rank, self.group.size)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d], key and value [b, s, kv heads, 1,
-        d], all of the tokens in hand."""
+        """Mixed values [b, s, heads, d'] of query [b, s, kv heads, heads of each, d], key [b, s, kv heads, 1, d] and
+        value [b, s, kv heads, 1, d'], all of the tokens in hand."""
+        channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         # The graph keeps the pass, and a tape keeps the graph: together they would keep each other for ever.
         known = replace(context, tape=None)
         sinks = self.attention.own_sinks(context.tape)
         mixed: Tensor = _Ring.apply(query, key, value, sinks, Pass(self, known, query.shape[2]))
-        return mixed.transpose(1, 2)
+        return narrowed(mixed.transpose(1, 2), channels)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Pass:
         ring = self.ring
         lengths = self.context.lengths if isinstance(self.context, BertContext) else None
         masked = self.context.document_starts is not None or lengths is not None
-        visibility = Visibility(ring.attention.causal, ring.attention.visible_window, masked)
+        visibility = Visibility(ring.attention.causal, ring.attention.window, masked)
         rank, size = ring.group.rank, ring.group.size
         numbers = _numbers(ring.order, size, self.num_local * size, device)
         for piece in pieces(visibility, ring.order, rank, key_rank, size, self.num_local):
@@ -93,8 +94,8 @@ class Pass:
         queries = queries.unsqueeze(1)
         if self.ring.attention.causal:
             visible = visible & (keys <= queries)
-            if self.ring.attention.visible_window is not None:
-                visible = visible & (queries - keys < self.ring.attention.visible_window)
+        if self.ring.attention.window is not None:
+            visible = visible & ((queries - keys).abs() < self.ring.attention.window)
         if self.context.document_starts is not None:
             starts = self.context.document_starts[:, None, piece.queries.start : piece.queries.stop, None]
             visible = visible & (keys >= starts)
@@ -231,8 +232,9 @@ class HeadExchange:
         return Share("contiguous", self.group.rank, self.group.size)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d], key and value [b, s, kv heads, 1,
-        d], all of the tokens in hand."""
+        """Mixed values [b, s, heads, d'] of query [b, s, kv heads, heads of each, d], key [b, s, kv heads, 1, d] and
+        value [b, s, kv heads, 1, d'], all of the tokens in hand."""
+        channels, value = value.shape[-1], widened(value, query)
         batch, length, groups, heads, width = query.shape
         copies = kv_copies(groups, heads, self.group.size)
         if copies > 1:
@@ -241,8 +243,8 @@ class HeadExchange:
         whole = self._tokens_for_heads(torch.cat([query, key, value], dim=3))
         query, key, value = whole.split([query.shape[3], 1, 1], dim=3)
         everything = replace(context, token_numbers=None, document_starts=context.whole_document_starts)
-        mixed = self.attention.mix(query, key, value, everything)
-        return self._heads_for_tokens(mixed.reshape(batch, self.group.size * length, -1, width))
+        mixed = narrowed(self.attention.mix(query, key, value, everything), channels)
+        return self._heads_for_tokens(mixed.reshape(batch, self.group.size * length, -1, channels))
 
     def _tokens_for_heads(self, x: Tensor) -> Tensor:
         """[b, s, kv heads, n, d] of the tokens in hand to [b, size x s, kv heads / size, n, d]."""

@@ -28,7 +28,8 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The rows of a table on this rank: `number` of them from `first` on. shards: other ranks have the rest."""
+    """The rows of a table on this rank: `number` of them, the first of which is that of the number `first` (below 0 if
+    no number uses the first rows). shards: other ranks have the rest."""
 
     first: int
     number: int
@@ -40,9 +41,10 @@ class _Rows(NamedTuple):
         A backward computes this again, so that nothing but the micro-batch's own numbers is kept for it.
         """
         rows = numbers if starts is None else numbers - starts
+        if self.first:
+            rows = rows - self.first
         if not self.shards:
             return rows, None
-        rows = rows - self.first
         absent = (rows < 0) | (rows >= self.number)
         return rows.masked_fill(absent, 0), absent
 
@@ -85,13 +87,14 @@ class _ProbedEmbedding(torch.autograd.Function):
 
 
 class _Table(SplitModule):
-    """A table of rows [num_rows, h], looked up by number. rank, shards: which part of its rows this rank has."""
+    """A table of rows [num_rows, h], looked up by number. rank, shards: which part of its rows this rank has. unused:
+    rows before that of the number 0."""
 
-    def __init__(self, shapes: Shapes, rank: int = 0, shards: int = 1) -> None:
+    def __init__(self, shapes: Shapes, rank: int = 0, shards: int = 1, unused: int = 0) -> None:
         super().__init__()
         self.weight = empty_parameter(shapes["weight"])
         number = self.weight.shape[0]
-        self._rows = _Rows(rank * number, number, shards > 1)
+        self._rows = _Rows(rank * number - unused, number, shards > 1)
 
     def look_up(self, numbers: Tensor, starts: Tensor | None, tape: SplitTape | None) -> Tensor:
         """Numbers int64 [...], which count from `starts` unless it is None, to [..., h]; zero for rows of others."""

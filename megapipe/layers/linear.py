@@ -333,9 +333,15 @@ class RowParallelLinear(Linear, OnShards):
 class ReplicatedLinear(Linear):
     """A linear layer that every rank computes whole, on the same x: small ones, not worth an exchange."""
 
-    def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        """[..., in] to [..., out]."""
-        return self.local_product(x, tape, add_bias=True)
+    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+        """[..., in] to [..., out]. again: as in `local_product`."""
+        return self.local_product(x, tape, add_bias=True, again=again)
+
+
+class OwnTokensLinear(ReplicatedLinear, OnShards):
+    """A replicated linear layer that under sequence parallelism has a rank's own tokens alone."""
+
+    partial = ("weight", "bias")
 
 
 Recipe = Literal["tensorwise", "rowwise"]

@@ -31,8 +31,12 @@ class BertEmbedding(nn.Module):
     def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
-        self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
-        self.token_type = TokenTypes(within(shapes, "token_type"))
+        self.position = (
+            LearnedPositions(within(shapes, "position"), unused=model.first_position)
+            if model.positions == "learned"
+            else None
+        )
+        self.token_type = TokenTypes(within(shapes, "token_type")) if model.token_types else None
         self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
@@ -45,7 +49,8 @@ class BertEmbedding(nn.Module):
         if self.position is not None:
             places = token_numbers(context, context.tokens.shape[1], hidden.device)
             hidden = hidden + self.position(places, None, tape)
-        hidden = hidden + self.token_type(context.token_types, tape)
+        if self.token_type is not None:
+            hidden = hidden + self.token_type(context.token_types, tape)
         if self.norm is not None:
             hidden = self.norm(hidden, tape)
         return (self.dropout(hidden, context),)

@@ -15,6 +15,7 @@ from megapipe.layers.cross_entropy import VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
 from megapipe.layers.feed_forward import MLP, Experts
+from megapipe.layers.latent_attention import MultiLatentAttention
 from megapipe.layers.linear import Shapes, partial_parameters, within
 from megapipe.layers.norms import Norm
 from megapipe.layers.split import Remade, SplitTape
@@ -66,7 +67,8 @@ class Block(nn.Module):
             make_norm(model, within(shapes, path), kernels) if f"{path}.weight" in shapes else None
             for path in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
         )
-        self.attention = self.attention_kind(model, within(shapes, "attention"), group, kernels, attention_site)
+        kind = self.attention_kind if model.kv_latent_size is None else MultiLatentAttention
+        self.attention = kind(model, within(shapes, "attention"), group, kernels, attention_site)
         if model.why_pieces is not None:
             attend_in_pieces(self.attention)
         self.attention_dropout = Dropout(model.hidden_dropout, attention_output_site, kernels)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from megapipe.layers.attention import Attention
 from megapipe.layers.attention_pieces import Seen, piece_forward, with_sinks
+from megapipe.layers.latent_attention import MultiLatentAttention
 from megapipe.layers.norms import Norm
 from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
@@ -77,23 +78,43 @@ class DecodingEmbedding:
 
 
 class DecodingBlock:
-    """A transformer block with the keys and values of `rows` texts of up to `capacity` tokens."""
+    """A transformer block with the cache of `rows` texts of up to `capacity` tokens."""
 
     def __init__(self, block: Block, rows: int, capacity: int) -> None:
         self._block = block
         attention = block.attention
+        self._attend: CachedAttention
+        if isinstance(attention, MultiLatentAttention):
+            self._attend = LatentCache(attention, rows, capacity)
+        else:
+            self._attend = KeyValueCache(attention, rows, capacity)
+
+    def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
+        (hidden,) = inputs
+        return (self._block.around(lambda x, _: self._attend(x, context), hidden, None),)
+
+
+class CachedAttention(Protocol):
+    """The attention of a block to all tokens so far."""
+
+    def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
+        """Hidden states [b, s, h] of new tokens to [b, s, h]."""
+        ...
+
+
+class KeyValueCache:
+    """Attention with the keys and values of every head."""
+
+    def __init__(self, attention: Attention, rows: int, capacity: int) -> None:
+        self._attention = attention
         shape = (rows, attention.kv_groups, capacity, attention.head_dim)
         # Zeros, since a hidden position still takes part in the sum, with weight 0.
         self._keys = attention.qkv.weight.new_zeros(shape)
         self._values = attention.qkv.weight.new_zeros(shape)
 
-    def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
-        (hidden,) = inputs
-        return (self._block.around(lambda x, _: self._attention(x, context), hidden, None),)
-
-    def _attention(self, x: Tensor, context: DecodingContext) -> Tensor:
-        attention = self._block.attention
+    def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
+        attention = self._attention
         batch, new, _ = x.shape
         groups, heads, width = attention.kv_groups, attention.heads_per_group, attention.head_dim
         qkv = attention.qkv(x, None).view(batch, new, groups, heads + 2, width)
@@ -105,26 +126,62 @@ class DecodingBlock:
         place = (torch.arange(batch, device=x.device).unsqueeze(1), context.positions)
         keys.transpose(1, 2)[place] = key.squeeze(3)
         values.transpose(1, 2)[place] = value.squeeze(3)
-        visible = context.visible[attention.window]
-        length = visible.shape[-1]
-        if attention.softcap is not None or attention.in_pieces is not None:
-            query = query.flatten(2, 3).transpose(1, 2)
-            seen = Seen(visible=visible.unsqueeze(1))
-            how = attention.weighing(context.positions.unsqueeze(1), torch.arange(length, device=x.device))
-            mixed, log_sum = piece_forward(query, keys[:, :, :length], values[:, :, :length], seen, how)
-            if (sinks := attention.own_sinks(None)) is not None:
-                mixed, _ = with_sinks(mixed, log_sum, sinks)
-            return attention.project(mixed.transpose(1, 2), None)
-        # The query heads of a kv group are adjacent rows, so that they share its keys without copies.
-        mixed = functional.scaled_dot_product_attention(
-            query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads * new, width),
-            keys[:, :, :length],
-            values[:, :, :length],
-            attn_mask=visible.unsqueeze(1).repeat(1, 1, heads, 1),
-            scale=attention.scale,
-        )
-        mixed = mixed.view(batch, groups, heads, new, width).permute(0, 3, 1, 2, 4)
-        return attention.project(mixed, None)
+        return attention.project(_mixed(attention, query, keys, values, context), None)
+
+
+class LatentCache:
+    """Multi-latent attention with each token's latent and shared rotated key, which the heads of all tensor ranks have
+    in common: (c + r) numbers for a token instead of keys and values of all heads.
+
+    The matrix that makes keys of latents is applied to queries, and the one that makes values to mixed latents, so
+    that neither keys nor values exist (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads attend to one key.
+    """
+
+    def __init__(self, attention: MultiLatentAttention, rows: int, capacity: int) -> None:
+        self._attention = attention
+        channels = attention.kv_down.weight.shape[0]
+        self._latents = attention.kv_down.weight.new_zeros((rows, 1, capacity, channels))
+
+    def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
+        attention, capacity = self._attention, self._latents.shape[2]
+        up = attention.kv_up.weight.unflatten(0, (attention.kv_groups, -1))
+        of_keys, of_values = up.split([up.shape[1] - attention.value_dim, attention.value_dim], dim=1)
+        query = _placed(attention, attention.queries(x, None), None, context.positions, capacity).squeeze(3)
+        latent, shared = attention.latents(x, None)
+        shared = _placed(attention, shared[:, :, None, None], None, context.positions, capacity)[:, :, 0, 0]
+        rotated, own = query.split([shared.shape[-1], of_keys.shape[1]], dim=-1)
+        query = torch.cat([torch.einsum("bshd,hdc->bshc", own, of_keys), rotated], dim=-1)
+        latents = self._latents[context.rows]
+        place = (torch.arange(len(x), device=x.device).unsqueeze(1), context.positions)
+        latents[:, 0][place] = torch.cat([latent, shared], dim=-1)
+        # What the shared keys add to the mixed channels is cut off: fused kernels need values as wide as keys.
+        mixed = _mixed(attention, query.unsqueeze(2), latents, latents, context).flatten(2, -2)
+        return attention.project(torch.einsum("bshc,hdc->bshd", mixed[..., : latent.shape[-1]], of_values), None)
+
+
+def _mixed(attention: Attention, query: Tensor, keys: Tensor, values: Tensor, context: DecodingContext) -> Tensor:
+    """Return mixed values [b, s, kv groups, heads, d] or [b, s, heads, d] of query [b, s, kv groups, heads, d] and of
+    cached keys and values [b, kv groups, capacity, d]."""
+    batch, new, groups, heads, width = query.shape
+    visible = context.visible[attention.window]
+    length = visible.shape[-1]
+    if attention.softcap is not None or attention.in_pieces is not None:
+        query = query.flatten(2, 3).transpose(1, 2)
+        seen = Seen(visible=visible.unsqueeze(1))
+        how = attention.weighing(context.positions.unsqueeze(1), torch.arange(length, device=query.device))
+        mixed, log_sum = piece_forward(query, keys[:, :, :length], values[:, :, :length], seen, how)
+        if (sinks := attention.own_sinks(None)) is not None:
+            mixed, _ = with_sinks(mixed, log_sum, sinks)
+        return mixed.transpose(1, 2)
+    # The query heads of a kv group are adjacent rows, so that they share its keys without copies.
+    mixed = functional.scaled_dot_product_attention(
+        query.permute(0, 2, 3, 1, 4).reshape(batch, groups, heads * new, width),
+        keys[:, :, :length],
+        values[:, :, :length],
+        attn_mask=visible.unsqueeze(1).repeat(1, 1, heads, 1),
+        scale=attention.scale,
+    )
+    return mixed.view(batch, groups, heads, new, width).permute(0, 3, 1, 2, 4)
 
 
 class DecodingHead:

@@ -26,20 +26,22 @@ from megapipe.spec.parameters import LayerSpec
 WITHOUT_EFFECT = (
     "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling",
     "tie_embeddings", "init_std", "scale_residual_init", "expert_bias", "attention_scale",
-    "layer_kinds", "layer_pattern", "family",
+    "layer_kinds", "layer_pattern", "family", "first_position",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
 NEWER = (
     "rotary_fraction", "attention_softcap", "qk_norm_over", "norm_position", "parallel_residual", "embedding_scale",
-    "residual_scale", "logit_scale", "logit_softcap", "attention_sinks", "embedding_norm",
+    "residual_scale", "logit_scale", "logit_softcap", "attention_sinks", "token_types", "embedding_norm",
+    "transform_bias", "attention_norm", "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
 )  # fmt: skip
-"""Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default."""
+"""Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default,
+or from a BERT's if a GPT lacks them."""
 OF_EXPERTS = (
     "num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate", "router_scores",
     "router_scale", "router_bias", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
 )  # fmt: skip
 """Fields that matter only for a model with experts."""
-RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_dim", "ffn_hidden_size": "ffn_size"}
+RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "own_head_size", "ffn_hidden_size": "ffn_size"}
 ONLY_SHARED = {"context_attention": "context", "sequence_parallel": "tensor", "sequence_chunks": "tensor"}
 """Parts of a shape that have no effect if this dimension has only one rank."""
 LAYOUT = {"sequence_parallel", "sequence_chunks", "context_attention", "recomputed_parts", "recompute_logits"}
@@ -255,7 +257,7 @@ def shape_of(config: PretrainConfig, variant: str = BASE_KIND) -> dict[str, str]
         for each in fields(model)
         if each.name not in WITHOUT_EFFECT
         and (model.num_experts is not None or each.name not in OF_EXPERTS)
-        and (each.name not in NEWER or getattr(model, each.name) != getattr(ModelConfig, each.name))
+        and (each.name not in NEWER or getattr(model, each.name) != getattr(ModelConfig, each.name, each.default))
     }
     settings["kind"] = config.kind
     settings |= {name: getattr(config.data, name) for name in ("sequence_length", "isolate_documents")}

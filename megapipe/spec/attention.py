@@ -7,6 +7,7 @@ from functools import partial
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
+from megapipe.spec.latent_attention import latent_projections, operand_elements
 from megapipe.spec.linear import (
     all_tokens,
     entering,
@@ -17,6 +18,7 @@ from megapipe.spec.linear import (
     matrix,
     norm_init,
     residual_std,
+    row_exchanges,
     scales,
     vector,
 )
@@ -46,6 +48,27 @@ def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[
     ring (keys and values go round, in the backward with their gradients in fp32), or exchanges heads for tokens.
     """
     model, tensor = shape.model, shape.tensor
+    latent = model.kv_latent_size is not None
+    yield from latent_projections(shape, source) if latent else _projection(shape, source)
+    core, result = _heads(shape)
+    yield core
+    columns = model.num_heads * model.value_dim
+    output = matrix("attention.output.weight", (model.hidden_size, columns), 1, residual_std(model))
+    mixed = shape.tokens * columns * shape.width // tensor
+    yield Op(
+        "output",
+        weights=(output, *linear_bias(model, "attention.output.bias", (model.hidden_size,), None)),
+        saves=(result,),
+        weight_needs=(Value("attention result", mixed), handed),
+        flops=linear_flops(all_tokens(shape), output.num_elements),
+        collectives=(*(row_exchanges(shape) if latent else ()), *scales(shape)),
+        kernels=partial(linear_products, shape, output, shape.tokens),
+    )
+
+
+def _projection(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
+    """Yield the projection to queries, keys and values."""
+    model, tensor = shape.model, shape.tensor
     hidden, head_dim = model.hidden_size, model.head_dim
     rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, head_dim)
     qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
@@ -59,19 +82,6 @@ def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[
         collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
         kernels=partial(linear_products, shape, qkv, shape.tokens),
     )
-    core, result = _heads(shape)
-    yield core
-    output = matrix("attention.output.weight", (hidden, model.num_heads * head_dim), 1, residual_std(model))
-    mixed = shape.tokens * model.num_heads * head_dim * shape.width // tensor
-    yield Op(
-        "output",
-        weights=(output, *linear_bias(model, "attention.output.bias", (hidden,), None)),
-        saves=(result,),
-        weight_needs=(Value("attention result", mixed), handed),
-        flops=linear_flops(all_tokens(shape), output.num_elements),
-        collectives=scales(shape),
-        kernels=partial(linear_products, shape, output, shape.tokens),
-    )
 
 
 def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
@@ -80,7 +90,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
     changed = model.qk_norm or model.positions == "rotary"
     exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
-    ring = shape.context > 1 and not exchanged
+    ring = _is_ring(shape)
     copies = kv_copies(keys, model.num_heads // model.kv_heads, shape.context) if exchanged else 1
     by_group = (model.kv_heads, model.num_heads // model.kv_heads)
     init = Init("normal", model.init_std)
@@ -101,28 +111,30 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
             collectives.append(Collective("tensor", "all_reduce", shape.tokens, FULL_BYTES, 2, 2))
         elif tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
             collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
+    result = Value("attention result", shape.tokens * heads * model.value_dim * width)
     if exchanged:
         copied = keys * copies
         own = shape.micro_size, shape.sequence_length, heads // shape.context, copied // shape.context
-        result = Value("attention result", shape.tokens * heads * head_dim * width)
         # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
         saves += _attended(shape, *own, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
         if not _is_unfused(shape):  # its backward reads the result as it was before the exchange
-            saves.append(Value("result of whole samples", result.bytes))
-        for count in (heads + 2 * copied, heads):
-            collectives.append(Collective("context", "all_to_all", shape.tokens * count * head_dim, width, 1, 1))
+            saves.append(Value("result of whole samples", shape.tokens * heads * head_dim * width))
+        for channels in ((heads + 2 * copied) * head_dim, heads * model.value_dim):
+            collectives.append(Collective("context", "all_to_all", shape.tokens * channels, width, 1, 1))
     else:
-        result = Value("attention result", shape.tokens * heads * head_dim * width)
         saves += _attended(
             shape, shape.micro_size, shape.local_length, heads, keys, changed=changed, keeps_projected=model.qk_norm
         )
+        if model.value_dim < head_dim and not _is_unfused(shape):
+            saves.append(Value("widened attention result", shape.tokens * heads * head_dim * width))
         if ring:
             hops, block = shape.context - 1, 2 * shape.tokens * keys * head_dim
             collectives.append(Collective("context", "send", block, width, hops, hops))
             collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
-    pairs = 4 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * head_dim
+    channels = model.head_dim + model.value_dim
+    pairs = 2 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * channels
     return Op(
         "attention",
         weights=(*_norm_weights(model), *sinks),
@@ -169,7 +181,9 @@ def _attended(
     query, key = (micro_size * length * count * model.head_dim for count in (heads, keys))
     keys_copied = unfused and micro_size > 1 and keys > 1
     queries_copied = keys_copied or (heads > keys and (unfused or keys > 1))
-    if shape.repeats_keys:
+    if model.kv_latent_size is not None and changed:
+        elements = operand_elements(model, micro_size * length * heads, unfused=unfused, copied=keys_copied)
+    elif shape.repeats_keys:
         projected = 0 if (changed or keys > 1) and not keeps_projected else query + 2 * key
         elements = projected + query * (changed or queries_copied) + 2 * query
     else:
@@ -217,7 +231,8 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
             unfused = shape.attention == "unfused"
             yield Value("mask", pairs * (1 if unfused else width), "attention" if unfused else None)
     if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not in_pieces:
-        yield Value("padding mask", shape.micro_size * shape.sequence_length * width)
+        hidden = _seen_keys(shape) < shape.sequence_length  # a window hides other keys from each query
+        yield Value("padding mask", shape.micro_size * shape.sequence_length ** (1 + hidden) * width)
 
 
 def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
@@ -243,7 +258,7 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
     scores = Kernel("attention scores", "forward", (length, model.head_dim, keys, batch), dtype=shape.precision)
     if shape.attention == "unfused" and shape.context == 1 and not _in_pieces(shape):
         again = "attention" in shape.recompute
-        mixed = scores._replace(name="attention values", product=(length, keys, model.head_dim, batch))
+        mixed = scores._replace(name="attention values", product=(length, keys, model.value_dim, batch))
         for kernel in (scores, mixed):
             yield kernel
             if again and kernel is scores:
@@ -312,8 +327,11 @@ def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
 
 
 def _seen_keys(shape: MicrobatchShape) -> int:
+    """Return the most keys that a query sees."""
     window, length = shape.model.sliding_window, shape.sequence_length
-    return length if window is None else min(window, length)
+    if window is None:
+        return length
+    return min(2 * window - 1 if isinstance(shape.model, BertModelConfig) else window, length)
 
 
 LEAST_HEAD_DIM = 16

@@ -144,20 +144,54 @@ def windowed_layers(default: Callable[[Mapping[str, Any]], list[str]], **sliding
     sliding: further fields of blocks with a window."""
 
     def fields(config: Mapping[str, Any]) -> Fields:
-        kinds, number = config.get("layer_types") or default(config), config["num_hidden_layers"]
-        unknown = set(kinds) - {SLIDING, FULL}
-        if unknown or len(kinds) < number:
-            problem = f"has {min(unknown)!r}" if unknown else f"has {len(kinds)} entries for {number} layers"
-            raise FamilyError(f"layer_types {problem}; it has one of {SLIDING} and {FULL} for each layer")
+        kinds = listed_layers(config, default)
         window = window_fields(config)["sliding_window"]
-        if SLIDING in kinds[:number] and not window:
+        if SLIDING in kinds and not window:
             raise FamilyError(f"layer_types has {SLIDING!r}, but sliding_window is {window}; set one of them right")
         return layer_fields(
-            ["local" if kind == SLIDING else FULL for kind in kinds[:number]],
+            ["local" if kind == SLIDING else FULL for kind in kinds],
             {"local": {"sliding_window": window, **sliding}},
         )
 
     return fields
+
+
+def listed_layers(config: Mapping[str, Any], default: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
+    """Return the type of every layer. default: those of a config.json without layer_types. Raises FamilyError."""
+    kinds, number = config.get("layer_types") or default(config), config["num_hidden_layers"]
+    unknown = set(kinds) - {SLIDING, FULL}
+    if unknown or len(kinds) < number:
+        problem = f"has {min(unknown)!r}" if unknown else f"has {len(kinds)} entries for {number} layers"
+        raise FamilyError(f"layer_types {problem}; it has one of {SLIDING} and {FULL} for each layer")
+    return list(kinds[:number])
+
+
+def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> tuple[Fields, Fields]:
+    """Return the fields of rotary positions of a model, and those that its layers with a window have instead.
+
+    rope_parameters has them by type of layer; whole, local: what a config.json without it has. Raises FamilyError.
+    """
+    rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
+    if set(rope) != {FULL, SLIDING}:
+        raise FamilyError(f"rope_parameters has {', '.join(sorted(rope))}; it must have {FULL} and {SLIDING}")
+    model, windowed = (
+        all_rotated(stretched({**older, **rope[kind]}, config)) for kind, older in ((FULL, whole), (SLIDING, local))
+    )
+    prefix = "rope_scaling."
+    scaling = {name.removeprefix(prefix): each for name, each in windowed.items() if name.startswith(prefix)}
+    own: Fields = {"rope_theta": windowed["rope_theta"]}
+    if scaling != {name.removeprefix(prefix): each for name, each in model.items() if name.startswith(prefix)}:
+        own["rope_scaling"] = scaling
+    return model, own
+
+
+def rope_parameters(model: ModelConfig) -> Fields:
+    """Return transformers' description of rotary positions by type of layer, of which a model may lack one."""
+    found: Fields = {FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}
+    for each in reversed(blocks(model)):
+        kind = FULL if each.sliding_window is None else SLIDING
+        found[kind] = {"rope_type": "default", "rope_theta": each.rope_theta, **(rope_scaling(each) or {})}
+    return found
 
 
 def blocks(model: ModelConfig) -> list[ModelConfig]:
@@ -227,6 +261,7 @@ def decoder(
     architecture: str,
     *,
     ffn_key: str = "intermediate_size",
+    head_key: str = "head_dim",
     epsilon_key: str = "rms_norm_eps",
     activation: str = "hidden_act",
     **changes: Any,
@@ -236,7 +271,7 @@ def decoder(
         "fields": {
             **SIZES,
             "num_key_value_heads": "num_kv_heads",
-            "head_dim": "head_size",
+            head_key: "head_size",
             epsilon_key: "norm_epsilon",
             **TIED,
             ffn_key: "ffn_hidden_size",
@@ -260,7 +295,7 @@ def decoder(
             "attention_dropout pretraining_tp max_sequence_length is_decoder"
         ),
         "fixed": {"attention_bias": (False, None), "mlp_bias": (False, None)},
-        "defaults": {"num_key_value_heads": None, "head_dim": None, activation: "silu", epsilon_key: 1e-6},
+        "defaults": {"num_key_value_heads": None, head_key: None, activation: "silu", epsilon_key: 1e-6},
         "tensors": NAMES,
     }
     merged = with_additions(entries, changes)

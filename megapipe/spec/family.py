@@ -8,6 +8,7 @@ compares logits.
 
 import json
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -21,7 +22,9 @@ from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import ParameterSpec
 
 BUILT_IN = "megapipe.spec.families"
-Step = Literal["transposed", "query_key_value", "rotary_pairs", "stacked", "row", "input_first", "interleaved"]
+Step = Literal[
+    "transposed", "query_key_value", "rotary_pairs", "rotary_last", "stacked", "row", "input_first", "interleaved"
+]
 
 
 class FamilyError(ValueError):
@@ -39,6 +42,8 @@ class Tensors(NamedTuple):
       and value head.
     - rotary_pairs: after the step before, channels 2i and 2i + 1 of queries and keys rotate together, not i and
       i + head_dim / 2.
+    - rotary_last: rotated channels are the last ones of each head, or after the latent of keys and values, and
+      channels 2i and 2i + 1 of them rotate together; ours are the first ones of each head, and i and i + half do.
     - stacked: several tensors along a new leading axis.
     - row: a vector is stored as a matrix with one row.
     - input_first: matrices of all experts, in one tensor, have their input on the axis before the last one.
@@ -158,10 +163,11 @@ class Family:
             also be the path of a parameter, if its names differ from those of its module; its names are then complete.
         body: prefix of all names but those of `heads`; files of a model without a head lack it.
         heads: prefixes of names of heads.
-        buffers: ends of names that hold no weight.
+        buffers: ends of names of tensors that the model does not use.
         old_ends: ends of names in older files -> today's.
         repeats: name of a tensor -> the name of the tensor that it repeats.
         optional: our field -> prefixes of the tensors that a model has if the field is true.
+        more_layers: whether files may have layers after the last one, which predict further tokens and are ignored.
         order: among families that fit a model, an export takes the one with the lowest order, then the first by name.
     """
 
@@ -185,6 +191,7 @@ class Family:
     old_ends: Mapping[str, str] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    more_layers: bool = False
     order: int = 1
 
     def __post_init__(self) -> None:
@@ -333,6 +340,9 @@ class Family:
         not have."""
         if name == self.output:
             return model.tie_embeddings
+        layer = re.fullmatch(rf"{re.escape(self.body)}layers\.(\d+)\..*", name) if self.more_layers else None
+        if layer is not None and int(layer[1]) >= model.num_layers:
+            return True
         absent = (parts for flag, parts in self.optional.items() if not vars(model)[flag])
         return name in self.repeats or name.endswith(self.buffers) or any(name.startswith(parts) for parts in absent)
 
@@ -386,7 +396,9 @@ def _export_problems(model: ModelConfig, family: Family) -> list[str]:
 
 def model_values(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of a model by name, with optional sizes resolved, those of RoPE scaling by `rope_scaling.`."""
-    sizes = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_hidden_size": model.ffn_size}
+    sizes = {"num_kv_heads": model.kv_heads, "head_size": model.own_head_size, "ffn_hidden_size": model.ffn_size}
+    if model.kv_latent_size is not None:
+        sizes["value_head_size"] = model.value_dim
     scaling = {f"rope_scaling.{name}": value for name, value in vars(model.rope_scaling).items()}
     values = {**vars(model), **sizes, **scaling}
     del values["rope_scaling"]
@@ -420,6 +432,9 @@ def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
         values["attention_scale"] = None  # the usual one
     kinds, pattern = values.pop("layer_kinds"), values["layer_pattern"]
     layers = [dict(kinds.get(pattern[i % len(pattern)], {})) for i in range(model.num_layers if pattern else 0)]
+    if values.get("embedding_norm") == (values["norm_position"] == "post"):
+        values["embedding_norm"] = None  # the usual one
+    layers = [{name: value for name, value in each.items() if values.get(name, ...) != value} for each in layers]
     for each in (values, *layers):
         window = each.get("sliding_window")
         if window is not None and window >= model.max_positions:

@@ -27,7 +27,7 @@ def norm_init(kind: NormKind) -> Init:
 def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
     """Return the weight and, for layer norm, the bias of the norm at `path`."""
     weight = vector(f"{path}.weight", (model.hidden_size,), None, norm_init(model.norm_kind))
-    if not model.norm_kind.centred:
+    if not model.norm_kind.biased:
         return (weight,)
     return weight, vector(f"{path}.bias", (model.hidden_size,), None, ZEROS)
 
@@ -103,6 +103,34 @@ def gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
     if shape.tensor == 1 or not shape.sequence_parallel:
         return ()
     return (Collective("tensor", "all_gather", shape.tokens * shape.model.hidden_size, shape.width, 0, 1, 0, 2),)
+
+
+def column_exchanges(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
+    """Return the exchanges of the input, of these channels, of a matrix whose rows tensor ranks shard."""
+    elements, chunks = shape.tokens * channels, shape.sequence_chunks
+    if shape.tensor == 1:
+        return ()
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
+    return (
+        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks),
+        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, 0, chunks),
+        Collective("tensor", "all_gather", elements, shape.width, 0, 1, 0, 1),
+    )
+
+
+def row_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the exchanges of the output of a matrix whose columns tensor ranks shard, the residual stream."""
+    elements, chunks = shape.tokens * shape.model.hidden_size, shape.sequence_chunks
+    if shape.tensor == 1:
+        return ()
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    return (
+        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks),
+        Collective("tensor", "all_gather", elements // chunks, shape.width, 0, chunks),
+        Collective("tensor", "all_gather", elements, shape.width, 0, 0, 0, 1),
+    )
 
 
 def scales(shape: MicrobatchShape) -> tuple[Collective, ...]:

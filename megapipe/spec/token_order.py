@@ -91,7 +91,8 @@ class Piece:
 class Visibility:
     """The rules of visibility that hold for every sample.
 
-    causal: no token sees later ones. window: each sees itself and this many minus one before it. masked: the samples
+    causal: no token sees later ones. window: each sees itself and this many minus one before it, and without a causal
+    mask after it. masked: the samples
     decide too, by documents or padding.
     """
 
@@ -130,14 +131,12 @@ def _kind(visibility: Visibility, query: int, key: int, chunk: int) -> PieceKind
     window = visibility.window
     if visibility.causal and key > query:
         return None
-    if visibility.causal and window is not None and query - (key + chunk - 1) >= window:
+    if window is not None and max(query, key) - (min(query, key) + chunk - 1) >= window:
         return None
-    if visibility.masked:
+    if visibility.masked or (window is not None and max(query, key) + chunk - 1 - min(query, key) >= window):
         return "masked"
     if not visibility.causal:
         return "full"
-    if window is not None and query + chunk - 1 - key >= window:
-        return "masked"
     return "causal" if key == query else "full"
 
 

@@ -64,8 +64,6 @@ INDEX_BYTES = 8
 """Bytes of the number of a token, a row or an expert."""
 LOSS_STATISTICS = 3
 """Numbers per row by which tensor ranks find the softmax over all columns: maximum, sum, the label's logit."""
-TOKEN_TYPES = 2
-"""First and second part of a BERT's sample."""
 SENTENCE_CLASSES = 2
 """The second part follows the first one in the text, or not."""
 
@@ -84,7 +82,9 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
         for name, source in (("attention norm", first_input), ("mlp norm", second_input))
     )
     reads = {"post": (layer_input, first), "output": (layer_input, after_attention)}.get(position, (first, second))
-    if position != "output":
+    if not model.attention_norm:
+        reads = (layer_input, second)
+    elif position != "output":
         yield norm(shape, "attention_norm", first_input, part="norms")
     # Only sums that nothing else reads hand the gradient of the block's output on.
     first_handed, second_handed = (
@@ -352,13 +352,14 @@ def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
 def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of an embedding: rows that are looked up and summed, and a norm if the model has one."""
     model, stream = shape.model, shape.own_stream
-    bert = isinstance(model, BertModelConfig)
+    encoder = model if isinstance(model, BertModelConfig) else None
+    types, unused = (encoder.token_types, encoder.first_position) if encoder else (0, 0)
     normalized = model.normalizes_embeddings
     tables = [table(model, "word.weight", model.vocabulary_size, padded=True)]
     if model.positions == "learned":
-        tables.append(table(model, "position.weight", model.max_positions, padded=False))
-    if bert:
-        tables.append(table(model, "token_type.weight", TOKEN_TYPES, padded=False))
+        tables.append(table(model, "position.weight", unused + model.max_positions, padded=False))
+    if types:
+        tables.append(table(model, "token_type.weight", types, padded=False))
     elements, collectives = shape.tokens * model.hidden_size, tuple[Collective, ...]()
     if shape.tensor > 1 and shape.sequence_parallel:
         collectives = (
@@ -376,7 +377,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     words = "gradient of words" if changed or words_apart else OUTPUT_GRADIENT
     handed = [Value(words, shape.stream)]
     summed = model.positions == "learned" and not shape.isolate_documents
-    if words_apart and (bert or (model.positions == "learned" and not summed)):
+    if words_apart and (types or (model.positions == "learned" and not summed)):
         handed.append(Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream))
     if summed:
         handed.append(gradient("positions", stream // shape.micro_size))
@@ -453,7 +454,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     transform = matrix("transform.weight", (hidden, hidden), None, model.init_std)
     yield Op(
         "transform",
-        weights=(transform, vector("transform.bias", (hidden,), None, ZEROS)),
+        weights=(transform, *([vector("transform.bias", (hidden,), None, ZEROS)] if model.transform_bias else [])),
         gathered=True,
         saves=(picked,),
         weight_needs=(picked, gradient("transform", wide)),

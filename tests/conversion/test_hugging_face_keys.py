@@ -21,13 +21,17 @@ from megapipe.conversion.command import main
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.spec.family import FamilyError, families, family_of
 from tests.conversion.test_round_trips import logits_of, theirs_of
-from tests.models.hugging_face import CONFIGS
+from tests.models.hugging_face import CONFIGS, ENCODERS
 
-SLOW = ("gpt2", "llama", "mixtral", "ernie4_5_moe", "qwen2", "qwen3", "bert", "megatron_bert")
+SLOW = ("gpt2", "llama", "mixtral", "ernie4_5_moe", "qwen2", "qwen3", "bert", "megatron_bert", "roberta")
 FAMILIES = [
     "mistral",
     *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in CONFIGS if name not in (*SLOW, "mistral")),
+    *(
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in (*CONFIGS, *ENCODERS)
+        if name not in (*SLOW, "mistral")
+    ),
 ]
 OF_4 = {
     "torch_dtype": "float64",
@@ -66,6 +70,10 @@ CHANGES: dict[str, list[Any]] = {
         {"rope_type": "dynamic", "rope_theta": 40.0, "factor": 4.0},
         {"rope_type": "yarn", "rope_theta": 40.0, "factor": 4.0, "original_max_position_embeddings": 16},
         {"rope_type": "default", "rope_theta": 40.0, "partial_rotary_factor": 0.5},
+        {
+            "full_attention": {"rope_type": "linear", "rope_theta": 40.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 9.0, "factor": 4.0},
+        },
     ],
     "num_experts_per_tok": [1, 3],
     "pad_token_id": [5],
@@ -167,8 +175,8 @@ def test_every_changed_key_is_honoured_or_refused(folder: Path, tmp_path: Path) 
                 honoured.add(key)
                 check_logits(tmp_path / "v", source, f"{key} {value!r}")
     assert {"is_encoder_decoder", "quantization_config", "use_bidirectional_attention"} <= refused
-    assert {"use_cache", "initializer_range", "temperature"} <= without_effect.keys()
-    assert honoured & {"layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon"}
+    assert {"initializer_range", "temperature"} <= without_effect.keys()
+    assert honoured & {"layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"}
     together = {key: value for key, value in without_effect.items() if key not in NOT_TRIED_TOGETHER}
     path = variant(folder, tmp_path / "v", {**config, **together})
     check_logits(path, HuggingFaceSource(path), f"one of {sorted(together)}")

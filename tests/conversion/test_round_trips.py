@@ -20,7 +20,7 @@ from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.conversion.megapipe_format import MegapipeSource, MegapipeTarget
 from tests.layers.bound import bind_model, make_context, run
 from tests.models import test_bert_hugging_face as bert
-from tests.models.hugging_face import CONFIGS, case_of
+from tests.models.hugging_face import CONFIGS, ENCODERS, case_of
 
 BERTS = {
     "bert": {},
@@ -44,7 +44,7 @@ FAMILIES = [
     name
     if name in ("gpt2", "llama", "mixtral", "ernie4_5_moe", "bert")
     else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in (*CONFIGS, *BERTS)
+    for name in (*CONFIGS, *BERTS, *ENCODERS)
 ]
 
 
@@ -105,7 +105,7 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
     theirs.eval()
     with torch.no_grad():
         if isinstance(model, BertModelConfig):
-            context = bert.make_context()
+            context = bert.make_context(model)
             layers = bert.bound(model, weights, torch.float32)
             real = torch.arange(bert.LENGTH) < context.lengths[:, None]
             found, expected = (
@@ -122,6 +122,19 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
         return [
             (run(bound, replace(decoder_context, labels=None, training=False)), theirs(decoder_context.tokens).logits)
         ]
+
+
+def test_a_tokenizer_with_another_padding_than_the_positions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs_of("roberta").save_pretrained(tmp_path / "theirs")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(92))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    named = ["--tokenizer", f"bert-cased:{tmp_path}/vocab.txt"]
+    command = ["convert", str(tmp_path / "theirs"), "--to", "hf", str(tmp_path / "out"), *named]
+    assert main(command) == 2
+    assert "padding has the id 0, but the model's positions count from the row after 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_bf16_is_what_torch_rounds_to(tmp_path: Path) -> None:

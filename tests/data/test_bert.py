@@ -103,11 +103,29 @@ def test_both_forms_of_a_vocabulary_are_equal(tmp_path: Path) -> None:
     assert plain.continues.sum() == int(0.3 * SIZE)
 
 
+def test_words_of_byte_level_vocabularies_start_with_spaces(tmp_path: Path) -> None:
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(["some words in some other words\n"] * 9, vocab_size=400, special_tokens=special)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = BertVocabulary.read(tmp_path)
+    ends = vocabulary.classification, vocabulary.padding, vocabulary.separator, vocabulary.mask
+    assert ends == tuple(special.index(name) for name in ("<s>", "<pad>", "</s>", "<mask>"))
+    pieces = [trained.decode([number]) for number in range(vocabulary.size)]
+    expected = [not piece.startswith((" ", "\n", "\t")) for piece in pieces]
+    expected[: len(special)] = vocabulary.continues[: len(special)]
+    assert vocabulary.continues.tolist() == expected
+    assert not vocabulary.continues[list(ends)].any()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("word\n##piece\n", r"vocab\.txt has no \[PAD\], \[CLS\], \[SEP\], \[MASK\].*train-tokenizer"),
-        (json.dumps({"model": {"type": "BPE", "vocab": {}}}), r"is a BPE tokenizer; BERT samples need a WordPiece"),
+        (
+            json.dumps({"model": {"type": "BPE", "vocab": {}}}),
+            r"tokenizer\.json has no \[PAD\], \[CLS\], \[SEP\], \[MASK\]",
+        ),
         ("{", r"tokenizer\.json is not readable JSON"),
         (None, r"no vocabulary .* give a vocab\.txt"),
     ],

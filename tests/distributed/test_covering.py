@@ -17,7 +17,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.training.validation import validate
-from tests.support.bert_runs import write_corpus
+from tests.support.bert_runs import MODERN, POST_NORM, write_corpus
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case, completed, covering_array, possible_pairs
 from tests.support.equality import check_bits, check_close, check_gradients, check_weights
@@ -118,6 +118,27 @@ ALIBI: Change = {
         "layer_pattern": ("base", "rotary", "base"),
     }
 }
+ROBERTA: Change = {
+    "model": {"sentence_head": False, "token_types": 1, "first_position": 2},
+    "data": {"pairs": "none"},
+}
+MODERNBERT: Change = {
+    "model": {name: value for name, value in vars(MODERN).items() if value != getattr(POST_NORM, name)},
+    "data": {"pairs": "none"},
+}
+LATENTS: Change = {
+    "model": {
+        "num_kv_heads": None,
+        "kv_latent_size": 12,
+        "query_latent_size": 20,
+        "head_size": 8,
+        "rotary_head_size": 4,
+        "value_head_size": 6,
+        "bias": "attention",
+        "layer_kinds": {"whole": {"query_latent_size": None, "value_head_size": 12}},
+        "layer_pattern": ("base", "whole"),
+    }
+}
 SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
 MIXED = [
     pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
@@ -137,8 +158,25 @@ MIXED = [
     pytest.param({"precision": "bf16", "recompute": "selective", "offload": "optimizer"}, SINKS, marks=RARE),
     pytest.param({"schedule": "zb_h1", "tensor": "2", "context": "2 ring"}, ALIBI, marks=SLOW),
     pytest.param({"context": "2 all-to-all", "documents": "isolated", "recompute": "full"}, ALIBI, marks=RARE),
+    pytest.param(
+        {"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ROBERTA, marks=SLOW
+    ),
+    pytest.param({"model": "bert", "context": "2 ring", "zero": "3", "data": "2"}, ROBERTA, marks=RARE),
+    pytest.param({"model": "bert", "pipeline": "2", "tensor": "2", "sequence": "on"}, MODERNBERT, marks=SLOW),
+    pytest.param({"model": "bert", "context": "2 ring", "schedule": "zb_h1", "pipeline": "2"}, MODERNBERT, marks=SLOW),
+    pytest.param(
+        {"model": "bert", "context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"},
+        MODERNBERT,
+        marks=RARE,
+    ),
+    pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, LATENTS, marks=SLOW),
+    pytest.param({"tensor": "2", "recompute": "selective", "documents": "isolated"}, LATENTS, marks=RARE),
+    pytest.param({"context": "2 ring", "tensor": "2", "sequence": "on", "precision": "bf16"}, LATENTS, marks=SLOW),
+    pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS, marks=RARE),
+    pytest.param({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS, marks=RARE),
+    pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
 ]
-"""Llamas whose blocks differ."""
+"""Llamas whose blocks differ, and encoders."""
 SCALARS = 4096
 """Bytes of tables and numbers that live on between steps besides the buffers."""
 NUMBERS = 256
@@ -204,7 +242,8 @@ def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
 ) -> None:
     case = {**BASE, "model": "llama", **case}
     config = changed(config_of(case, *corpora), change)
-    alone = changed(config_of(oracle_of(case), *corpora), {"model": change["model"]})
+    kept = {group: fields for group, fields in change.items() if group in ("model", "data")}
+    alone = changed(config_of(oracle_of(case), *corpora), kept)
     validate(config, world_size(case))
     (oracle,) = run_threads(sizes_of(alone), run_layout, alone)
     ranks = predicted_and_counted(config)

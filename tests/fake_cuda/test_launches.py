@@ -50,6 +50,7 @@ def once(forward: str, backward: str | None = None) -> dict[str, dict[str, int]]
 
 LAUNCHES = {
     "layer_norm": NORM,
+    "layer_norm_without_bias": NORM,
     "rms_norm": NORM,
     "rms_norm_unit_offset": NORM,
     "attention_probabilities": once("attention"),

@@ -15,7 +15,7 @@ from tests.distributed.test_covering import CASES, name_of
 from tests.fake_cuda import runs
 from tests.fake_cuda.communicators import check_logs
 from tests.fake_cuda.server import run_fake
-from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
+from tests.support.bert_runs import MODERN, POST_NORM, make_bert_config, write_corpus
 from tests.support.covering import Case
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 from tests.support.layouts import config_of, sizes_of, world_size
@@ -62,6 +62,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "eager updates": (WIDE, {"schedule": {"name": "2bw", "update": "eager"}, "parallel": {"pipeline": 2}}),
     "sums in bf16": (WIDE, {"parallel": {"data": 2}, "zero": {"stage": 2, "reduce_dtype": "bf16"}}),
     "post-norm BERT": (POST_NORM, {}),
+    "ModernBERT": (MODERN, {}),
     "Gemma, NTK": (
         replace(WIDE, activation="geglu_tanh", normalization="rms_norm_unit_offset", rope_scaling=_scaled("dynamic")),
         {},
@@ -71,10 +72,11 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "LongRoPE": (replace(WIDE, rope_scaling=_scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)), {}),
     "sinks in a window": (replace(WIDE, attention_sinks=True, sliding_window=8, activation="swiglu_clamped"), {}),
     "BLOOM": (replace(GPT2_SHAPE, positions="alibi", embedding_norm=True), {}),
+    "latents": (replace(WIDE, num_kv_heads=None, kv_latent_size=24, query_latent_size=32, rotary_head_size=8), {}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-21:]
+LATE_OPTIONS = tuple(OPTIONS)[-22:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never
@@ -99,7 +101,7 @@ def config_with(name: str, prefix: str, data: BertDataConfig) -> PretrainConfig:
     model, groups = OPTIONS[name]
     changes = {"training": {"precision": "bf16"}, **groups}
     if isinstance(model, BertModelConfig):
-        return make_bert_config(data, model, **changes)
+        return make_bert_config(data if model.sentence_head else replace(data, pairs="none"), model, **changes)
     return make_config(prefix, model, **changes)
 
 

@@ -33,6 +33,9 @@ SHAPES = {
         layer_kinds={"all": {"sliding_window": None, "positions": "none"}},
         layer_pattern=("base", "all"),
     ),
+    "latents": replace(
+        LLAMA_SHAPE, max_positions=48, init_std=0.3, num_kv_heads=None, kv_latent_size=12, rotary_head_size=4
+    ),
 }
 LAYOUTS = [
     ("gpt2-tied", {"pipeline": 2, "tensor": 2}),
@@ -43,6 +46,7 @@ LAYOUTS = [
             ("gpt2-tied", {"tensor": 2}),
             ("llama-untied", {"pipeline": 4}),
             ("llama-untied", {"tensor": 2}),
+            ("latents", {"pipeline": 2, "tensor": 2}),
         )
     ),
 ]

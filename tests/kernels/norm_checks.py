@@ -24,6 +24,7 @@ class Norm:
         self.op = op
         self.module = module
         self.num_parameters = 2 if op == "layer_norm" else 1
+        self.num_statistics = 2 if op.startswith("layer_norm") else 1
 
     def __str__(self) -> str:
         return self.op
@@ -32,7 +33,7 @@ class Norm:
         return [draw(width, seed=seed, dtype=dtype, device=device, shift=1) for seed in range(self.num_parameters)]
 
     def torchs(self, x: Tensor, parameters: list[Tensor]) -> Tensor:
-        function = functional.layer_norm if self.op == "layer_norm" else functional.rms_norm
+        function = functional.layer_norm if self.op.startswith("layer_norm") else functional.rms_norm
         if self.op == "rms_norm_unit_offset":  # torch's own takes a weight of x's dtype
             return functional.rms_norm(x, x.shape[-1:], 1 + parameters[0], eps=EPSILON)
         return function(x, x.shape[-1:], *parameters, eps=EPSILON)
@@ -60,13 +61,13 @@ def check_against_double(
     parameters = [layout(parameter) for parameter in norm.parameters(shape[-1], dtype, device)]
     y, *statistics = norm.module.forward(x, *parameters, EPSILON)
     assert_as_exact_as_torch(y, *both(norm.torchs, x, parameters))
-    assert [statistic.shape for statistic in statistics] == [(*shape[:-1], 1)] * norm.num_parameters
+    assert [statistic.shape for statistic in statistics] == [(*shape[:-1], 1)] * norm.num_statistics
 
     y, total, *of_sum = norm.module.add_forward(x, residual, *parameters, EPSILON)
     assert_as_exact_as_torch(total, x + residual, x.double() + residual.double())
     assert_as_exact_as_torch(y, *both(norm.torchs, total, parameters))
     assert_same_bits(y, norm.module.forward(total, *parameters, EPSILON)[0])
-    assert len(of_sum) == norm.num_parameters
+    assert len(of_sum) == norm.num_statistics
 
     whole = norm.module.backward(dy, x, *statistics, parameters[0], dx)
     for found, *expected in zip(whole, *both(norm.torchs_gradients, x, parameters, dy, dx), strict=True):

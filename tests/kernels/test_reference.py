@@ -14,7 +14,10 @@ from tests.kernels import norm_checks
 from tests.kernels.cases import DTYPES, draw, implementation
 from tests.kernels.norm_checks import Norm
 
-NORMS = [Norm(op, implementation(op, "reference")) for op in ("layer_norm", "rms_norm", "rms_norm_unit_offset")]
+NORMS = [
+    Norm(op, implementation(op, "reference"))
+    for op in ("layer_norm", "layer_norm_without_bias", "rms_norm", "rms_norm_unit_offset")
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -52,7 +52,7 @@ def test_operators_keep_torchs_rules(norm: Norm, name: str) -> None:
     norm_checks.check_operator(norm, "triton", name, DEVICE)
 
 
-@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "rms_norm_unit_offset"])
+@pytest.mark.parametrize("kind", ["layer_norm", "layer_norm_without_bias", "rms_norm", "rms_norm_unit_offset"])
 def test_compiled_layer_with_a_split_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph, and the bits of the eager layer: whole and in halves."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -77,6 +77,17 @@ def drawn(theirs: nn.Module) -> nn.Module:
     return theirs.eval()
 
 
+def tame(theirs: nn.Module) -> None:
+    """Halve the matrices of a drawn model, and bring factors of norms near 1. Large attention scores enlarge rounding,
+    from layer to layer and from step to step."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.5)
+            elif "Gemma" in type(theirs).__name__:
+                parameter.sub_(1.0)  # its norms multiply by 1 + weight
+
+
 SIZES = {
     "vocab_size": 97,
     "num_hidden_layers": 2,
@@ -106,6 +117,20 @@ LONGROPE = {
 }
 GEMMA2 = {"query_pre_attn_scalar": 144, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
 GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3}
+DEEPSEEK = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    "experts_implementation": "eager",
+}
 FOUR_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -204,8 +229,54 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "experts_implementation": "eager",
         },
     ),
+    # Queries without a latent.
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **SIZES,
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **SIZES,
+            **DEEPSEEK,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 40,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
+    ),
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SAFE = {"attn_implementation": "sdpa"}
+"""In fp64, the eager softmax of padding that sees nothing is NaN."""
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "roberta": ("Roberta", {**SIZES, **UNDROPPED, "pad_token_id": 1, "type_vocab_size": 1}),
+    # Another row for the first token, and a table of two types.
+    # A window shorter than the sequence, with other angles, and a first layer without a norm.
+    "modernbert": ("ModernBert", {**SIZES, **SAFE, "num_hidden_layers": 5, "local_attention": 8}),
+    "modernbert_with_biases": (
+        "ModernBert",
+        {
+            **SIZES,
+            **SAFE,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "local_attention": 12,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "classifier_bias": True,
+        },
+    ),
+    "xlm_roberta": ("XLMRoberta", {**SIZES, **UNDROPPED, "pad_token_id": 3}),
+}
+"""The same for encoders with one head."""
 
 
 FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen2_moe")
@@ -219,8 +290,14 @@ def most_exhaustive(names: Iterable[str]) -> list[Any]:
 
 def case_of(name: str) -> Case:
     """Return a case by its name."""
-    prefix, fields = CONFIGS[name]
-    config = getattr(transformers, f"{prefix}Config")(**fields, attn_implementation="eager")
+    prefix, fields = (CONFIGS | ENCODERS)[name]
+    return case_of_config(getattr(transformers, f"{prefix}Config")(**{"attn_implementation": "eager", **fields}))
+
+
+def case_of_config(config: transformers.PreTrainedConfig) -> Case:
+    """Return a case with a configuration of transformers."""
+    prefix = type(config).__name__.removesuffix("Config")
     names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-    kind = getattr(transformers, names.get(prefix, f"{prefix}ForCausalLM"))
+    head = "ForMaskedLM" if prefix in {each for each, _ in ENCODERS.values()} else "ForCausalLM"
+    kind = getattr(transformers, names.get(prefix, prefix + head))
     return Case(config.model_type, drawn(kind(config)))

@@ -16,13 +16,16 @@ from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.layers import model_layers
 from tests.layers.bound import BoundLayer, all_gradients
-from tests.models.hugging_face import canonical
+from tests.models.hugging_face import ENCODERS, canonical, gradients_of, opened
+from tests.models.hugging_face import case_of as encoder_of
 
 MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)
 BATCH, LENGTH, HIDDEN_TOKENS = 3, 40, 6
 LENGTHS = (40, 23, 9)
 PATHS = ("sdpa", "unfused")
 NORMS = ("post", "pre")
+ROUNDED = 1e-5
+"""Tolerance where transformers computes rotary angles in fp32."""
 
 
 class Case(NamedTuple):
@@ -68,16 +71,19 @@ def case_of(
     return Case(model, theirs.eval().to(dtype))
 
 
-def make_context(seed: int = 3) -> BertContext:
+def make_context(model: BertModelConfig = MODEL) -> BertContext:
     """Padded samples of two parts with hidden tokens, the last of them without weight here and there."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor(LENGTHS)
     places = torch.arange(LENGTH)
     tokens = torch.randint(MODEL.vocabulary_size, (BATCH, LENGTH), generator=generator)
+    padding = max(0, model.first_position - 1)
+    if model.first_position:  # transformers numbers the tokens that are not padding
+        tokens += tokens == padding
     positions = torch.stack([torch.randperm(length, generator=generator)[:HIDDEN_TOKENS] for length in LENGTHS])
     return BertContext(
-        tokens=tokens * (places < lengths[:, None]),
-        token_types=((places >= lengths[:, None] // 3) & (places < lengths[:, None])).long(),
+        tokens=torch.where(places < lengths[:, None], tokens, padding),
+        token_types=((places >= lengths[:, None] // 3) & (places < lengths[:, None])).long() * (model.token_types > 1),
         lengths=lengths,
         positions=positions,
         labels=torch.randint(MODEL.vocabulary_size, (BATCH, HIDDEN_TOKENS), generator=generator),
@@ -110,7 +116,8 @@ def run(layers: list[BoundLayer], context: BertContext) -> tuple[Tensor, ...]:
 
 def their_logits(theirs: torch.nn.Module, context: BertContext) -> tuple[Tensor, ...]:
     visible = (torch.arange(LENGTH) < context.lengths[:, None]).long()
-    found = theirs(input_ids=context.tokens, token_type_ids=context.token_types, attention_mask=visible)
+    types = {"token_type_ids": context.token_types} if "type_vocab_size" in theirs.config else {}
+    found = theirs(input_ids=context.tokens, attention_mask=visible, **types)
     if "prediction_logits" in found:
         return found.prediction_logits, found.seq_relationship_logits
     return (found.logits,)
@@ -160,6 +167,33 @@ def test_losses_and_gradients_agree_in_double(norm_position: str, path: str) -> 
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
         assert (found[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_masked_token_losses_and_gradients_agree_in_double(name: str, path: str) -> None:
+    theirs = encoder_of(name).theirs.double()
+    model, weights = opened(theirs)
+    assert isinstance(model, BertModelConfig)
+    layers = bound(replace(model, attention=path), weights, torch.float64)
+    context = make_context(model)
+    (logits,) = their_logits(theirs, context)
+    real = torch.arange(LENGTH) < context.lengths[:, None]
+    with torch.no_grad():
+        (found,) = run(layers, replace(context, labels=None))
+    assert 0.5 < logits[real].std() < 50.0
+    tolerance = ROUNDED if model.positions == "rotary" else 1e-9
+    assert (found - logits)[real].abs().max() <= tolerance * logits[real].abs().max()
+    rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+    losses = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
+    (losses * context.loss_mask.flatten()).sum().backward()
+    (loss,) = run(layers, context)
+    loss.backward()
+    found, wanted = all_gradients(layers), gradients_of(theirs)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gradient.norm() > 0, name
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 def test_evaluation_counts_correct_predictions() -> None:

@@ -14,7 +14,7 @@ from megapipe.config.load import kind_of, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.spec.model_folder import with_model_folders
-from tests.models.hugging_face import case_of
+from tests.models.hugging_face import case_of, drawn
 from tests.models.test_bert_hugging_face import case_of as bert_of
 
 
@@ -102,3 +102,25 @@ def test_a_bert_folder_fills_gaps(folders: dict[str, Path], capsys: pytest.Captu
     with torch.no_grad():
         best = bert_of().theirs(inputs).prediction_logits[0, 2].argmax()
     assert filled == ["w1", words[int(best)], "w3"]
+
+
+def test_a_roberta_folder_fills_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the tokens of its own vocabulary, of which the one for a gap takes the space before it."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator([Path(__file__).read_text()], vocab_size=300, special_tokens=special)
+    trained.save_model(str(tmp_path))
+    tokenizer = transformers.RobertaTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    base = case_of("roberta").theirs.config.to_dict()
+    torch.manual_seed(0)
+    theirs = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**{**base, "vocab_size": len(tokenizer)}))
+    drawn(theirs).save_pretrained(tmp_path)
+    assert fill_mask(["--checkpoint", str(tmp_path), "--text", "def [MASK] return", "--top-k", "1"]) == 0
+    filled, gap = capsys.readouterr().out.splitlines()
+    inputs = tokenizer("def <mask> return", return_tensors="pt")
+    with torch.no_grad():
+        logits = theirs(**inputs).logits[0][inputs.input_ids[0] == tokenizer.mask_token_id][0]
+    best = tokenizer.decode([int(logits.argmax())])
+    assert filled == f"def {best.removeprefix(' ')} return"
+    assert gap.endswith(f"{best} {float(logits.softmax(-1).max()):.1%}")

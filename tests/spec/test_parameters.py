@@ -212,12 +212,12 @@ def test_the_rule_on_the_tensor_size_agrees_with_the_shapes(tensor_size: int) ->
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("without", ["ffn_hidden_size", "num_experts"])
+@pytest.mark.parametrize("without", ["ffn_hidden_size", "num_experts", "kv_latent_size"])
 def test_elements_of_the_largest_model_fit_in_64_bits(activation: str, without: str) -> None:
     kinds = {name: (hint, *get_args(hint)) for name, hint in type_hints(ModelConfig).items()}
     bounds = {name: bound for name, each in kinds.items() for bound in map(bound_of, each) if bound and bound.most}
     largest = {name: bound.most for name, bound in bounds.items() if bound.least}
-    assert len(largest) == 11
+    assert len(largest) == 15
     sizes: dict[str, Any] = {**largest, "num_layers": 1, without: None}
     model = ModelConfig(**sizes, activation=activation)  # type: ignore[arg-type]
     assert not any("from 1 to" in problem for problem in model.problems())
@@ -233,7 +233,9 @@ def test_elements_of_the_largest_model_fit_in_64_bits(activation: str, without: 
     [
         ({"sentence_head": False}, {}, r"model\.sentence_head is False and data\.pairs is 'order'"),
         ({}, {"pairs": "none"}, r"set model\.sentence_head to true with order or next"),
-        ({"sliding_window": 5}, {}, r"model\.sliding_window is 5; BERT attends to the whole sample"),
+        ({"token_types": 1}, {}, r"model\.token_types 1; the parts of a pair need one type each"),
+        ({"first_position": 2, "positions": "rotary"}, {}, r"first_position is 2 but model\.positions is 'rotary'"),
+        ({"attention_norm": False}, {}, r"attention_norm is false with model\.norm_position 'post'"),
         ({}, {"mask_probability": 1.0}, r"data\.mask_probability is 1\.0"),
         ({}, {"short_sequence_probability": -0.1}, r"data\.short_sequence_probability is -0\.1"),
         ({}, {"max_ngram": 0}, r"data\.max_ngram is 0"),

@@ -14,6 +14,21 @@ VOCABULARY = 61
 POST_NORM = BertModelConfig(vocabulary_size=VOCABULARY, num_layers=2, hidden_size=32, num_heads=4, max_positions=24)
 PRE_NORM = replace(POST_NORM, norm_position="pre", embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
 """With dropout too."""
+MODERN = replace(
+    POST_NORM,
+    norm_position="pre",
+    normalization="layer_norm_without_bias",
+    embedding_norm=True,
+    positions="rotary",
+    activation="geglu",
+    bias="none",
+    token_types=0,
+    transform_bias=False,
+    sentence_head=False,
+    layer_kinds={"first": {"attention_norm": False}, "local": {"sliding_window": 5, "rope_theta": 100.0}},
+    layer_pattern=("first", "local"),
+)
+"""A small ModernBERT."""
 
 
 def write_corpus(folder: Path, documents: int = 60) -> BertDataConfig:

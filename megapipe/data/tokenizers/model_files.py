@@ -61,11 +61,20 @@ class SentencePieceTokenizer(Tokenizer):
     @property
     def is_bpe(self) -> bool:
         """Whether this is a BPE model. Other models split a text by the best sum of scores."""
+        trainer = self._proto.trainer_spec
+        return bool(trainer.model_type == trainer.BPE)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether characters of a text are replaced before it is split, as by the rules nmt_nfkc."""
+        return bool(self._proto.normalizer_spec.precompiled_charsmap)
+
+    @property
+    def _proto(self) -> Any:
         from sentencepiece import sentencepiece_model_pb2
 
         messages: Any = sentencepiece_model_pb2  # its classes are created at run time
-        proto = messages.ModelProto.FromString(self._processor.serialized_model_proto())
-        return bool(proto.trainer_spec.model_type == proto.trainer_spec.BPE)
+        return messages.ModelProto.FromString(self._processor.serialized_model_proto())
 
     def scores_equal(self, one: Sequence[int], other: Sequence[int]) -> bool:
         """Return whether two ways to split a text have equal scores, up to rounding of their sums; False for BPE."""

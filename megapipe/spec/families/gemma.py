@@ -10,18 +10,16 @@ from megapipe.spec.decoder_family import (
     SLIDING,
     WINDOWS,
     Fields,
-    all_rotated,
     bias_fields,
-    blocks,
     decoder,
     layer_types,
-    rope_scaling,
+    rope_parameters,
+    ropes_of_kinds,
     rotary_fields,
-    stretched,
     windowed_layers,
     with_additions,
 )
-from megapipe.spec.family import OMITTED, Family, FamilyError, keys
+from megapipe.spec.family import OMITTED, Family, keys
 
 _LAYER = "model.layers.{layer}"
 _SANDWICH = {
@@ -102,36 +100,13 @@ _gemma(
 )
 
 
-def _by_kind(config: Mapping[str, Any]) -> tuple[Fields, Fields]:
-    """Return the rotary positions of layers that see everything, and of layers with a window."""
-    rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
-    if set(rope) != {FULL, SLIDING}:
-        names = ", ".join(sorted(rope))
-        raise FamilyError(f"rope_parameters has {names}; it must have {FULL} and {SLIDING}")
-    older = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-    whole = {**older, **rope.get(FULL, {})}
-    local = {"rope_theta": config["rope_local_base_freq"], **rope.get(SLIDING, {})}
-    return all_rotated(stretched(whole, config)), all_rotated(stretched(local, config))
-
-
 def _gemma3_layers(config: Mapping[str, Any]) -> Fields:
-    whole, local = _by_kind(config)
-    own: Fields = {"rope_theta": local["rope_theta"]}
-    if local["rope_scaling.kind"] != whole["rope_scaling.kind"]:
-        own["rope_scaling"] = {"kind": local["rope_scaling.kind"]}
+    older = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+    whole, own = ropes_of_kinds(config, older, {"rope_theta": config["rope_local_base_freq"]})
     every = config["sliding_window_pattern"]
     numbers = range(1, config["num_hidden_layers"] + 1)
     types = [SLIDING if number % every else FULL for number in numbers]
     return {**whole, **windowed_layers(lambda _: types, **own)(config)}
-
-
-def _rope_parameters(model: ModelConfig) -> Fields:
-    found: Fields = {}
-    for each in reversed(blocks(model)):
-        kind = FULL if each.sliding_window is None else SLIDING
-        usual = {"rope_type": "default", "rope_theta": each.rope_theta}
-        found[kind] = {**usual, **(rope_scaling(each) or {})}
-    return found
 
 
 _gemma(
@@ -147,7 +122,7 @@ _gemma(
     writes={
         **WINDOWS,
         "query_pre_attn_scalar": _query_scalar,
-        "rope_parameters": _rope_parameters,
+        "rope_parameters": rope_parameters,
         "sliding_window_pattern": lambda model: [*layer_types(model), FULL].index(FULL) + 1,
         "rope_theta": OMITTED,
         "rope_scaling": OMITTED,

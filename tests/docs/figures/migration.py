@@ -1,5 +1,6 @@
 """Tables of other programs: their options, from the map in `config.other_names` that errors use, and their models."""
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ def known_families() -> Iterator[str]:
     yield from head("`model_type`", "models", "fields that all of them have")
     files = [path.read_text(encoding="utf-8") for path in Path(megapipe.spec.families.__path__[0]).glob("*.py")]
     for name, family in families().items():
-        text = next(text for text in files if f'"{name}",' in text)
+        (text,) = (text for text in files if re.search(rf'(\(\s*|model_type=)"{name}",', text))
         models = " ".join(text.split('"""')[1].partition(")")[0].split()) + ")"
         chosen = {"bias"} if family.known_keys & {"attention_bias", "qkv_bias"} else set[str]()
         needs = (f"`{field} {value}`".lower() for field, value in family.needs.items() if field not in chosen)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megapipe.config.bert import BertModelConfig
+from megapipe.spec.attention import kv_copies
 from tests.spec.frozen.sample import COUNT, SEQUENCE, Case, arrays, cases
 
 OLD = np.load(Path(__file__).parent / "values.npz")
@@ -58,8 +59,9 @@ def test_ops_add_up_to_the_frozen_values(count: int) -> None:
         if "norms" in recomputed(case) and not was_wrong(case):
             expected[row, BLOCKS, PENDING] += 2 * width * model.hidden_size * (1 + model.norm_kind.centred)
         heads, keys = (count // config.parallel.tensor for count in (model.num_heads, model.kv_heads))
-        ring = config.parallel.context > 1 and config.parallel.context_attention == "ring"
-        beside = keys if ring and model.positions != "rotary" else 0  # gradients of values
+        context, exchanged = config.parallel.context, config.parallel.context_attention == "all_to_all"
+        joint = context > 1 and not (exchanged and kv_copies(keys, heads // keys, context) > 1)
+        beside = keys if joint and model.positions != "rotary" else 0  # gradients of values
         normalised = (2 * heads + 3 * keys + beside) * model.head_dim * width + (heads + keys) * 4
         expected[row, BLOCKS, PENDING] += (
             micro_size * tokens * normalised if model.qk_norm and not was_wrong(case) else 0

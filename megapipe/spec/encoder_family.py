@@ -1,0 +1,96 @@
+"""What the families of encoders like BERT have in common: sizes, dropout, names of tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.config.model import ModelConfig
+from megapipe.spec.decoder_family import SIZES, TIED, with_additions
+from megapipe.spec.family import Family, FamilyError, Tensors, keys
+
+_LAYER = "encoder.layer.{layer}"
+POST_NORMS = {
+    "blocks.attention_norm": f"{_LAYER}.attention.output.LayerNorm",
+    "blocks.mlp_norm": f"{_LAYER}.output.LayerNorm",
+}
+PRE_NORMS = {
+    "blocks.attention_norm": f"{_LAYER}.attention.ln",
+    "blocks.mlp_norm": f"{_LAYER}.ln",
+    "head.norm": "encoder.ln",
+}
+_BODY = {
+    "embedding.word": "embeddings.word_embeddings",
+    "embedding.position": "embeddings.position_embeddings",
+    "embedding.token_type": "embeddings.token_type_embeddings",
+    "embedding.norm": "embeddings.LayerNorm",
+    "blocks.attention.output": f"{_LAYER}.attention.output.dense",
+    "blocks.mlp.up": f"{_LAYER}.intermediate.dense",
+    "blocks.mlp.down": f"{_LAYER}.output.dense",
+    "head.pooler": "pooler.dense",
+}
+
+
+def token_types(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return no further fields. Raises FamilyError for a table that transformers has no row of."""
+    if not isinstance(config["type_vocab_size"], int) or config["type_vocab_size"] < 1:
+        raise FamilyError(f"type_vocab_size is {config['type_vocab_size']!r}; it must be at least 1")
+    return {}
+
+
+def encoder(
+    model_type: str, name: str, *, body: str, norms: dict[str, str], head: Mapping[str, str], **changes: Any
+) -> Family:
+    """Register the family of an encoder like BERT.
+
+    name: prefix of transformers' classes. body: prefix of the names of `norms` and of all others outside the heads.
+    head: names of the masked-token head. changes: additions to BERT's entries, or other words.
+    """
+
+    def architectures(model: ModelConfig) -> list[str]:
+        return [name + ("ForPreTraining" if vars(model)["sentence_head"] else "ForMaskedLM")]
+
+    attention = tuple(f"{body}{_LAYER}.attention.self.{part}" for part in ("query", "key", "value"))
+    entries: dict[str, Any] = {
+        "fields": {
+            **SIZES,
+            "intermediate_size": "ffn_hidden_size",
+            "layer_norm_eps": "norm_epsilon",
+            "type_vocab_size": "token_types",
+            **TIED,
+        },
+        "needs": {
+            "normalization": "layer_norm",
+            "positions": "learned",
+            "bias": "all",
+            "qk_norm": False,
+            "norm_position": "pre" if "head.norm" in norms else "post",
+        },
+        "writes": {
+            "architectures": architectures,
+            "hidden_dropout_prob": "hidden_dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "initializer_range": "init_std",
+        },
+        "ignored": keys("hidden_dropout_prob attention_probs_dropout_prob"),
+        "fixed": {"position_embedding_type": ("absolute",), "is_decoder": (False,)},
+        "defaults": {
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-12,
+            "tie_word_embeddings": True,
+            "type_vocab_size": 2,
+        },
+        "tensors": {
+            **{path: f"{body}{each}" for path, each in (_BODY | norms).items()},
+            "blocks.attention.qkv": Tensors(attention, ("query_key_value",)),
+            **head,
+        },
+    }
+    return Family(
+        model_type=model_type,
+        kind="bert",
+        activation="hidden_act",
+        body=body,
+        # Names in TensorFlow, which the published files of BERT use.
+        old_ends={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        **with_additions(entries, changes),
+        **{"more": (token_types,), **changes},
+    )

@@ -1,0 +1,204 @@
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-latent attention, and experts after
+the first blocks."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.config.model import ModelConfig
+from megapipe.spec.decoder_family import (
+    ATTENTION_BIAS,
+    ROUTER_OUTPUT,
+    Fields,
+    all_rotated,
+    bias_fields,
+    blocks,
+    decoder,
+    described_rope,
+    expert_names,
+    layer_fields,
+    stretched,
+    with_additions,
+)
+from megapipe.spec.family import OMITTED, Family, FamilyError, Tensors, keys
+
+_ATTENTION, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
+_LATENT_NAMES: dict[str, str | Tensors] = {
+    "blocks.attention.query": Tensors((f"{_ATTENTION}.q_proj",), ("rotary_last",)),
+    "blocks.attention.query_down": f"{_ATTENTION}.q_a_proj",
+    "blocks.attention.query_latent_norm": f"{_ATTENTION}.q_a_layernorm",
+    "blocks.attention.query_up": Tensors((f"{_ATTENTION}.q_b_proj",), ("rotary_last",)),
+    "blocks.attention.kv_down": Tensors((f"{_ATTENTION}.kv_a_proj_with_mqa",), ("rotary_last",)),
+    "blocks.attention.kv_latent_norm": f"{_ATTENTION}.kv_a_layernorm",
+    "blocks.attention.kv_up": f"{_ATTENTION}.kv_b_proj",
+}
+_EXPERT_NAMES: dict[str, str | Tensors] = {
+    **expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "experts.mlp.shared.up": Tensors(
+        (f"{_MLP}.shared_experts.gate_proj", f"{_MLP}.shared_experts.up_proj"), ("stacked",)
+    ),
+    "experts.mlp.shared.down": f"{_MLP}.shared_experts.down_proj",
+    "experts.mlp.router.bias": Tensors((f"{_MLP}.gate.e_score_correction_bias",)),
+}
+
+
+def _rotary_fields(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of rotary positions, and the scale of scores that YaRN's mscale_all_dim changes."""
+    rope, rotated = described_rope(config), config["qk_rope_head_dim"]
+    for key, size in (("head_dim", rotated), ("qk_head_dim", config["qk_nope_head_dim"] + rotated)):
+        if config.get(key) not in (None, size):
+            raise FamilyError(f"{key} is {config[key]!r}; in models of this type it is {size}")
+    fields = all_rotated(stretched(rope, config))
+    weight = rope.get("mscale_all_dim")
+    if fields["rope_scaling.kind"] == "none" or not weight:
+        return fields
+    if "rope_scaling.factor" not in fields:
+        raise FamilyError("the rotary parameters have mscale_all_dim but lack 'factor'")
+    factor = fields["rope_scaling.factor"]
+    grown = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    plain: float = (config["qk_nope_head_dim"] + rotated) ** -0.5
+    return {**fields, "attention_scale": plain * grown * grown}
+
+
+def _layers(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of the first layers, which have no experts, and the width of all shared experts."""
+    first, number = config["first_k_dense_replace"], config["num_hidden_layers"]
+    shared = config["n_shared_experts"]
+    if not isinstance(shared, int) or shared < 1:
+        raise FamilyError(f"n_shared_experts is {shared!r}; it must be a whole number above 0")
+    fields = {"num_experts": None, "ffn_hidden_size": config["intermediate_size"]}
+    return {
+        "shared_expert_size": shared * config["moe_intermediate_size"],
+        **layer_fields(["dense" if index < first else "base" for index in range(number)], {"dense": fields}),
+    }
+
+
+def _groups(config: Mapping[str, Any]) -> Fields:
+    """Return the groups of experts of DeepSeek-V2."""
+    method = config["topk_method"]
+    if method == "greedy":
+        return {"router_groups": 1, "router_groups_chosen": 1}
+    if method != "group_limited_greedy":
+        raise FamilyError(f"topk_method is {method!r}; supported are greedy and group_limited_greedy")
+    return {"router_groups": config["n_group"], "router_groups_chosen": config["topk_group"]}
+
+
+def _of_dense(model: ModelConfig) -> int:
+    sizes = (each.ffn_size for each in blocks(model) if each.num_experts is None)
+    return next(sizes, model.ffn_size)
+
+
+def _num_dense(model: ModelConfig) -> int:
+    return sum(each.num_experts is None for each in blocks(model))
+
+
+def _num_shared(model: ModelConfig) -> int:
+    return (model.shared_expert_size or 0) // model.ffn_size
+
+
+def _grouped(model: ModelConfig, value: Any, otherwise: Any) -> Any:
+    return value if model.router_groups > 1 else otherwise
+
+
+def _deepseek(model_type: str, architecture: str, *more: Any, **changes: Any) -> Family:
+    entries: dict[str, Any] = {
+        "fields": {
+            "q_lora_rank": "query_latent_size",
+            "kv_lora_rank": "kv_latent_size",
+            "qk_rope_head_dim": "rotary_head_size",
+            "v_head_dim": "value_head_size",
+            "n_routed_experts": "num_experts",
+            "num_experts_per_tok": "experts_per_token",
+            "routed_scaling_factor": "router_scale",
+        },
+        "needs": {},
+        "reads": keys(
+            "attention_bias head_dim qk_head_dim first_k_dense_replace n_shared_experts intermediate_size "
+            "n_group topk_group"
+        ),
+        "writes": {
+            **ATTENTION_BIAS,
+            "head_dim": "rotary_head_size",
+            "first_k_dense_replace": _num_dense,
+            "n_shared_experts": _num_shared,
+            "intermediate_size": _of_dense,
+        },
+        "ignored": ROUTER_OUTPUT | keys("ep_size aux_loss_alpha seq_aux"),
+        "fixed": {"moe_layer_freq": (1,)},
+        "defaults": {
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        "tensors": _LATENT_NAMES | _EXPERT_NAMES,
+    }
+    merged = with_additions(entries, changes)
+    return decoder(
+        model_type,
+        architecture,
+        ffn_key="moe_intermediate_size",
+        head_key="qk_nope_head_dim",
+        more=(_rotary_fields, _layers, bias_fields, *more),
+        **merged,
+        **changes,
+    )
+
+
+_deepseek(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    _groups,
+    needs={"expert_balance_rate": 0.0, "normalize_expert_shares": False},
+    reads=keys("topk_method"),
+    writes={
+        "topk_method": lambda model: _grouped(model, "group_limited_greedy", "greedy"),
+        "n_group": lambda model: _grouped(model, model.router_groups, OMITTED),
+        "topk_group": lambda model: _grouped(model, model.router_groups_chosen, OMITTED),
+    },
+    fixed={"norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
+    defaults={
+        "first_k_dense_replace": 0,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "n_group": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_group": None,
+        "topk_method": "greedy",
+    },
+)
+_deepseek(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    fields={
+        "n_group": "router_groups",
+        "topk_group": "router_groups_chosen",
+        "norm_topk_prob": "normalize_expert_shares",
+    },
+    needs={
+        "expert_balance_rate": ModelConfig().expert_balance_rate,
+        "expert_bias": "shares",
+        "router_scores": "sigmoid",
+    },
+    # Layers that predict further tokens are not a part of transformers' model either.
+    ignored=keys("num_nextn_predict_layers num_mtp_layers"),
+    writes={"num_nextn_predict_layers": 0},
+    more_layers=True,
+    fixed={"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    defaults={
+        "first_k_dense_replace": 3,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 128,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+)

@@ -1,0 +1,215 @@
+"""Programs that open an exported folder: transformers' auto classes and pipelines, and lm-eval.
+
+The models are trained here, on shards of tokenizers that this project did not make.
+"""
+
+import base64
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megapipe.cli.trained_models import fill_mask, generate
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.conversion.command import main as convert
+from megapipe.conversion.tokenizer_files import LETTERS
+from megapipe.data.preprocess.command import main as preprocess
+from megapipe.data.shards import IndexedDataset
+from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.training.pretrain import pretrain
+from tests.support.bert_runs import make_bert_config, write_corpus
+from tests.support.gpt_runs import make_config
+
+TEXTS = ["The cat sat on the mat.", "A dog ate 12 green apples, naïvely.", "Two birds flew  over Köln — 東京!"]
+SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_positions": 32}
+FAST = {"learning_rate": 1e-2, "warmup_steps": 2}
+WORDS = [text.split(" ") for text in TEXTS]
+TOKENIZERS = ("byte-level BPE", "SentencePiece", "tiktoken", "folder")
+CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+
+
+def made_tokenizer(kind: str, folder: Path) -> tuple[str, int]:
+    """Make a tokenizer without this project. Return its name for preprocessing, and the number of its ids."""
+    if kind == "SentencePiece":
+        written = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 20), model_writer=written, vocab_size=42, minloglevel=2
+        )
+        (folder / "theirs.model").write_bytes(written.getvalue())
+        return str(folder / "theirs.model"), 42
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        TEXTS * 20,
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=[] if kind == "tiktoken" else ["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    if kind == "byte-level BPE":
+        bpe.save(str(folder / "theirs.json"))
+        return str(folder / "theirs.json"), bpe.get_vocab_size()
+    if kind == "folder":
+        whole = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>", chat_template=CHAT
+        )
+        whole.save_pretrained(folder / "theirs")
+        return str(folder / "theirs"), bpe.get_vocab_size()
+    byte_of = {letter: byte for byte, letter in LETTERS.items()}
+    tokens = {bytes(byte_of[letter] for letter in name): rank for name, rank in bpe.get_vocab().items()}
+    lines = sorted((rank, base64.b64encode(token).decode()) for token, rank in tokens.items())
+    (folder / "theirs.tiktoken").write_text("".join(f"{token} {rank}\n" for rank, token in lines))
+    return f"r50k_base:{folder / 'theirs.tiktoken'}", 50257
+
+
+def exported(folder: Path, config: PretrainConfig) -> Path:
+    """Train a run and return the folder of its export."""
+    config.training = replace(config.training, directory=str(folder / "run"))
+    config.parallel = replace(config.parallel, device="cpu")
+    assert pretrain(config, LaunchEnvironment()) == 0
+    assert convert(["convert", str(folder / "run"), "--to", "hf", str(folder / "exported")]) == 0
+    return folder / "exported"
+
+
+def trained_gpt(folder: Path, kind: str, steps: int) -> tuple[Path, str]:
+    """Return the export of a GPT trained on TEXTS, and the prefix of its shard."""
+    spec, size = made_tokenizer(kind, folder)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 20))
+    words = ["--input", str(folder / "text.jsonl"), "--tokenizer", spec, "--append-eod", "--workers", "1"]
+    assert preprocess([*words, "--output-prefix", str(folder / "corpus")]) == 0
+    model = ModelConfig(
+        vocabulary_size=size,
+        normalization="rms_norm",
+        activation="swiglu",
+        positions="rotary",
+        bias="none",
+        tie_embeddings=False,
+        **SMALL,  # type: ignore[arg-type]
+    )
+    prefix = str(folder / "corpus_text_document")
+    # Attention sees one document, and every document starts a text.
+    data = {"sequence_length": 32, "isolate_documents": True, "mask_end_of_document": True, "pack": "best_fit"}
+    config = make_config(prefix, model, optimizer=FAST, training={"steps": steps}, data=data)
+    return exported(folder, config), prefix
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT that knows TEXTS by heart."""
+    return trained_gpt(tmp_path_factory.mktemp("gpt"), "byte-level BPE", steps=40)[0]
+
+
+@pytest.mark.parametrize(
+    "kind", [*TOKENIZERS[1:], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in TOKENIZERS[:1])]
+)
+def test_exported_tokenizers_give_the_ids_of_the_shard(kind: str, tmp_path: Path) -> None:
+    folder, prefix = trained_gpt(tmp_path, kind, steps=1)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    shard = IndexedDataset(prefix)
+    for number, text in enumerate(TEXTS):
+        ids = shard.document(number).tolist()
+        assert [*theirs(text, add_special_tokens=False).input_ids, theirs.eos_token_id] == ids
+    if kind == "folder":
+        messages = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
+        assert theirs.apply_chat_template(messages, tokenize=False) == f"user: {TEXTS[0]}\nassistant: {TEXTS[1]}\n"
+        assert theirs(TEXTS, padding=True).attention_mask[0][-1] == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == theirs.eos_token_id
+
+
+def test_text_generation_ends_with_the_document(gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer: Any = transformers.pipeline("text-generation", model=str(gpt))
+    for text, (first, *_) in zip(TEXTS, WORDS, strict=True):
+        (found,) = writer(first, max_new_tokens=28, do_sample=False)
+        assert found["generated_text"] == text
+        capsys.readouterr()
+        words = ["--prompt", first, "--temperature", "0", "--max-new-tokens", "24", "--device", "cpu"]
+        assert generate(["--checkpoint", str(gpt), *words]) == 0
+        assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_padded_batches_continue_like_single_texts(gpt: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token  # as for any GPT that was trained without padding
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(gpt)
+    prompts = [" ".join(words[: number + 1]) for number, words in enumerate(WORDS)]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+    assert batch.attention_mask.sum(1).unique().numel() > 1
+    found = model.generate(**batch, max_new_tokens=28, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    assert tokenizer.batch_decode(found, skip_special_tokens=True) == TEXTS
+
+
+def test_gaps_are_filled_by_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_corpus(tmp_path)
+    data.tokenizer = f"bert-uncased:{data.tokenizer}"
+    model = BertModelConfig(vocabulary_size=61, **SMALL)  # type: ignore[arg-type]
+    folder = exported(tmp_path, make_bert_config(data, model, training={"steps": 3}))
+    text = "word1 word2 [MASK] word4"
+    filler: Any = transformers.pipeline("fill-mask", model=str(folder))
+    assert type(filler.model) is transformers.BertForMaskedLM
+    capsys.readouterr()
+    assert fill_mask(["--checkpoint", str(folder), "--text", text, "--top-k", "1", "--device", "cpu"]) == 0
+    (found,) = filler(text, top_k=1)
+    assert f"gap 1: {found['token_str']} {found['score']:.1%}\n" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    first, second = tokenizer(["word1", "word2 word3"], ["word4", "word5"], padding=True).input_ids
+    names = "[CLS] word1 [SEP] word4 [SEP] [PAD]", "[CLS] word2 word3 [SEP] word5 [SEP]"
+    assert [first, second] == [tokenizer.convert_tokens_to_ids(each.split()) for each in names]
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_an_export(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra `evaluation`)")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    documents = [
+        {"start": first, "ends": [text.removeprefix(first), " other words."], "right": 0}
+        for text, (first, *_) in zip(TEXTS, WORDS, strict=True)
+    ]
+    (tmp_path / "ends.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
+    task = {
+        "task": "ends",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "ends.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{start}}",
+        "doc_to_choice": "{{ends}}",
+        "doc_to_target": "right",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "ends.yaml").write_text(json.dumps(task))
+    model = HFLM(pretrained=str(gpt), device="cpu", batch_size=2)
+    found = simple_evaluate(
+        model,
+        tasks=["ends"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert found["results"]["ends"]["acc,none"] == 1.0
+    logits = transformers.AutoModelForCausalLM.from_pretrained(gpt)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt)
+    for sample, text, (first, *_) in zip(found["samples"]["ends"], TEXTS, WORDS, strict=True):
+        ids = torch.tensor([tokenizer(text).input_ids])
+        start = len(tokenizer(first).input_ids)
+        with torch.no_grad():
+            scores = logits(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        assert sample["resps"][0][0][0] == pytest.approx(float(scores[start - 1 :].sum()), abs=1e-3)

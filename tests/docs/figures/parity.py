@@ -1,0 +1,82 @@
+"""Tables of the differences between runs of every family on every layout and a plain loop over transformers."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.distributed.parity import (
+    LAYOUTS,
+    TOLERANCES,
+    Outcome,
+    differences,
+    family_cases,
+    refusal,
+    run_layout,
+    run_transformers,
+    written,
+)
+from tests.docs.figures import head, read, row, table
+
+PAGE = "docs/parity.md"
+BOUNDS = (1e-6, 1e-5, 1e-4, 1e-3)
+Cells = dict[tuple[str, str, str], str]
+"""(quantity, family, layout) -> text of a cell."""
+
+
+@table(PAGE, "parity", tier="exhaustive")
+def parity() -> Iterator[str]:
+    """Yield a table for each quantity with a row for each family, and the lines of refusals."""
+    cells, refusals, before = Cells(), list[str](), known()
+    with tempfile.TemporaryDirectory() as folder:
+        families = written(Path(folder), family_cases())
+        expected = run_transformers(families)
+        for layout in LAYOUTS:
+            refused = {family.model_type: line for family in families if (line := refusal(family.config, layout))}
+            found = run_layout(layout, [family for family in families if family.model_type not in refused])
+            for name, line in refused.items():
+                refusals += [line] if line not in refusals else []
+                cells |= {(quantity, name, layout): f"refused ({refusals.index(line) + 1})" for quantity in TOLERANCES}
+            for name, outcome in found.items():
+                cells |= measured(name, layout, outcome, expected[name], before)
+    for quantity in TOLERANCES:
+        yield from ("", *head(quantity, *LAYOUTS))
+        yield from (row(f"`{name}`", *(cells[quantity, name, layout] for layout in LAYOUTS)) for name in expected)
+    yield ""
+    yield from (f"{number}. `{line}`" for number, line in enumerate(refusals, 1))
+
+
+def measured(name: str, layout: str, found: Outcome, expected: Outcome, before: Cells) -> Cells:
+    """Return the cells of a run, which must be within the tolerances.
+
+    A cell keeps its bound while that holds and is at most a hundred times too large: the differences are rounding, and
+    vary between machines.
+    """
+    cells = Cells()
+    for quantity, difference in differences(found, expected).items():
+        limit = TOLERANCES[quantity]
+        assert difference <= limit, f"{name} on {layout}: {quantity} differ by {difference:.2g}, allowed {limit:g}"
+        key = quantity, name, layout
+        if quantity == "text":
+            cells[key] = "same" if found.text is not None else ""
+            continue
+        bounds = [bound for bound in BOUNDS if difference <= bound <= limit]
+        old = [bound for bound in bounds if before.get(key) == written_bound(bound) and bound <= 100 * difference]
+        # Half of a new bound, so that another machine is not above it.
+        cells[key] = written_bound(*old or [next((bound for bound in bounds if 2 * difference <= bound), bounds[-1])])
+    return cells
+
+
+def written_bound(bound: float) -> str:
+    """Return the text of a bound, such as < 1e-6."""
+    return f"< {bound:.0e}".replace("e-0", "e-")
+
+
+def known() -> Cells:
+    """Return the cells on the page."""
+    cells, quantity = Cells(), ""
+    for line in read(PAGE).splitlines():
+        first, *others = (cell.strip() for cell in line.strip("|").split("|"))
+        quantity = first if first in TOLERANCES else quantity
+        if line.startswith("| `"):
+            cells |= {(quantity, first.strip("`"), layout): each for layout, each in zip(LAYOUTS, others, strict=True)}
+    return cells
