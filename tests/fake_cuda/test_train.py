@@ -18,7 +18,7 @@ from tests.fake_cuda.server import run_fake
 from tests.support.bert_runs import MODERN, POST_NORM, make_bert_config, write_corpus
 from tests.support.covering import Case
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
-from tests.support.layouts import config_of, sizes_of, world_size
+from tests.support.layouts import OTHER_ORDERS, config_of, sizes_of, world_size
 from tests.support.ranks import free_port
 
 WIDE = replace(LLAMA_SHAPE, hidden_size=64)
@@ -74,9 +74,10 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "BLOOM": (replace(GPT2_SHAPE, positions="alibi", embedding_norm=True), {}),
     "latents": (replace(WIDE, num_kv_heads=None, kv_latent_size=24, query_latent_size=32, rotary_head_size=8), {}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
+    **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-22:]
+LATE_OPTIONS = tuple(OPTIONS)[-27:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never
@@ -139,7 +140,8 @@ def waits_of(report: runs.Report, phase: str) -> dict[str, int]:
     ],
 )
 def test_every_option_of_a_model_trains_without_a_fault(corpora: tuple[str, BertDataConfig], name: str) -> None:
-    config = shortened(config_with(name, *corpora), 2)
+    config = config_with(name, *corpora)
+    config = shortened(config, 2 * (config.parallel.pipeline or 1))
     check(run_fake(runs.train, config, 2, True, ranks=prod(size or 1 for size in sizes_of(config).values())))
 
 
