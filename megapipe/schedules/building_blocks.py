@@ -154,12 +154,13 @@ def split_backwards(sections: Sections, placement: StagePlacement, times: Times,
             f"max_pending is {max_pending}; it must be at least 1, because each backward's weight half is postponed "
             "at least once"
         )
-    programs = tuple(_as_steps(rows) for rows in sections.body)
+    programs = tuple(steps_of(rows) for rows in sections.body)
     timed = fill_idle_time(programs, placement, times, max_pending)
     return Sections.flushing(tuple(rows_from_steps(steps) for steps in timed.programs))
 
 
-def _as_steps(rows: Rows) -> list[Step]:
+def steps_of(rows: Rows) -> list[Step]:
+    """Return the (kind, stage, micro-batch) triples of rows, whole backwards as input halves."""
     columns = rows[:, [KIND, STAGE, MICROBATCH]].tolist()
     return [
         (Kind.BACKWARD_INPUT if kind == Kind.BACKWARD else Kind(kind), stage, microbatch)
@@ -167,19 +168,28 @@ def _as_steps(rows: Rows) -> list[Step]:
     ]
 
 
+def most_held(steps: list[Step]) -> int:
+    """Return the most chunks of activations that a rank holds, counted until their weight halves."""
+    held = most = 0
+    for kind, _, _ in steps:
+        held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(kind, 0)
+        most = max(most, held)
+    return most
+
+
 def fill_idle_time(
     programs: tuple[list[Step], ...],
     placement: StagePlacement,
     times: Times,
     max_pending: int | None,
-    most_held: int | None = None,
+    limit: int | None = None,
 ) -> Timed:
     """Run forwards and input halves in their order, adding a weight half for each input half. Weight halves that the
     programs already hold stay where they are.
 
-    most_held: chunks of activations that a rank may hold until their weight halves. The programs must allow it.
+    limit: chunks of activations that a rank may hold until their weight halves; more where the programs need more.
     """
-    filler = _Filler(programs, placement, times, max_pending, most_held)
+    filler = _Filler(programs, placement, times, max_pending, limit)
     ranks = range(len(programs))
     while sum(filler.advance(rank) for rank in ranks):
         pass
@@ -195,10 +205,10 @@ class _Filler:
         placement: StagePlacement,
         times: Times,
         max_pending: int | None,
-        most_held: int | None,
+        limit: int | None,
     ) -> None:
         self._programs, self._stages, self._times = programs, placement.stages, times
-        self._max, self._most_held, self._held = max_pending, most_held, [0] * len(programs)
+        self._max, self._limit, self._held = max_pending, limit, [0] * len(programs)
         self._chunks = len(placement.stages) // len(programs)
         self._next, self._clock = [0] * len(programs), [0.0] * len(programs)
         self._started: list[float | None] = [None] * len(programs)
@@ -250,7 +260,7 @@ class _Filler:
         while pending:
             fits = self._clock[rank] + duration <= ready + ROUNDING
             late = step[0] == Kind.BACKWARD_INPUT and self._max is not None and len(pending) >= self._max
-            full = step[0] == Kind.FORWARD and self._most_held is not None and self._held[rank] >= self._most_held
+            full = step[0] == Kind.FORWARD and self._limit is not None and self._held[rank] >= self._limit
             if not (fits or late or full):
                 return
             self._run(rank, pending.popleft(), 0.0)

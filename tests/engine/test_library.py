@@ -45,6 +45,7 @@ CLASS_A: list[tuple[str, dict[str, Any]]] = [
     ("zb_auto", {}),
     ("gis", {"chunks": 2}),
     ("gis_h", {"chunks": 2}),
+    ("v_auto", {}),
     ("v_half", {}),
     ("v_min", {}),
     ("dualpipe_v", {}),

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "zb_v": {"chunks": st.just(2)},
     "gis": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},
     "gis_h": {"chunks": st.integers(1, 3)},
+    "v_auto": {"memory_limit": st.integers(2, 8)},
     "zb_auto": {"memory_limit": st.integers(1, 8)},
     "2bw": {"update": st.sampled_from(["eager", "lazy"])},
     "pipedream": {"vertical_sync": st.booleans()},

@@ -237,6 +237,18 @@ def test_v_half_and_v_min_bubble_rates(ranks, half, third):
     assert simulated("v_min", ranks, 4 * ranks, costs=HALVES).bubble_rate <= third
 
 
+@pytest.mark.parametrize(
+    ("ranks", "limit", "rate"), [(8, 4, 0.1233), (8, 5, 0.09), (8, 8, 0), (5, 3, None), (1, 1, None)]
+)
+def test_v_auto_is_no_worse_than_the_others_in_a_v(ranks, limit, rate):
+    found = simulated("v_auto", ranks, 4 * ranks, costs=HALVES, memory_limit=limit).bubble_rate
+    assert held_until_weight_half("v_auto", ranks, 4 * ranks, memory_limit=limit) <= limit
+    assert rate is None or round(found, 4) == rate
+    for name in ("v_min", "v_half", "zb_v"):
+        if held_until_weight_half(name, ranks, 4 * ranks) <= limit:
+            assert found <= simulated(name, ranks, 4 * ranks, costs=HALVES).bubble_rate + 1e-9
+
+
 @given(st.integers(1, 8), st.integers(0, 9))
 def test_dualpipe_v_idles_for_its_pairs_or_half_of_that(ranks, more):
     """(p - 1) t where a pair sends at its end (66 half chunks for 4 ranks and 10 micro-batches, 6 of them idle, in

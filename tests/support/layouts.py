@@ -107,7 +107,7 @@ class Rule:
         return all(case.get(feature) in values for feature, values in self.values.items())
 
 
-OTHER_ORDERS = ("dualpipe_v", "gis", "gis_h", "v_half", "v_min")
+OTHER_ORDERS = ("dualpipe_v", "gis", "gis_h", "v_auto", "v_half", "v_min")
 """Schedules whose actions and stages the others have too, in another order; a covering array leaves them out."""
 HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves", *OTHER_ORDERS)
 CHUNKED = ("interleaved_1f1b", "modular", "zb_v", *OTHER_ORDERS)

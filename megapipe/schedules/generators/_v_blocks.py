@@ -5,32 +5,58 @@ forwards and input halves of a micro-batch, so it also fixes how long activation
 Weight halves take the free time (Qi et al., arXiv 2405.15362, sections 2 and 3).
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
-from megapipe.schedules.building_blocks import Step, Times, fill_idle_time, rows_from_steps, v_shape
+from megapipe.schedules.building_blocks import Step, Timed, Times, fill_idle_time, rows_from_steps, v_shape
 from megapipe.schedules.generators._zero_bubble import FORWARD, INPUT
 from megapipe.schedules.schedule import Sections
 
 PERIOD = 6
 """Two chunks' forwards, input halves and weight halves."""
 
-Block = tuple[int, int, int, int]
-"""When a rank starts micro-batch 0: the forward on the way down, that on the way up, and their input halves, last
-chunk first."""
+
+class Block(NamedTuple):
+    """When ranks start micro-batch 0, in units.
+
+    down: from a rank to the next one, on the way down, of forwards and of input halves. up: the same on the way up.
+    turns: free units where the micro-batch turns, between its forwards, after them, and between its input halves.
+    """
+
+    down: int
+    up: int
+    turns: tuple[int, int, int]
+
+    def starts(self, rank: int, num_ranks: int) -> tuple[int, int, int, int]:
+        """Return the starts of the forward down, the forward up, and the input halves in their order."""
+        behind, way = num_ranks - 1 - rank, num_ranks - 1
+        first = self.down * way + 1 + self.turns[0]
+        half = first + self.up * way + 1 + self.turns[1]
+        last = half + self.down * way + 1 + self.turns[2]
+        return self.down * rank, first + self.up * behind, half + self.down * rank, last + self.up * behind
+
+    def repeats(self, num_ranks: int) -> bool:
+        """Return whether no two actions of any micro-batches start at the same time on a rank."""
+        starts = (self.starts(rank, num_ranks) for rank in range(num_ranks))
+        return all(len({each % PERIOD for each in of_rank}) == len(of_rank) for of_rank in starts)
 
 
-def repeated(
-    num_ranks: int, num_microbatches: int, block: Callable[[int], Block], most_held: int, times: Times | None
-) -> Sections:
-    """Return the order of a building block, run as early as possible. most_held: chunks that a rank may hold."""
-    programs = tuple(_program(rank, num_ranks, num_microbatches, block(rank)) for rank in range(num_ranks))
-    timed = fill_idle_time(programs, v_shape(num_ranks, 2), times or Times(), None, most_held)
+def filled(num_ranks: int, num_microbatches: int, block: Block, most_held: int, times: Times) -> Timed:
+    """Return the order of a block, run as early as possible. most_held: chunks that a rank may hold."""
+    programs = tuple(_program(rank, num_ranks, num_microbatches, block) for rank in range(num_ranks))
+    return fill_idle_time(programs, v_shape(num_ranks, 2), times, None, most_held)
+
+
+def repeated(num_ranks: int, num_microbatches: int, block: Block, most_held: int, times: Times | None) -> Sections:
+    """Return the order of a block as a schedule."""
+    timed = filled(num_ranks, num_microbatches, block, most_held, times or Times())
     return Sections.flushing(tuple(map(rows_from_steps, timed.programs)))
 
 
 def _program(rank: int, num_ranks: int, count: int, block: Block) -> list[Step]:
     """Return a rank's forwards and input halves in the order in which they start."""
     down, up = rank, 2 * num_ranks - 1 - rank
-    actions = zip(block, ((FORWARD, down), (FORWARD, up), (INPUT, up), (INPUT, down)), strict=True)
+    actions = zip(
+        block.starts(rank, num_ranks), ((FORWARD, down), (FORWARD, up), (INPUT, up), (INPUT, down)), strict=True
+    )
     starts = [(start + PERIOD * k, kind, stage, k) for start, (kind, stage) in actions for k in range(count)]
     return [(kind, stage, microbatch) for _, kind, stage, microbatch in sorted(starts)]

@@ -13,14 +13,5 @@ def v_half(num_ranks: int, num_microbatches: int, *, times: Times | None = None)
 
     Twice as much is sent as in 1F1B. ``times``: for which weight halves are placed.
     """
-    apart = 3 if num_ranks % 2 == 0 else 0
-
-    def block(rank: int) -> Block:
-        return (
-            2 * rank,
-            3 * num_ranks - 2 - rank,
-            3 * num_ranks + apart + 2 * rank - 1,
-            6 * num_ranks + apart - 2 - rank,
-        )
-
+    block = Block(2, 1, (0, 3 if num_ranks % 2 == 0 else 0, 1))
     return repeated(num_ranks, num_microbatches, block, 2 * ((num_ranks + 2) // 2), times)

@@ -14,9 +14,5 @@ def v_min(num_ranks: int, num_microbatches: int, *, times: Times | None = None) 
 
     Twice as much is sent as in 1F1B. ``times``: for which weight halves are placed.
     """
-    apart = 2 if num_ranks % 3 == 0 else 0
-
-    def block(rank: int) -> Block:
-        return rank, 2 * num_ranks - 1 - rank, 2 * num_ranks + apart + rank, 4 * num_ranks + apart - 1 - rank
-
+    block = Block(1, 1, (0, 2 if num_ranks % 3 == 0 else 0, 0))
     return repeated(num_ranks, num_microbatches, block, 2 * ((num_ranks + 4) // 3), times)

@@ -6,7 +6,17 @@ from itertools import product
 from typing import NamedTuple
 
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.building_blocks import ROUNDING, Step, Timed, Times, fill_idle_time, linear, rows_from_steps
+from megapipe.schedules.building_blocks import (
+    ROUNDING,
+    Step,
+    Timed,
+    Times,
+    fill_idle_time,
+    linear,
+    most_held,
+    rows_from_steps,
+    steps_of,
+)
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.generators._zero_bubble import FORWARD, INPUT, WEIGHT
 from megapipe.schedules.generators.zb_h1 import zb_h1
@@ -50,17 +60,9 @@ def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times)
         programs = _Greedy(num_ranks, num_microbatches, limit, times, Rules(*rules)).programs()
         yield fill_idle_time(programs, placement, times, None)
     for sections in (zb_h1(num_ranks, num_microbatches), zb_h2(num_ranks, num_microbatches)):
-        programs = tuple([(Kind(row[0]), row[1], row[3]) for row in rows.tolist()] for rows in sections.body)
-        if max(_most_held(steps) for steps in programs) <= limit:
+        programs = tuple(map(steps_of, sections.body))
+        if max(map(most_held, programs)) <= limit:
             yield fill_idle_time(programs, placement, times, None)
-
-
-def _most_held(steps: list[Step]) -> int:
-    held = most = 0
-    for kind, _, _ in steps:
-        held += {FORWARD: 1, WEIGHT: -1}.get(kind, 0)
-        most = max(most, held)
-    return most
 
 
 class _Greedy:

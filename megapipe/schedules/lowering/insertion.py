@@ -172,10 +172,12 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     section = (table.rank * table.num_sections + table.section)[compute]
     forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in (
         (Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)))  # fmt: skip
-    ahead = np.maximum(backward - offload.prefetch, np.searchsorted(section, section[backward]))
+    # What is put around a row of a group goes around all of it.
+    starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
+    ahead = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
     # A section is followed by one or by another: what leaves in one and comes back in the next must not depend on it.
     last = np.searchsorted(section, section[forward], side="right") - 1
-    leaves = np.where(section[forward] == section[backward], ahead >= forward + 2, forward < last)
+    leaves = np.where(section[forward] == section[backward], ahead >= ends[forward] + 2, ends[forward] < last)
     order = np.argsort(backward[leaves], kind="stable")
     out, back, ahead = compute[forward[leaves]], compute[backward[leaves][order]], ahead[leaves][order]
     anchor = np.where(ahead == 0, 0, compute[ahead - 1] + 1)

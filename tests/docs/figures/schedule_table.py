@@ -34,6 +34,7 @@ PRINTED: dict[str, tuple[str, Callable[[], float] | None, str]] = {
     ),
     "v_half": ("about a half of 1F1B's", None, "2405.15362"),
     "v_min": ("about two thirds of 1F1B's", None, "2405.15362"),
+    "v_auto": ("none: found by search", None, "2405.15362"),
     "dualpipe_v": (
         "(PP/2 - 1)(F&B + B - 3W), PP = 2p",
         lambda: (RANKS - 1) * ((FORWARD + (INPUT + WEIGHT)) + (INPUT + WEIGHT) - 3 * WEIGHT) / IDEAL,
