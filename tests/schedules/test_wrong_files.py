@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megapipe.schedules import GENERATORS, ScheduleError, dumps, loads, order, validate
+from megapipe.schedules import GENERATORS, ScheduleError, dumps, loads, lower, order, validate
 from megapipe.schedules.build import load_file
 from megapipe.schedules.command.main import main
 from megapipe.schedules.errors import excerpt
@@ -18,7 +18,8 @@ body
 rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3
 rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
 """
-HEADER, BODY = MINE.split("body\n")
+HEADER, _ = MINE.split("body\n")
+PIPEDREAM = dumps(order("pipedream", 2, 4))
 
 
 def changed(*changes: tuple[str, str]) -> str:
@@ -69,6 +70,10 @@ WRONG = {
         "rank 0: F0.0 B0.0 F0.1 B0.1\nrank 1: F1.0 F1.1 B1.1 B1.0\nrank 2: F2.0 B2.0 F2.1 B2.1\n",
         8, r"waits for B1\.0, which comes after F1\.1 of rank 1 \(\S+, line 9\), which waits for F0\.1, ", "before B0",
     ),
+    "weights before their update": (
+        PIPEDREAM.replace("F0.1 B0.0 F0.2", "F0.1 F0.2 B0.0"), 10,
+        "FORWARD stage 0, micro-batch 2, .* it needs UPDATE stage 0", "move it to a later place",
+    ),
     # words
     "unknown kind": (changed(("F0.2", "G0.2")), 7, "column 24: 'G' in 'G0.2' is not a kind", "the kinds are F, B,"),
     "unknown word": (changed(("B1.1", "B1,1")), 8, "column 24: 'B1,1' is not an action", "write KIND stage"),
@@ -107,6 +112,12 @@ def test_a_wrong_file_is_refused_with_line_and_remedy(tmp_path, capsys, name):
     assert f"  > {line:5d} | {text.splitlines()[line - 1]}" in near
     for other in (line - 1, line + 1):
         assert not 0 < other <= text.count("\n") or any(f"{other:5d} |" in each for each in near)
+
+
+def test_receives_of_another_section_are_refused_with_their_line():
+    text = PIPEDREAM.replace("B1.2 F1.3 B1.3", "F1.3 B1.3 B1.2")
+    with pytest.raises(ScheduleError, match=r"rank 0 \(schedule, line 14\), .* in the order in which the other rank"):
+        lower(loads(text))
 
 
 def test_excerpts_of_long_lines_show_the_word():

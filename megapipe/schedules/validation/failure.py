@@ -59,7 +59,7 @@ def missing(table: Table, rank: int, action: Action) -> ScheduleError:
 
 def neighbourhood(table: Table, row: int) -> str:
     """Return the actions around one of them, which is marked: the lines of the text, or rows if no text names it."""
-    column = _column(table, row)
+    column = column_of(table, row)
     if table.origin is not None and column:
         return excerpt(table.origin.text, table.origin.lines[table.section_of(row), int(table.rank[row])], column)
     first, last = table.offsets[table.rank[row] : table.rank[row] + 2].tolist()
@@ -70,7 +70,7 @@ def neighbourhood(table: Table, row: int) -> str:
     return "\n".join(lines)
 
 
-def _column(table: Table, row: int) -> int:
+def column_of(table: Table, row: int) -> int:
     """Return the column of a row's word in the text that the schedule was read from, 0 if lowering added the row."""
     if table.origin is None:
         return 0

@@ -8,7 +8,7 @@ from megapipe.schedules.actions import Ints, Kind, describe, write_action
 from megapipe.schedules.dependencies import Dependencies, Needs, Progress
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
+from megapipe.schedules.validation.failure import action_at, column_of, failure, neighbourhood
 
 
 def check_compute_order(table: Table) -> None:
@@ -27,10 +27,12 @@ def check_local_order(table: Table, parts: Iterable[Needs]) -> None:
         wrong = needs.needed > needs.row
         if wrong.any():
             index = int(np.argmax(wrong))
-            row, needed = int(needs.row[index]), action_at(table, int(needs.needed[index]))
-            raise failure(
-                table, row, f"it needs {describe(needed)}, which comes after it; move {write_action(needed)} before it"
-            )
+            row, late = int(needs.row[index]), int(needs.needed[index])
+            remedy = f"move {write_action(action_at(table, late))} before it"
+            if column_of(table, row) and not column_of(table, late):
+                remedy = "move it to a later place"  # the text has no word for what lowering placed after it
+            shown = describe(action_at(table, late))
+            raise failure(table, row, f"it needs {shown}, which comes after it; {remedy}")
         joined = table.action_first[needs.needed] == table.action_first[needs.row]
         if joined.any():
             index = int(np.argmax(joined))
