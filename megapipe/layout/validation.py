@@ -48,7 +48,7 @@ def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
             replicas=replicas,
         )
     except ScheduleError as error:
-        return [f"schedule {config.schedule.file}: {str(error).splitlines()[0]}"]
+        return [f"schedule {config.schedule.file}: {error}"]
     return []
 
 

@@ -147,7 +147,7 @@ def read_action(word: str) -> Action:
         raise ScheduleError(f"{letters!r} in {word!r} is not a kind of action; the kinds are {', '.join(_KINDS)}")
     values = [-1 if field is None else int(field) for field in fields]
     if max(values) > _LARGEST:
-        raise ScheduleError(f"{max(values)} in {word!r} is too large: columns hold 32-bit integers")
+        raise ScheduleError(f"{max(values)} in {word!r} is too large; the maximum is {_LARGEST}")
     return Action(_KINDS[letters], *values)
 
 

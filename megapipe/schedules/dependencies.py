@@ -187,8 +187,8 @@ class Dependencies:
     def local_needs(self) -> Iterator[Needs]:
         """Needs between rows of one rank, by kind of need."""
         yield from self._transfer_needs()
-        yield from self._hand_over_needs()
-        yield from self._unit_needs()
+        yield from self.compute_needs()
+        yield self._counts_needs()
         yield from self._recompute_needs()
         yield from (self.reloads, *(Needs(*pair) for pair in move_needs(self.table)))
         if self.table.header.mode == "train":
@@ -205,25 +205,40 @@ class Dependencies:
             rows = table.rows_with(kind)
             yield Needs(first[table.key[rows]], rows)
 
-    def _hand_over_needs(self) -> Iterator[Needs]:
-        """Stages that follow one another on one rank, a backward its forward, the first backward its token counts."""
-        header = self.table.header
-        (first_forward, last_forward), (first_backward, last_backward) = self._forward, self._backward
-        yield self._same_rank(first_forward, last_forward, self._neighbour_keys(header.preceding_stages))
-        yield Needs(first_backward, last_forward).where_known()
+    def compute_needs(self) -> Iterator[Needs]:
+        """Needs of compute actions on one rank: stages that follow one another, a backward its forward, units."""
+        yield self._hand_overs(same_rank=True)
+        yield Needs(self._backward[0], self._forward[1]).where_known()
+        yield from self._unit_needs()
+
+    def remote_needs(self) -> Needs:
+        """Compute actions that need the output of a compute action of another rank."""
+        return self._hand_overs(same_rank=False)
+
+    def _hand_overs(self, same_rank: bool) -> Needs:
+        """Forwards need that of the preceding stage, backwards that of the following one."""
+        row, needed, header = [], [], self.table.header
+        for (first, last), neighbours in (
+            (self._forward, header.preceding_stages),
+            (self._backward, header.following_stages),
+        ):
+            neighbour = self._neighbour_keys(neighbours)
+            row.append(first)
+            needed.append(np.where(neighbour < 0, -1, last[neighbour]))
+        needs = Needs(np.concatenate(row), np.concatenate(needed)).where_known()
+        wanted = (self.table.rank[needs.row] == self.table.rank[needs.needed]) == same_rank
+        return Needs(needs.row[wanted], needs.needed[wanted])
+
+    def _counts_needs(self) -> Needs:
+        """The first backward of a micro-batch needs the token counts of its step."""
+        header, first_backward = self.table.header, self._backward[0]
         following = self._neighbour_keys(header.following_stages)
-        yield self._same_rank(first_backward, last_backward, following)
         starts = np.flatnonzero((following < 0) & (first_backward >= 0))
         step = starts % self.table.num_microbatches // header.num_microbatches
         rank = header.stage_ranks[starts // self.table.num_microbatches]
-        yield Needs(
+        return Needs(
             first_backward[starts], self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)[rank, step]
         )
-
-    def _same_rank(self, first: Ints, last: Ints, neighbour: Ints) -> Needs:
-        needs = Needs(first, np.where(neighbour < 0, -1, last[neighbour])).where_known()
-        same = self.table.rank[needs.row] == self.table.rank[needs.needed]
-        return Needs(needs.row[same], needs.needed[same])
 
     def _unit_needs(self) -> Iterator[Needs]:
         """Units of a chunk forward in ascending, backward in descending order; a weight half needs its input half."""

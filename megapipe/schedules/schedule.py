@@ -1,7 +1,7 @@
 """A schedule as data: header, three sections of int32 rows per rank, and the questions that readers ask of it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
@@ -216,10 +216,13 @@ class Header:
 
 
 class Origin(NamedTuple):
-    """The text that a schedule was read from, and the number of the line of each rank in each section."""
+    """The text that a schedule was read from, and the numbers of its lines: of each rank in each section, and of the
+    first header line of each key."""
 
     source: str
+    text: tuple[str, ...]
     lines: dict[tuple[SectionName, int], int]
+    header: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +240,7 @@ class Schedule:
 
     header: Header
     sections: Sections
-    origin: Origin | None = None
+    origin: Origin | None = field(default=None, repr=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

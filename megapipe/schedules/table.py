@@ -54,11 +54,18 @@ class Table:
 
     def place_of(self, row: int) -> str:
         """Return the rank of a row, and its line if the schedule was read from a text."""
-        rank, section = int(self.rank[row]), int(self.section[row])
+        return self.place_in(self.section_of(row), int(self.rank[row]))
+
+    def place_in(self, section: SectionName, rank: int) -> str:
+        """Return the name of a rank, with its line in a section if the schedule was read from a text."""
         if self.origin is None:
             return f"rank {rank}"
-        name: SectionName = "prologue" if section == 0 else "epilogue" if section == self.num_sections - 1 else "body"
-        return f"rank {rank} ({self.origin.source}, line {self.origin.lines[name, rank]})"
+        return f"rank {rank} ({self.origin.source}, line {self.origin.lines[section, rank]})"
+
+    def section_of(self, row: int) -> SectionName:
+        """Return the section of a row."""
+        section = int(self.section[row])
+        return "prologue" if section == 0 else "epilogue" if section == self.num_sections - 1 else "body"
 
     @cached_property
     def kind(self) -> Rows:

@@ -10,7 +10,8 @@
     rank 1: F1.0 B1.0 F1.1 B1.1
 
 Header lines (each at most once, ``name``, ``microbatches`` and the stages required; the rest as :class:`Header` says):
-``name``, ``mode train|forward``, ``class A|B|C``, ``microbatches``, ``updates``, ``gradient_buffers``,
+``name``, ``mode train|forward``, ``class A|B|C`` (by default the strongest that the order keeps,
+:mod:`megapipe.schedules.promise`; a stronger one is refused), ``microbatches``, ``updates``, ``gradient_buffers``,
 ``weight_pool``, ``gradient_pool``, ``data_parallel yes|no``, ``lowered yes|no``; ``stage N rank R [part P]
 [replica R] [units U] [versions V] [activation_slots A] [gradient_slots G]``, ascending; ``route S S ...``;
 ``tied S S ...``; ``state S/L[-L] [weights sharded|host] [gradients sharded] [size N] [shards N]``: a state unit of
@@ -27,16 +28,18 @@ import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from megapipe.schedules.actions import Action, Rows, empty_rows, read_action, write_action
-from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.errors import ScheduleError, excerpt
+from megapipe.schedules.promise import Promise
 from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule, SectionName, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome
+from megapipe.schedules.table import Table
 
 
 class Word(NamedTuple):
@@ -47,23 +50,25 @@ class Word(NamedTuple):
 
 
 class TextLine(NamedTuple):
-    """A line that says something: its number from 1, its words, its text without the comment."""
+    """A line that says something: its number from 1, its words, its text without the comment; all the file's lines."""
 
     source: str
     number: int
     words: tuple[Word, ...]
     text: str
+    file: tuple[str, ...]
 
     def error(self, word: Word, problem: str) -> ScheduleError:
         """An error at a word of this line."""
-        return ScheduleError(f"{self.source}, line {self.number}, column {word.column}: {problem}")
+        place = f"{self.source}, line {self.number}, column {word.column}"
+        return ScheduleError(f"{place}: {problem}", excerpt(self.file, self.number, word.column))
 
     def expect_length(self, length: int) -> None:
         """Raise ScheduleError unless the line has that many words."""
         if len(self.words) > length:
-            raise self.error(self.words[length], f"unexpected {self.words[length].text!r}")
+            raise self.error(self.words[length], f"unexpected {self.words[length].text!r}; remove it")
         if len(self.words) < length:
-            raise self.error(self.words[-1], f"{self.words[0].text!r} needs {length - 1} values")
+            raise self.error(self.words[-1], f"a value must follow {self.words[0].text!r}")
 
     def number_at(self, index: int, least: int = 0) -> int:
         """The whole number at a word; raises ScheduleError where there is none or it is below ``least``."""
@@ -91,11 +96,12 @@ class TextLine(NamedTuple):
 
 def split_lines(text: str, source: str) -> Iterator[TextLine]:
     """The lines that hold more than a comment."""
-    for number, raw in enumerate(text.split("\n"), start=1):
+    file = tuple(text.split("\n"))
+    for number, raw in enumerate(file, start=1):
         content = raw.split("#", 1)[0].rstrip()
         words = tuple(Word(match.group(), match.start() + 1) for match in re.finditer(r"\S+", content))
         if words:
-            yield TextLine(source, number, words, content.strip())
+            yield TextLine(source, number, words, content.strip(), file)
 
 
 MAGIC: Final = "megapipe schedule"
@@ -125,6 +131,7 @@ _STAGE_FIELDS: Final = {
 _STATE_CHOICES: Final = {"weights": ("sharded", "host"), "gradients": ("sharded",)}
 _STATE_NUMBERS: Final = ("size", "shards")
 _AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "updates", "gradient_buffers")
+_USUAL: Final = {"name": "name mine", "microbatches": "microbatches 4"}
 _KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied", "state")
 _VERSION_1_KEYS: Final = (
     *(key for key in _KEYS if key not in (*_POOLS, "state")),
@@ -195,6 +202,7 @@ class HeaderReader:
                 f"format {first.words[2].text} cannot be read; this version reads formats 1 and {FORMAT_VERSION}",
             )
         first.expect_length(3)
+        self.lines: dict[str, TextLine] = {}
         self._fields: dict[str, Any] = {}
         self._stages: list[dict[str, int]] = []
         self._routes: list[tuple[int, ...]] = []
@@ -210,6 +218,7 @@ class HeaderReader:
             nearest = difflib.get_close_matches(key, keys, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it must be one of {', '.join(keys)}"
             raise line.error(line.words[0], f"unknown header line {key!r}{hint}")
+        self.lines.setdefault(key, line)
         if key == "stage":
             self._read_stage(line)
         elif key == "route":
@@ -236,19 +245,23 @@ class HeaderReader:
         """The header that the lines make."""
         for key in ("name", "num_microbatches"):
             if key not in self._fields:
-                raise ScheduleError(f"{source}: the header lacks '{key.removeprefix('num_')}'")
+                word = key.removeprefix("num_")
+                raise ScheduleError(f"{source}: the header lacks {word!r}; add a line such as '{_USUAL[word]}'")
         if not self._stages:
-            raise ScheduleError(f"{source}: the header has no stage")
+            raise ScheduleError(f"{source}: the header has no stage; add lines such as 'stage 0 rank 0'")
         ranks = {stage["rank"] for stage in self._stages}
         if ranks != set(range(len(ranks))):
-            raise ScheduleError(
-                f"{source}: the stages are on ranks {sorted(ranks)}; ranks must be numbered from 0 without gaps"
+            line = self.lines["stage"]
+            raise line.error(
+                line.words[0], f"the stages are on ranks {sorted(ranks)}; number the ranks from 0 without gaps"
             )
         fields: dict[str, Any] = {"mode": "train", "numerical_class": "C", "lowered": False} | self._fields
         if fields["num_microbatches"] % fields.get("updates_per_step", 1):
-            raise ScheduleError(
-                f"{source}: {fields['num_microbatches']} micro-batches cannot be divided evenly into "
-                f"{fields['updates_per_step']} updates"
+            line = self.lines["updates"]
+            raise line.error(
+                line.words[1],
+                f"{fields['num_microbatches']} micro-batches cannot be divided evenly into "
+                f"{fields['updates_per_step']} updates; change one of the two",
             )
         slots: dict[str, Any] = {
             key: tuple(stage[key] for stage in self._stages) if fields["lowered"] else ()
@@ -299,7 +312,7 @@ class HeaderReader:
     def _once(self, line: TextLine, field: str, value: object) -> None:
         line.expect_length(2)
         if field in self._fields:
-            raise line.error(line.words[0], f"{line.words[0].text!r} appears twice")
+            raise line.error(line.words[0], f"{line.words[0].text!r} appears twice; remove one of the two lines")
         self._fields[field] = value
 
     def _read_stage(self, line: TextLine) -> None:
@@ -315,7 +328,7 @@ class HeaderReader:
                 )
             given[key] = line.number_at(index + 1, least=1 if key in _AT_LEAST_ONE else 0)
         if "rank" not in given:
-            raise line.error(line.words[1], f"stage {number} has no rank")
+            raise line.error(line.words[1], f"stage {number} has no rank; write 'stage {number} rank R'")
         defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
         self._stages.append(defaults | given)
 
@@ -351,7 +364,9 @@ class HeaderReader:
         stages = tuple(line.number_at(index) for index in range(1, max(2, len(line.words))))
         for index, stage in enumerate(stages, start=1):
             if stage >= len(self._stages):
-                raise line.error(line.words[index], f"stage {stage} is not defined above")
+                raise line.error(
+                    line.words[index], f"stage {stage} is not defined above; add a line 'stage {stage} rank R'"
+                )
         if len(set(stages)) < len(stages) and line.words[0].text == "route":
             raise line.error(line.words[0], "a route must visit each stage once")
         return stages
@@ -398,10 +413,18 @@ def loads(text: str, source: str = "schedule") -> Schedule:
         found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks)
         numbers |= {(name, rank): line.number for rank, line in enumerate(lines[start + 1 : end])}
     if "body" not in found:
-        raise ScheduleError(f"{source}: the section 'body' is missing")
+        raise ScheduleError(
+            f"{source}: the section 'body' is missing; add a line 'body', and below it 'rank R: ...' for each rank"
+        )
     empty = tuple(empty_rows() for _ in range(header.num_ranks))
     sections = Sections(found.get("prologue", empty), found["body"], found.get("epilogue", empty))
-    return Schedule(header, sections, Origin(source, numbers))
+    keys = {key: line.number for key, line in reader.lines.items()}
+    schedule = Schedule(header, sections, Origin(source, lines[0].file, numbers, keys))
+    if "class" in reader.lines:
+        return schedule
+    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
+    inferred = Promise.of(table, flushes=schedule.flushes).numerical_class
+    return replace(schedule, header=replace(header, numerical_class=inferred))
 
 
 def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:
@@ -431,12 +454,16 @@ def _section_name(line: TextLine, found: dict[SectionName, tuple[Rows, ...]]) ->
 def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int) -> tuple[Rows, ...]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
-            raise line.error(line.words[0], f"the stages are on {num_ranks} ranks, but this is one line more")
+            raise line.error(
+                line.words[0], f"the stages are on {num_ranks} ranks, but this is one line more; remove it"
+            )
         if [word.text for word in line.words[:2]] != ["rank", f"{rank}:"]:
             raise line.error(line.words[0], f"expected 'rank {rank}:' and its actions")
     if len(lines) < num_ranks:
         raise start.error(
-            start.words[0], f"the section has {len(lines)} rank lines, but the stages are on {num_ranks} ranks"
+            start.words[0],
+            f"the section has {len(lines)} rank lines, but the stages are on {num_ranks} ranks; add the line "
+            f"'rank {len(lines)}: ...'",
         )
     return tuple(_read_rank(line) for line in lines)
 

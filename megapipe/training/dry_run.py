@@ -114,7 +114,11 @@ def dry_run(
     schedule = lowered_schedule(config, layout)
     validate_schedule(schedule)
     actions = sum(len(rows) for rows in schedule.sections.body)
-    say(f"schedule: {schedule.header.name}, {microbatches:,} micro-batches, {actions:,} actions a step, valid")
+    header = schedule.header
+    say(
+        f"schedule: {header.name}, class {header.numerical_class}, {microbatches:,} micro-batches, "
+        f"{actions:,} actions a step, valid"
+    )
     first = predict_rank(config, schedule, 0, device=device)
     kernels, holding = OPS.with_overrides(config.kernels.backends), Holding.of(LayoutTable.of(config, layout))
     found = []

@@ -1,5 +1,6 @@
 """Schedules from files: what training takes, and what it says of the rest."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -135,7 +136,10 @@ def test_errors_of_a_file_name_its_line(tmp_path, old, new, message):
 
 def test_a_deadlock_names_the_lines_of_all_who_wait(tmp_path):
     hanging = MINE.replace("F0.0 F0.1 B0.0", "F0.0 B0.0 F0.1").replace("F1.0 B1.0 F1.1", "F1.0 F1.1 B1.0")
-    with pytest.raises(ScheduleError, match=r"rank 0 \(.*line 7\) at .*; rank 1 \(.*line 8\) at "):
+    with pytest.raises(
+        ScheduleError,
+        match=r"B0.0 of rank 0 \(.*line 7\) waits for B1.0, which comes after F1.1 of rank 1 \(.*line 8\), which",
+    ):
         fit_for_training(read_file(written(tmp_path, hanging)), 2, 4, units_per_stage=[1, 1])
     lowered = dumps(build("1f1b", 2, 4)).replace("RG0.0^0 F0.1@0 SA0.1", "F0.1@0 SA0.1 RG0.0^0")
     late = lowered.replace("RA1.1^1 B1.0@0 SG1.0", "B1.0@0 SG1.0 RA1.1^1")
@@ -143,7 +147,7 @@ def test_a_deadlock_names_the_lines_of_all_who_wait(tmp_path):
     with pytest.raises(ScheduleError) as error:
         fit_for_training(read_file(written(tmp_path, late)), 2, 4, units_per_stage=[1, 1])
     for rank, number in enumerate(numbers):
-        assert f"rank {rank} ({tmp_path / 'mine.txt'}, line {number}) is at SEND" in str(error.value)
+        assert re.search(rf" S[AG]{rank}\.. of rank {rank} \({tmp_path}/mine.txt, line {number}\)", str(error.value))
 
 
 BIDIRECTIONAL = """megapipe schedule 1

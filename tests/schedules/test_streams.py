@@ -142,7 +142,9 @@ def test_receives_that_queue_up_on_a_link_are_refused() -> None:
     early = text.replace("F0.0@0 SA0.0 F0.1@0 SA0.1 RA2.1^1", "RA2.1^1 F0.0@0 SA0.0 F0.1@0 SA0.1")
     assert hangs(loads(early), one_queue)
     assert not hangs(loads(early))
-    with pytest.raises(ScheduleError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1\): post receives and start(.|\n)*line"):
+    with pytest.raises(
+        ScheduleError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1\): .*, line \d+\).*; post receives and start"
+    ):
         validate(loads(early))
 
 
@@ -156,7 +158,7 @@ def test_second_reductions_of_a_group_follow_all_gradients() -> None:
     early = loads(text.replace("DT5/1.0 B2.0@0^0 SG2.0 DT5/2.0", "DT5/1.0 DT5/2.0 B2.0@0^0 SG2.0"))
     assert hangs(early, one_queue)
     assert not hangs(early)
-    with pytest.raises(ScheduleError, match=r"rank 2 .* is at REDUCE_TIED stage 5, unit 2"):
+    with pytest.raises(ScheduleError, match=r"circle: .* DT5/2.0 of rank 2 \("):
         validate(early)
 
 
@@ -166,7 +168,9 @@ def test_a_send_after_the_steps_scalars_is_refused() -> None:
     assert "SG1.1 DS.1" in text
     late = loads(text.replace("SG1.1 DS.1", "DS.1 SG1.1"))
     assert hangs(late)
-    with pytest.raises(ScheduleError, match=r"rank 1 .* is at SEND_GRADIENT stage 1, micro-batch 1"):
+    with pytest.raises(
+        ScheduleError, match=r"circle: .* waits for SG1.1 of rank 1 .*, which waits for DS.1, which comes after B0.1"
+    ):
         validate(late)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megapipe.schedules import ScheduleError, build, dumps, loads, lower, order, validate
+from tests.schedules.support import with_rank_rows
 
 
 def broken(old: str, new: str, **arguments: object) -> str:
@@ -13,7 +14,7 @@ def broken(old: str, new: str, **arguments: object) -> str:
     assert text.count(old) == 1, text
     with pytest.raises(ScheduleError) as error:
         validate(loads(text.replace(old, new)))
-    return str(error.value)
+    return error.value.shown
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def broken(old: str, new: str, **arguments: object) -> str:
         ("F0.0@0 ", "F2.0@0 ", ["there are 2 stages"]),
         ("F0.0@0 ", "F0.2@0 ", ["micro-batches are numbered from 0 to 1"]),
         ("F0.0@0 ", "F0/1.0@0 ", ["fewer units"]),
-        ("F0.0@0 ", "F0.0:0@0 ", ["slice must be unused"]),
+        ("F0.0@0 ", "F0.0:0@0 ", ["leave out the slice"]),
         ("F0.0@0 ", "F0.0 ", ["version must be given"]),
         ("SA0.0", "SA0.0^1", ["slot must be unused"]),
     ],
@@ -58,8 +59,13 @@ def test_each_broken_invariant_is_named(old, new, expected):
 
 def test_the_rows_around_the_fault_are_shown():
     message = broken("DS.1 U0/0.1@1", "U0/0.1@1 DS.1")
-    assert "> " in message
-    assert "B0.1@0^1" in message.split("\n> ")[0].split("  > ")[0]
+    marked, caret = message.splitlines()[2:4]
+    assert "> " in marked
+    assert marked[caret.index("^") :].startswith("U0/0.1@1 DS.1")
+    lowered = build("1f1b", 2, 2)
+    rows = lowered.sections.body[0]
+    with pytest.raises(ScheduleError, match=r"\n  > +\d+  U0/0.1@1\n"):
+        validate(with_rank_rows(lowered, "body", 0, rows[[*range(len(rows) - 2), -1, -2]]))
 
 
 def test_units_missing_reductions_and_tied_sums():
@@ -89,8 +95,8 @@ def test_a_deadlock_under_blocking_sends_names_the_circle():
         validate(loads(late))
     message = str(error.value)
     assert "ranks 0, 1 wait for one another" in message
-    assert "rank 0 (schedule, line 10) is at SEND_ACTIVATION stage 0, micro-batch 1 and waits for rank 1" in message
-    assert "rank 1 (schedule, line 11) is at SEND_GRADIENT stage 1, micro-batch 0 and waits for rank 0" in message
+    assert "SA0.1 of rank 0 (schedule, line 10) waits for RA1.1, which comes after SG1.0 of rank 1 (" in message
+    assert "SG1.0 of rank 1 (schedule, line 11), which waits for RG0.0, which comes after SA0.1;" in message
 
 
 def test_collectives_start_in_one_order():
@@ -111,7 +117,7 @@ def test_the_activation_budget():
 
 def test_gradients_out_of_order_are_valid_but_reported():
     text = dumps(order("gpipe", 1, 2)).replace("B0.0 B0.1", "B0.1 B0.0")
-    assert not validate(lower(loads(text))).canonical_order
+    assert not validate(lower(loads(text.replace("class A", "class C")))).canonical_order
 
 
 def test_only_lowered_schedules_are_validated():

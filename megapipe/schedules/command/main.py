@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         COMMANDS[flags.command](flags)
     except ScheduleError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error.shown}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 0
@@ -74,6 +74,7 @@ def _validate(flags: argparse.Namespace) -> None:
     }
     if flags.json:
         facts = {
+            "class": schedule.header.numerical_class,
             "canonical_order": report.canonical_order,
             "lazy_links": report.lazy_links,
             "links": report.links,
@@ -82,7 +83,8 @@ def _validate(flags: argparse.Namespace) -> None:
         print(json.dumps({"valid": True, **facts, **numbers}))
         return
     order = "in micro-batch order" if report.canonical_order else "out of micro-batch order"
-    print(f"{schedule.header.name} is valid; gradients are added {order}")
+    header = schedule.header
+    print(f"{header.name} is valid, of class {header.numerical_class}; gradients are added {order}")
     for key, values in numbers.items():
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
     if any(place.replica for place in schedule.header.stages):
@@ -168,7 +170,7 @@ def _compare(flags: argparse.Namespace) -> None:
                 wanted.chunks = None
             schedule, simulation = _run(wanted, name)
         except ScheduleError as error:
-            rows.append({"schedule": name, "error": str(error).splitlines()[0]})
+            rows.append({"schedule": name, "error": str(error)})
             continue
         rows.append(_figures(wanted, schedule, simulation))
     if all("error" in row for row in rows):

@@ -151,12 +151,15 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
                 f"micro-batch {table.microbatch[row]}"
                 for row in _waiting_rows(messages, posts)[stuck].tolist()
             )
+            + "; change the order on one of these ranks"
         )
     if np.any(posts.row < section_start):
         index = int(np.argmax(posts.row < section_start))
+        user = int(messages.consumer[index])
         raise ScheduleError(
-            f"{table.header.name} cannot be lowered: stage {table.stage[messages.consumer[index]]} would have to post "
-            f"the receive of micro-batch {messages.microbatch[index]} before its section starts"
+            f"{table.header.name} cannot be lowered: {table.place_of(user)}, {Kind(int(table.kind[user])).name} stage "
+            f"{table.stage[user]}, micro-batch {messages.microbatch[index]}: its receive would have to be posted "
+            "before its section starts; use micro-batches in the order in which the other rank sends them"
         )
     return posts
 

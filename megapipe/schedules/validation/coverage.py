@@ -9,7 +9,10 @@ from megapipe.schedules.schedule import SECTIONS, Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure, missing
 from megapipe.schedules.validation.fields import check_places, check_units
+from megapipe.schedules.validation.order import check_compute_order
 
+REMOVE_ONE = "remove one of the two, or change its micro-batch"
+NOT_ASKED = "nothing asks for it; remove it"
 _GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -40,6 +43,7 @@ def check_compute(schedule: Schedule) -> None:
         raise failure(table, int(others[0]), "give only forwards and backwards, because megapipe adds everything else")
     check_units(table)
     _check_compute(table, _on_route(table))
+    check_compute_order(table)
 
 
 def _on_route(table: Table) -> Mask:
@@ -60,14 +64,24 @@ def _check_compute(table: Table, on_route: Mask) -> None:
     if table.header.mode == "forward":
         return
     split = done[Kind.BACKWARD_INPUT] | done[Kind.BACKWARD_WEIGHT]
-    _refuse(table, Kind.BACKWARD, split & done[Kind.BACKWARD], "the backward is present both whole and in halves")
+    _refuse(
+        table,
+        Kind.BACKWARD,
+        split & done[Kind.BACKWARD],
+        "the backward is present both whole and in halves; remove one",
+    )
     _require_pairs(table, Kind.BACKWARD, done[Kind.BACKWARD] | split, on_route)
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
         _require_pairs(table, kind, done[kind], split)
     _check_recompute(table)
     for kind in _GRADIENT:
         differs = done[kind] & (whole[kind] != whole[Kind.FORWARD])
-        _refuse(table, kind, differs, "forward and backward of a micro-batch must both be whole or both be in units")
+        _refuse(
+            table,
+            kind,
+            differs,
+            "forward and backward of a micro-batch must both be whole or both be in units; write both whole",
+        )
 
 
 def _check_recompute(table: Table) -> None:
@@ -98,14 +112,16 @@ def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
         raise _repeated(table, parts[order], part_key)
     counts = np.bincount(table.key[parts], minlength=len(units))
     partial = (counts > 0) & ((counts != units) | (wholes > 0))
-    _refuse(table, kind, partial, "some of its units are missing, or it is present both whole and in units")
+    _refuse(
+        table, kind, partial, "some of its units are missing, or it is present both whole and in units; write it whole"
+    )
     return (wholes + counts) > 0, wholes > 0
 
 
 def _repeated(table: Table, rows: Ints, keys: Ints) -> Exception:
     order = np.argsort(keys, kind="stable")
     second = rows[order][1:][keys[order][1:] == keys[order][:-1]][0]
-    return failure(table, int(second), "it appears a second time")
+    return failure(table, int(second), f"it appears a second time; {REMOVE_ONE}")
 
 
 def _refuse(table: Table, kind: Kind, wrong: Mask, problem: str) -> None:
@@ -122,8 +138,8 @@ def _require_pairs(table: Table, kind: Kind, done: Mask, wanted: Mask) -> None:
         key = int(np.argmax(wanted & ~done))
         stage, microbatch = divmod(key, table.num_microbatches)
         action = Action(kind, stage, microbatch=microbatch)
-        raise missing(table, table.header.stages[stage].rank, action, "it never happens")
-    _refuse(table, kind, done & ~wanted, "nothing asks for it")
+        raise missing(table, table.header.stages[stage].rank, action)
+    _refuse(table, kind, done & ~wanted, NOT_ASKED)
 
 
 def _check_messages(table: Table, on_route: Mask) -> None:
@@ -176,8 +192,8 @@ def _require_each(
     for row in (table.rows_with(kind) if among is None else among).tolist():
         place = tuple(int(column[row]) for column in (table.rank, table.stage, table.unit, table.microbatch))
         if place not in due:
-            raise failure(table, row, "it appears a second time" if place in wanted else "nothing asks for it")
+            raise failure(table, row, f"it appears a second time; {REMOVE_ONE}" if place in wanted else NOT_ASKED)
         due.discard(place)
     if due:
         rank, stage, unit, microbatch = min(due)
-        raise missing(table, rank, Action(kind, stage, unit, microbatch), "it never happens")
+        raise missing(table, rank, Action(kind, stage, unit, microbatch))

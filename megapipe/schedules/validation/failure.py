@@ -1,11 +1,24 @@
-"""Errors that show where a schedule goes wrong: rank, action, what it waits for, and the rows around it."""
+"""Errors that show where a schedule goes wrong: rank, action, what it waits for, and the actions around it."""
 
+import re
 from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
-from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.actions import (
+    KIND,
+    MICROBATCH,
+    STAGE,
+    UNIT,
+    Action,
+    Ints,
+    Kind,
+    Mask,
+    describe,
+    read_action,
+    write_action,
+)
+from megapipe.schedules.errors import ScheduleError, excerpt
 from megapipe.schedules.table import Table
 
 NEIGHBOURS: Final = 3
@@ -18,9 +31,9 @@ def action_at(table: Table, row: int) -> Action:
 
 
 def failure(table: Table, row: int, problem: str) -> ScheduleError:
-    """An error at a row: its rank, its action, the problem, and the rank's rows around it."""
+    """An error at a row: its rank, its action, the problem, and the rank's actions around it."""
     where = f"{table.header.name}, {table.place_of(row)}, {describe(action_at(table, row))}"
-    return ScheduleError(f"{where}: {problem}\n{neighbourhood(table, row)}")
+    return ScheduleError(f"{where}: {problem}", neighbourhood(table, row))
 
 
 def refuse(table: Table, rows: Ints, wrong: Mask, problem: str) -> None:
@@ -29,22 +42,51 @@ def refuse(table: Table, rows: Ints, wrong: Mask, problem: str) -> None:
         raise failure(table, int(rows[np.argmax(wrong)]), problem)
 
 
-def missing(table: Table, rank: int, action: Action, problem: str) -> ScheduleError:
-    """An error for an action that a rank lacks; shows the rank's first actions."""
+def missing(table: Table, rank: int, action: Action) -> ScheduleError:
+    """An error for an action that a rank lacks; shows the rank's line, or its first actions."""
     first, last = table.offsets[rank : rank + 2].tolist()
-    if last == first:
-        return ScheduleError(
-            f"{table.header.name}, rank {rank}, {describe(action)}: {problem}\n  rank {rank} has no actions"
-        )
-    where = f"{table.header.name}, {table.place_of(first)}, {describe(action)}"
-    return ScheduleError(f"{where}: {problem}\n{neighbourhood(table, first)}")
+    section = table.section_of(first) if last > first else "body"
+    if table.origin is not None:
+        near = excerpt(table.origin.text, table.origin.lines[section, rank])
+    else:
+        near = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
+    return ScheduleError(
+        f"{table.header.name}, {table.place_in(section, rank)}, {describe(action)}: it never happens; add "
+        f"{write_action(action)} to this rank",
+        near,
+    )
 
 
 def neighbourhood(table: Table, row: int) -> str:
-    """The rows of a rank around one of them, which is marked."""
+    """Return the actions around one of them, which is marked: the lines of the text, or rows if no text names it."""
+    column = column_of(table, row)
+    if table.origin is not None and column:
+        return excerpt(table.origin.text, table.origin.lines[table.section_of(row), int(table.rank[row])], column)
     first, last = table.offsets[table.rank[row] : table.rank[row] + 2].tolist()
     lines = []
     for near in range(max(first, row - NEIGHBOURS), min(last, row + NEIGHBOURS + 1)):
         mark = ">" if near == row else " "
         lines.append(f"  {mark} {near - first:6d}  {write_action(action_at(table, near))}")
     return "\n".join(lines)
+
+
+def column_of(table: Table, row: int) -> int:
+    """Return the column of a row's word in the text that the schedule was read from, 0 if lowering added the row."""
+    if table.origin is None:
+        return 0
+    first = table.offsets[table.rank[row]]
+    same = [KIND, STAGE, UNIT, MICROBATCH]
+    earlier = int(np.count_nonzero((table.rows[first:row, same] == table.rows[row, same]).all(axis=1)))
+    wanted = action_at(table, row)
+    period = table.header.num_microbatches
+    text = table.origin.text[table.origin.lines[table.section_of(row), int(table.rank[row])] - 1].split("#", 1)[0]
+    found = []
+    for word in list(re.finditer(r"[^\s+]+", text))[2:]:
+        action = read_action(word.group())
+        if (
+            (action.kind, action.stage) == (wanted.kind, wanted.stage)
+            and action.unit in (-1, wanted.unit)
+            and (wanted.microbatch - action.microbatch) % period == 0
+        ):
+            found.append(word.start() + 1)
+    return found[min(earlier, len(found) - 1)] if found else 0

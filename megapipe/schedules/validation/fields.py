@@ -19,13 +19,14 @@ from megapipe.schedules.actions import (
 )
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import STATE_KINDS, of_states
-from megapipe.schedules.schedule import Header
+from megapipe.schedules.schedule import Header, Origin
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure
 
 
-def check_header(header: Header) -> None:
-    """Raise ScheduleError where stages, routes, counts and groups contradict one another."""
+def check_header(header: Header, origin: Origin | None = None) -> None:
+    """Raise ScheduleError where stages, routes, counts and groups contradict one another. origin: of the schedule."""
+    routes, tied = (_placed(header.name, origin, key) for key in ("route", "tied"))
     stages = range(len(header.stages))
     for rank in range(header.num_ranks):
         if not header.stages_on(rank):
@@ -45,29 +46,33 @@ def check_header(header: Header) -> None:
     visited = {stage for route in header.routes for stage in route}
     for route in header.routes:
         if not set(route) <= set(stages) or len(set(route)) < len(route):
-            raise ScheduleError(
-                f"{header.name}: route {list(route)} must visit stages 0 to {len(stages) - 1} once each"
-            )
+            raise ScheduleError(f"{routes}: route {list(route)} must visit stages 0 to {len(stages) - 1} once each")
     for stage in stages:
         if stage not in visited:
-            raise ScheduleError(f"{header.name}: stage {stage} is on no route")
+            raise ScheduleError(f"{routes}: stage {stage} is on no route; add it to one")
     for group in header.tied_groups:
         if not group or not set(group) <= set(stages):
-            raise ScheduleError(f"{header.name}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
+            raise ScheduleError(f"{tied}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
         if header.updates_per_step > 1 and len({header.stages[stage].rank for stage in group}) > 1:
             raise ScheduleError(
-                f"{header.name} updates {header.updates_per_step} times per step, but stages {list(group)} on "
+                f"{tied} updates {header.updates_per_step} times per step, but stages {list(group)} on "
                 "different ranks tie a weight, so every update would wait for all of them; untie it"
             )
         if len({header.versions_per_stage[stage] for stage in group}) > 1:
             raise ScheduleError(
-                f"{header.name}: stages {list(group)} tie a weight and keep different numbers of versions"
+                f"{tied}: stages {list(group)} tie a weight and keep different numbers of versions; give them the same"
             )
     if header.num_microbatches % header.updates_per_step:
         counts = (
             f"{header.num_microbatches} micro-batches cannot be divided evenly into {header.updates_per_step} updates"
         )
         raise ScheduleError(f"{header.name}: {counts}")
+
+
+def _placed(name: str, origin: Origin | None, key: str) -> str:
+    """The name of a schedule, with the first header line of a key if it was read from a text that has one."""
+    number = None if origin is None else origin.header.get(key)
+    return name if origin is None or number is None else f"{name} ({origin.source}, line {number})"
 
 
 class ColumnUse(NamedTuple):
@@ -114,7 +119,7 @@ def check_fields(table: Table) -> None:
     check_places(table)
     for name, column in (("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
         _check_use(table, name, column)
-    _require(table, table.rows[:, SLICE] == -1, "micro-batches of this schedule are not sliced, slice must be unused")
+    _require(table, table.rows[:, SLICE] == -1, "micro-batches of this schedule are not sliced, leave out the slice")
     check_units(table)
     _check_last_included(table)
     _check_versions(table)
@@ -129,11 +134,17 @@ def check_places(table: Table) -> None:
         row = int(unknown[0])
         place = f"rank {table.rank[row]}, action {row - table.offsets[table.rank[row]]}"
         raise ScheduleError(f"{table.header.name}, {place}: {table.kind[row]} is not a kind of action")
-    _require(table, table.is_kind(*kinds), f"a schedule of mode {table.header.mode!r} cannot have such actions")
+    _require(
+        table, table.is_kind(*kinds), f"a schedule of mode {table.header.mode!r} cannot have such actions; remove it"
+    )
     _check_use(table, "stage", STAGE)
     microbatch = table.rows[:, MICROBATCH]
     in_steps = (microbatch >= 0) & (microbatch < table.num_microbatches)
-    _require(table, in_steps, f"micro-batches are numbered from 0 to {table.num_microbatches - 1}")
+    _require(
+        table,
+        in_steps,
+        f"micro-batches are numbered from 0 to {table.num_microbatches - 1}; change it, or the number of them",
+    )
     _check_stages(table)
 
 
@@ -162,18 +173,18 @@ def _check_use(table: Table, name: str, column: int) -> None:
         used = getattr(shape, name)
         always[kind], never[kind] = used is True, used is False
     values = table.rows[:, column]
-    _require(table, ~(always[table.kind] & (values < 0)), f"{name} must be given")
-    _require(table, ~(never[table.kind] & (values != -1)), f"{name} must be unused")
+    _require(table, ~(always[table.kind] & (values < 0)), f"{name} must be given; add it")
+    _require(table, ~(never[table.kind] & (values != -1)), f"{name} must be unused; leave it out")
     _require(table, values >= -1, f"{name} below 0 is not a {name}")
 
 
 def _check_stages(table: Table) -> None:
     stage, header = table.stage, table.header
-    _require(table, stage < table.num_stages, f"there are {table.num_stages} stages")
+    _require(table, stage < table.num_stages, f"there are {table.num_stages} stages; change its stage, or add one")
     at_home = (stage < 0) | (header.stage_ranks[stage] == table.rank)
     if not at_home.all():
         row = int(np.argmin(at_home))
-        raise failure(table, row, f"stage {stage[row]} is on rank {header.stage_ranks[stage[row]]}")
+        raise failure(table, row, f"stage {stage[row]} is on rank {header.stage_ranks[stage[row]]}; move it there")
 
 
 def check_units(table: Table) -> None:
@@ -181,7 +192,9 @@ def check_units(table: Table) -> None:
     reductions and updates one that it owns."""
     moved = table.is_kind(Kind.OFFLOAD, Kind.RELOAD)
     computes = table.is_kind(*COMPUTE_STREAM) | (moved & (table.version < 0))
-    _require(table, ~computes | (table.unit < table.units), "the stage has fewer units")
+    _require(
+        table, ~computes | (table.unit < table.units), "the stage has fewer units; change its unit, or leave it out"
+    )
     _require(table, ~table.is_kind(*STATE_KINDS) | (table.unit < table.num_states), "the stage has fewer state units")
     owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE) | (moved & (table.version >= 0))
     for row in np.flatnonzero(owned).tolist():

@@ -15,10 +15,10 @@ import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask, describe
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress
-from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
+from megapipe.schedules.validation.failure import action_at, failure
+from megapipe.schedules.validation.order import deadlock, hanging
 
 
 def check_links(dependencies: Dependencies) -> None:
@@ -94,14 +94,13 @@ def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
         return
     waits, stuck = _stuck(table, blocking, *always)
     if len(stuck):
-        raise _deadlock(table, waits, stuck, "deadlocks")
+        raise deadlock(table, waits, stuck, "deadlocks")
     sends = Needs(messages.send[second], messages.receive[first])
     waits, stuck = _stuck(table, sends, receives, reductions, *always)
     if len(stuck):
         problem = "deadlocks on a GPU that starts operations in the order of their launch"
-        raise _deadlock(
-            table, waits, stuck, f"{problem} (CUDA_DEVICE_MAX_CONNECTIONS=1): post receives and start reductions later"
-        )
+        problem = f"{problem} (CUDA_DEVICE_MAX_CONNECTIONS=1)"
+        raise deadlock(table, waits, stuck, problem, "post receives and start reductions later")
 
 
 def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
@@ -133,27 +132,7 @@ def host_waits(table: Table) -> Needs:
 
 def _stuck(table: Table, *parts: Needs) -> tuple[Needs, Ints]:
     waits = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
-    # A group is one action: it starts when all of its rows can.
-    return waits, Progress(table.action_first[waits.row], waits.needed, table.offsets).stuck()
-
-
-def _deadlock(table: Table, waits: Needs, stuck: Ints, problem: str) -> ScheduleError:
-    """Follow the waits from one stuck rank until they close, and report the circle."""
-    waits_of = {int(table.rank[waits.row[index]]): index for index in stuck}
-    rank = min(waits_of)
-    seen: list[int] = []
-    while rank in waits_of and rank not in seen:
-        seen.append(rank)
-        rank = int(table.rank[waits.needed[waits_of[rank]]])
-    circle = seen[seen.index(rank) :] if rank in seen else seen
-    lines = [f"{table.header.name} {problem}: ranks {', '.join(map(str, circle))} wait for one another"]
-    for member in circle:
-        row, needed = (int(column[waits_of[member]]) for column in (waits.row, waits.needed))
-        lines.append(
-            f"{table.place_of(row)} is at {describe(action_at(table, row))} and waits for rank {table.rank[needed]} "
-            f"to reach {describe(action_at(table, needed))}\n{neighbourhood(table, row)}"
-        )
-    return ScheduleError("\n".join(lines))
+    return waits, hanging(table, waits)
 
 
 _COMMUNICATION = (

@@ -4,18 +4,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.schedules.actions import describe
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import ADDING, check_states
+from megapipe.schedules.gathers import check_states
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
+from megapipe.schedules.promise import Promise, first_reordered
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.coverage import check_coverage
-from megapipe.schedules.validation.failure import action_at, failure
 from megapipe.schedules.validation.fields import check_fields, check_header
 from megapipe.schedules.validation.first_use import FirstUses
 from megapipe.schedules.validation.holdings import check_buffers, check_gathers, check_gradients, check_offload
+from megapipe.schedules.validation.order import check_local_order
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
 
 BODIES_PROVED = (0, 1, 2, 3)
@@ -58,11 +58,12 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     header = schedule.header
     if not header.lowered:
         raise ScheduleError(f"{header.name} has only compute actions; lower it before validating it")
-    check_header(header)
+    check_header(header, schedule.origin)
     check_states(schedule)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
         _check(table, flushes=schedule.flushes)
+    Promise.of(table, flushes=schedule.flushes).check(table)
     first_uses = FirstUses.of(table)
     hanging = first_uses.deadlock(header.connections)
     if hanging:
@@ -71,7 +72,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
             f"with NCCL: {hanging}; start the reductions in one order on all ranks"
         )
     report = Report(
-        canonical_order=_adds_in_order(table),
+        canonical_order=first_reordered(table) < 0,
         peak_activations=peak_activations(table) if header.mode == "train" else (0.0,) * header.num_ranks,
         pending_weight_halves=pending_weight_halves(table),
         weight_versions=header.weight_versions,
@@ -93,31 +94,8 @@ def _check(table: Table, *, flushes: bool) -> None:
     check_gradients(table)
     check_offload(table)
     dependencies = Dependencies(table)
-    _check_order(dependencies)
+    check_local_order(table, dependencies.local_needs())
     check_links(dependencies)
     check_collectives(table, flushes=flushes)
     check_buffers(table)
     check_progress(dependencies, flushes=flushes)
-
-
-def _check_order(dependencies: Dependencies) -> None:
-    """Raise ScheduleError at the first action that comes before something that it needs."""
-    table = dependencies.table
-    for needs in dependencies.local_needs():
-        wrong = needs.needed > needs.row
-        if wrong.any():
-            index = int(np.argmax(wrong))
-            needed = describe(action_at(table, int(needs.needed[index])))
-            raise failure(table, int(needs.row[index]), f"it needs {needed}, which comes after it")
-        joined = table.action_first[needs.needed] == table.action_first[needs.row]
-        if joined.any():
-            index = int(np.argmax(joined))
-            needed = describe(action_at(table, int(needs.needed[index])))
-            raise failure(table, int(needs.row[index]), f"it needs {needed}, which is part of the same group")
-
-
-def _adds_in_order(table: Table) -> bool:
-    rows = table.rows_with(*ADDING)
-    rows = rows[np.argsort(table.stage[rows], kind="stable")]
-    same = table.stage[rows[1:]] == table.stage[rows[:-1]]
-    return not np.any(same & (table.microbatch[rows[1:]] < table.microbatch[rows[:-1]]))

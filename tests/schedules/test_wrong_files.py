@@ -1,0 +1,165 @@
+"""Wrong schedule files: the error has the line, the problem, how to fix it, and the lines around it."""
+
+import re
+
+import pytest
+
+from megapipe.schedules import GENERATORS, ScheduleError, dumps, loads, lower, order, validate
+from megapipe.schedules.build import load_file
+from megapipe.schedules.command.main import main
+from megapipe.schedules.errors import excerpt
+
+MINE = """megapipe schedule 2
+name mine
+microbatches 4
+stage 0 rank 0
+stage 1 rank 1
+body
+rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3
+rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
+"""
+HEADER, _ = MINE.split("body\n")
+PIPEDREAM = dumps(order("pipedream", 2, 4))
+
+
+def changed(*changes: tuple[str, str]) -> str:
+    text = MINE
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
+
+
+BOTH_LAST_SWAPPED = (("B0.2 B0.3", "B0.3 B0.2"), ("F1.2 B1.2 F1.3 B1.3", "F1.2 F1.3 B1.3 B1.2"))
+CROSSED = (("F0.0 F0.1 B0.0", "F0.0 B0.0 F0.1"), ("F1.0 B1.0 F1.1", "F1.0 F1.1 B1.0"))
+WRONG = {
+    # duplicate actions
+    "forward twice": (changed(("F0.2", "F0.1")), 7, "F.* 0, micro-batch 1: .* second time", "remove one of the two"),
+    "backward twice": (changed(("B1.2", "B1.2 B1.2")), 8, "BACKWARD .* second time", "remove one of the two"),
+    "whole and halves": (changed(("B1.2", "B1.2 BI1.2 BW1.2")), 8, "whole and in halves", "remove one"),
+    "weight half twice": (changed(("B0.2 ", "BI0.2 BW0.2 BW0.2 ")), 7, "WEIGHT .* second time", "remove one"),
+    # missing actions
+    "no backward": (changed((" B1.3", "")), 8, "micro-batch 3: it never happens", "add B1.3 to this rank"),
+    "no forward": (changed(("F0.1 ", "")), 7, "FORWARD stage 0, micro-batch 1: it never", "add F0.1 to this rank"),
+    "no weight half": (changed(("B1.0", "BI1.0")), 8, "BACKWARD_WEIGHT .* never happens", "add BW1.0 to this"),
+    "no input half": (changed(("B0.0", "BW0.0")), 7, "BACKWARD_INPUT .* never happens", "add BI0.0 to this rank"),
+    "empty rank": (HEADER + "body\nrank 0: F0.0\nrank 1:\n", 7, "F.* micro-batch 1: it never", "add F0.1 to this"),
+    # places
+    "another rank's stage": (changed(("F0.0", "F1.0")), 7, "stage 1 is on rank 1", "move it there"),
+    "unknown stage": (changed(("F1.0", "F2.0")), 8, "there are 2 stages", "change its stage, or add one"),
+    "unknown micro-batch": (changed(("F0.3", "F0.4")), 7, "numbered from 0 to 3", "change it, or the number"),
+    "unknown unit": (changed(("F0.3", "F0/1.3")), 7, "the stage has fewer units", "change its unit, or leave it out"),
+    "a send": (changed(("F0.0", "F0.0 SA0.0")), 7, "SEND_ACTIVATION", "give only forwards and backwards"),
+    "a slice": (changed(("F0.0", "F0.0:1")), 7, "not sliced", "leave out the slice"),
+    # order
+    "backward first": (changed(("F0.0 F0.1 B0.0", "B0.0 F0.0 F0.1")), 7, "BACKWARD .* needs F", "move F0.0 before it"),
+    "weight half first": (changed(("B0.0", "BW0.0 BI0.0")), 7, "needs BACKWARD_INPUT", "move BI0.0 before it"),
+    "stages of one rank": (
+        "megapipe schedule 2\nname mine\nmicrobatches 1\nstage 0 rank 0\nstage 1 rank 0\nbody\n"
+        "rank 0: F1.0 F0.0 B1.0 B0.0\n",
+        7, "FORWARD stage 1.* it needs FORWARD stage 0.* which comes after it", "move F0.0 before it",
+    ),
+    "part of a group": (changed(("F0.0 F0.1 B0.0", "F0.1 F0.0+B0.0")), 7, "of the same group", "move F0.0 before it"),
+    "circle": (
+        changed(*CROSSED), 7,
+        r"B0\.0 of rank 0 \(\S+, line 7\) waits for B1\.0, which comes after F1\.1 of rank 1 \(\S+, line 8\), "
+        r"which waits for F0\.1, which comes after B0\.0;", r"change the order, such as F0\.1 before B0\.0",
+    ),
+    "circle of three": (
+        "megapipe schedule 2\nname mine\nmicrobatches 2\nstage 0 rank 0\nstage 1 rank 1\nstage 2 rank 2\nbody\n"
+        "rank 0: F0.0 B0.0 F0.1 B0.1\nrank 1: F1.0 F1.1 B1.1 B1.0\nrank 2: F2.0 B2.0 F2.1 B2.1\n",
+        8, r"waits for B1\.0, which comes after F1\.1 of rank 1 \(\S+, line 9\), which waits for F0\.1, ", "before B0",
+    ),
+    "weights before their update": (
+        PIPEDREAM.replace("F0.1 B0.0 F0.2", "F0.1 F0.2 B0.0"), 10,
+        "FORWARD stage 0, micro-batch 2, .* it needs UPDATE stage 0", "move it to a later place",
+    ),
+    # words
+    "unknown kind": (changed(("F0.2", "G0.2")), 7, "column 24: 'G' in 'G0.2' is not a kind", "the kinds are F, B,"),
+    "unknown word": (changed(("B1.1", "B1,1")), 8, "column 24: 'B1,1' is not an action", "write KIND stage"),
+    "too large": (changed(("B1.1", "B1.9999999999")), 8, "too large", "the maximum is 2147483647"),
+    "unknown key": (changed(("microbatches", "micro_batches")), 3, "unknown header", "did you mean 'microbatches'"),
+    "unknown class": (changed(("name mine", "name mine\nclass D")), 3, "'D' is not", "one of A, B, C"),
+    "name twice": (changed(("name mine", "name mine\nname own")), 3, "'name' appears twice", "remove one of the two"),
+    "two values": (changed(("name mine", "name my own")), 2, "unexpected 'own'", "remove it"),
+    "stage without a rank": (changed(("stage 1 rank 1", "stage 1")), 5, "has no rank", "write 'stage 1 rank R'"),
+    "a gap in the ranks": (changed(("stage 1 rank 1", "stage 1 rank 2")), 4, r"ranks \[0, 2\]", "without gaps"),
+    "uneven updates": (changed(("name mine", "name mine\nupdates 3")), 3, "divided evenly", "change one of the two"),
+    "no line of a rank": (MINE[: MINE.index("rank 1:")], 6, "1 rank lines", "add the line 'rank 1: ...'"),
+    "a rank line too many": (MINE + "rank 2:\n", 9, "one line more", "remove it"),
+    # class
+    "class of reversed sums": (
+        changed(("name mine", "name mine\nclass A"), *BOTH_LAST_SWAPPED), 3,
+        r"states class A .* of class C, because stage 0 adds the gradients of micro-batch 2 after .* line 8\)",
+        "leave out that line, or write class C",
+    ),
+    "class of old weights": (
+        dumps(order("2bw", 2, 4)).replace("class B", "class A"), 3,
+        "states class A .* of class B, because its steps do not end with an empty pipeline", "or write class B",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_refused_with_line_and_remedy(tmp_path, capsys, name):
+    text, line, problem, remedy = WRONG[name]
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    assert main(["validate", str(path)]) == 2
+    first, *near = capsys.readouterr().err.splitlines()
+    assert re.search(rf"{problem}.*{remedy}", first), first
+    assert f"mine.txt, line {line}" in first
+    assert f"  > {line:5d} | {text.splitlines()[line - 1]}" in near
+    for other in (line - 1, line + 1):
+        assert not 0 < other <= text.count("\n") or any(f"{other:5d} |" in each for each in near)
+
+
+def test_receives_of_another_section_are_refused_with_their_line():
+    text = PIPEDREAM.replace("B1.2 F1.3 B1.3", "F1.3 B1.3 B1.2")
+    with pytest.raises(ScheduleError, match=r"rank 0 \(schedule, line 14\), .* in the order in which the other rank"):
+        lower(loads(text))
+
+
+def test_excerpts_of_long_lines_show_the_word():
+    words = [f"F0.{number}" for number in range(500)]
+    line = "\x1b[2Jrank 0: " + " ".join(words)
+    for wanted in ("F0.0", "F0.77", "F0.499"):
+        column = line.split(wanted + " ")[0].rindex(" ") + 2 if wanted == "F0.499" else line.index(wanted) + 1
+        shown, caret, _ = excerpt(["body", line, "rank 1:"], 2, column).splitlines()[1:]
+        assert shown[caret.index("^") :].startswith(wanted)
+        assert len(shown) < 120
+        assert "\x1b" not in shown
+
+
+def unstated(text: str) -> str:
+    return re.sub(r"^class .*\n", "", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_a_file_has_the_class_of_its_order(name):
+    """Without a stated class, files of built-in schedules have the class that these are registered with."""
+    assert loads(unstated(dumps(order(name, 2, 6)))).header.numerical_class == GENERATORS[name].numerical_class
+
+
+def test_reordered_sums_and_copies_are_class_c(tmp_path):
+    assert loads(MINE).header.numerical_class == "A"
+    assert loads(changed(*BOTH_LAST_SWAPPED)).header.numerical_class == "C"
+    copies = MINE.replace("stage 1 rank 1", "stage 1 rank 1 part 0 replica 1\nroute 0\nroute 1")
+    copies = copies.replace("F0.1 ", "").replace("F0.3 ", "").replace("B0.1 ", "").replace(" B0.3", "")
+    copies = re.sub(r"[FB]1\.[02] ", "", copies)
+    path = tmp_path / "copies.txt"
+    for text in (copies, copies.replace("name", "class C\nname")):
+        path.write_text(text)
+        assert validate(load_file(path)).canonical_order
+        assert load_file(path).header.numerical_class == "C"
+    path.write_text(copies.replace("name", "class B\nname"))
+    with pytest.raises(ScheduleError, match="stages 0, 1 all hold part 0 of the model"):
+        validate(load_file(path))
+
+
+def test_a_weaker_class_may_be_stated(tmp_path):
+    path = tmp_path / "mine.txt"
+    for stated in "ABC":
+        path.write_text(changed(("name mine", f"name mine\nclass {stated}")))
+        assert validate(load_file(path)).canonical_order
+        assert load_file(path).header.numerical_class == stated
