@@ -24,13 +24,14 @@ The command runs as one process, or with torchrun on any number of pipeline and 
 trained the model:
   torchrun --nproc_per_node 4 -m megapipe generate --tensor 2 --checkpoint runs/gpt --prompt "..."
 A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts only change rounding.
-It ends at an end-of-document token, after --max-new-tokens tokens, or at the model's last position. Keys and values
-are cached, so that a new token needs only its own forward pass.
+It ends at an end-of-document token, before a --stop string, after --max-new-tokens tokens, or at the model's last
+position. Keys and values are cached, so that a new token needs only its own forward pass.
 """
 GENERATE_EXAMPLES = """\
 examples:
   megapipe generate --checkpoint runs/quickstart --prompt "def main(" --prompt "import " --temperature 0.8 --top-p 0.95
   megapipe generate --checkpoint runs/quickstart/checkpoints/step-00000400 --prompt-file prompt.txt --temperature 0
+  megapipe generate --checkpoint runs/quickstart --prompt "def " --min-p 0.1 --repetition-penalty 1.1 --stop "def "
 """
 FILL_MASK_DESCRIPTION = """\
 Fill in the gaps of a text, written [MASK], with a trained BERT: one token per gap, each independently.
@@ -101,6 +102,28 @@ def generate_parser() -> argparse.ArgumentParser:
         metavar="P",
         help="sample among the most likely tokens with a total probability of P (default 1: all)",
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample among tokens with at least P times the probability of the most likely one (default 0: all)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="make tokens that the prompt or the text has less likely: divide their positive logits by X, multiply "
+        "their negative ones by X (default 1: no penalty)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a text before this string; searched after the prompt only, also across tokens; may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random numbers (default 0)")
     parser.add_argument(
         "--tokenizer",
@@ -122,13 +145,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     import os
 
     from megapipe.inference import trained_model as request
-    from megapipe.inference.generation import Limits, SamplingSettings, generate
+    from megapipe.inference.generation import Limits, SamplingSettings, StopStrings, generate
     from megapipe.inference.trained_model import LoadedModel
     from megapipe.parallel.launch import LaunchEnvironment
 
-    settings = SamplingSettings(
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
-    )
+    chosen = {field: getattr(arguments, field) for field in SamplingSettings.__dataclass_fields__}
+    settings = SamplingSettings(**chosen)
     if settings.problems():
         raise ConfigError(settings.problems())
     world_size = LaunchEnvironment.read(os.environ).world_size
@@ -140,10 +162,14 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tokens = request.encoded(prompts, tokenizer, config.model)
+    stop = StopStrings(tuple(arguments.stop), tokenizer)
+    if stop.problems():
+        raise ConfigError(stop.problems())
     limits = Limits(
         max_new_tokens=arguments.max_new_tokens,
         vocabulary_size=min(tokenizer.vocabulary_size, config.model.vocabulary_size),
         end_of_document=tokenizer.end_of_document,
+        stop=stop,
         batch_size=arguments.batch_size,
     )
     with request.connected(config) as mesh:
@@ -166,7 +192,7 @@ def _print_texts(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
     for text in texts:
         if len(texts) > 1:
             print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
-        print(tokenizer.decode(text.tokens), flush=True)
+        print(text.decoded(tokenizer), flush=True)
 
 
 def fill_mask(argv: Sequence[str]) -> int:
