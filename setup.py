@@ -61,7 +61,7 @@ EXTRAS = {
     ],
     "docs": DOCUMENTATION,
     "evaluation": [
-        "lm-eval[hf]>=0.4.9",  # scores exported models; not part of `test`, since it brings some forty packages
+        "lm-eval[hf]>=0.4.9",  # `evaluate --tasks`; not part of `test`, since it brings some forty packages
     ],
 }
 

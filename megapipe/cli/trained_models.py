@@ -24,13 +24,14 @@ The command runs as one process, or with torchrun on any number of pipeline and 
 trained the model:
   torchrun --nproc_per_node 4 -m megapipe generate --tensor 2 --checkpoint runs/gpt --prompt "..."
 A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts only change rounding.
-It ends at an end-of-document token, after --max-new-tokens tokens, or at the model's last position. Keys and values
-are cached, so that a new token needs only its own forward pass.
+It ends at an end-of-document token, before a --stop string, after --max-new-tokens tokens, or at the model's last
+position. Keys and values are cached, so that a new token needs only its own forward pass.
 """
 GENERATE_EXAMPLES = """\
 examples:
   megapipe generate --checkpoint runs/quickstart --prompt "def main(" --prompt "import " --temperature 0.8 --top-p 0.95
   megapipe generate --checkpoint runs/quickstart/checkpoints/step-00000400 --prompt-file prompt.txt --temperature 0
+  megapipe generate --checkpoint runs/quickstart --prompt "def " --min-p 0.1 --repetition-penalty 1.1 --stop "def "
 """
 FILL_MASK_DESCRIPTION = """\
 Fill in the gaps of a text, written [MASK], with a trained BERT: one token per gap, each independently.
@@ -49,6 +50,9 @@ Print the loss, the perplexity and, for a BERT, the accuracies of a trained mode
 By default the shard is the one that the model was trained on, and its validation split is used, as in evaluations
 during training. The numbers do not depend on the layout that trained the model, nor on the layout of the evaluation.
 Memory holds both weights and gradients.
+
+With --tasks, the command prints the metrics of tasks of lm-eval instead, and holds weights only. That needs
+pip install 'megapipe[evaluation]'.
 """
 EVALUATE_EXAMPLES = """\
 examples:
@@ -56,6 +60,7 @@ examples:
   megapipe evaluate --checkpoint runs/quickstart --split test --json
   megapipe evaluate --checkpoint runs/quickstart/checkpoints/step-00000400 --data-prefix data/other_text_document
   torchrun --nproc_per_node 4 -m megapipe evaluate --checkpoint runs/gpt --tensor 2
+  megapipe evaluate --checkpoint runs/quickstart --tasks hellaswag,lambada_openai --samples 100
 """
 
 
@@ -101,6 +106,28 @@ def generate_parser() -> argparse.ArgumentParser:
         metavar="P",
         help="sample among the most likely tokens with a total probability of P (default 1: all)",
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample among tokens with at least P times the probability of the most likely one (default 0: all)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="make tokens that the prompt or the text has less likely: divide their positive logits by X, multiply "
+        "their negative ones by X (default 1: no penalty)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a text before this string; searched after the prompt only, also across tokens; may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random numbers (default 0)")
     parser.add_argument(
         "--tokenizer",
@@ -122,13 +149,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     import os
 
     from megapipe.inference import trained_model as request
-    from megapipe.inference.generation import Limits, SamplingSettings, generate
+    from megapipe.inference.generation import Limits, SamplingSettings, StopStrings, generate
     from megapipe.inference.trained_model import LoadedModel
     from megapipe.parallel.launch import LaunchEnvironment
 
-    settings = SamplingSettings(
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
-    )
+    chosen = {field: getattr(arguments, field) for field in SamplingSettings.__dataclass_fields__}
+    settings = SamplingSettings(**chosen)
     if settings.problems():
         raise ConfigError(settings.problems())
     world_size = LaunchEnvironment.read(os.environ).world_size
@@ -140,10 +166,14 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tokens = request.encoded(prompts, tokenizer, config.model)
+    stop = StopStrings(tuple(arguments.stop), tokenizer)
+    if stop.problems():
+        raise ConfigError(stop.problems())
     limits = Limits(
         max_new_tokens=arguments.max_new_tokens,
         vocabulary_size=min(tokenizer.vocabulary_size, config.model.vocabulary_size),
         end_of_document=tokenizer.end_of_document,
+        stop=stop,
         batch_size=arguments.batch_size,
     )
     with request.connected(config) as mesh:
@@ -166,7 +196,7 @@ def _print_texts(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
     for text in texts:
         if len(texts) > 1:
             print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
-        print(tokenizer.decode(text.tokens), flush=True)
+        print(text.decoded(tokenizer), flush=True)
 
 
 def fill_mask(argv: Sequence[str]) -> int:
@@ -226,7 +256,8 @@ def _print_filled(filled: "Filled") -> None:
 def evaluate(argv: Sequence[str]) -> int:
     """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = evaluate_parser().parse_args(with_hyphens(argv))
-    return exit_status(lambda: _evaluate(arguments), _is_for_user)
+    run = _evaluate if arguments.tasks is None else _evaluate_tasks
+    return exit_status(lambda: run(arguments), _is_for_user)
 
 
 def evaluate_parser() -> argparse.ArgumentParser:
@@ -242,12 +273,29 @@ def evaluate_parser() -> argparse.ArgumentParser:
         choices=["train", "validation", "test"],
         help="split of the training data (default validation); not with --data-prefix",
     )
-    parser.add_argument("--samples", type=positive, metavar="N", help="the first N samples only (default: all)")
+    parser.add_argument(
+        "--tasks", metavar="NAME[,NAME]", help="tasks of lm-eval, or paths of their YAML files, instead of a shard"
+    )
+    parser.add_argument(
+        "--tasks-folder",
+        metavar="DIR",
+        help="folder of YAML files, the only tasks that --tasks then names (default: the tasks that lm-eval has)",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="of the texts of --tasks (default: the one of the training data)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=positive,
+        metavar="N",
+        help="the first N samples, or documents of each task, only (default: all)",
+    )
     parser.add_argument(
         "--batch-size",
         type=positive,
         metavar="N",
-        help="samples in a micro-batch; fewer take less memory (default: batch.micro_size of the training)",
+        help="samples in a micro-batch; fewer take less memory (default: batch.micro_size of the training; texts of "
+        "tasks: 32)",
     )
     _add_layout(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -267,6 +315,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from megapipe.training.observe.display import evaluation_line
     from megapipe.training.validation import validate
 
+    if arguments.tasks_folder is not None or arguments.tokenizer is not None:
+        raise ConfigError("--tasks-folder and --tokenizer are for --tasks; name tasks, or leave them out")
     world_size = LaunchEnvironment.read(os.environ).world_size
     trained = request.read_trained(arguments.checkpoint)
     config = request.on_layout(
@@ -296,6 +346,39 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             used = f"{config.evaluation.samples:,} of {len(samples):,} samples of {', '.join(config.data.prefixes)}"
             print(f"{trained.path}, {used}", file=sys.stderr, flush=True)
             print(evaluation_line(record, "loss" if arguments.data_prefix else f"{split} loss"))
+
+
+def _evaluate_tasks(arguments: argparse.Namespace) -> None:
+    import json
+    import os
+
+    from megapipe.inference import trained_model as request
+    from megapipe.inference.evaluation import Tasks
+    from megapipe.inference.trained_model import LoadedModel
+    from megapipe.parallel.launch import LaunchEnvironment
+
+    if arguments.data_prefix is not None or arguments.split is not None:
+        raise ConfigError("--tasks has its own texts; leave out --data-prefix and --split, or --tasks")
+    world_size = LaunchEnvironment.read(os.environ).world_size
+    trained = request.read_trained(arguments.checkpoint)
+    request.check_is_gpt(trained)
+    config = request.on_layout(
+        trained.config, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
+    )
+    tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
+    tasks = Tasks(arguments.tasks.split(","), arguments.tasks_folder)
+    with request.connected(config) as mesh:
+        model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
+        results = tasks.evaluate(model, tokenizer, batch_size=arguments.batch_size or 32, limit=arguments.samples)
+        if mesh.rank != 0:
+            return
+        if arguments.json:
+            print(json.dumps({"checkpoint": str(trained.path), "tasks": results}, default=str))
+            return
+        for task, metrics in results.items():
+            for name, value in metrics.items():
+                if isinstance(value, float):
+                    print(f"{task}: {name.removesuffix(',none')} {value:.4f}", flush=True)
 
 
 def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":

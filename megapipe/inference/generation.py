@@ -33,6 +33,12 @@ class SamplingSettings:
     top_p: float = 1.0
     """Only the most likely tokens with this total probability can be chosen (arXiv 1904.09751, section 3.1); 1 keeps
     all."""
+    min_p: float = 0.0
+    """Only tokens with at least this part of the most likely token's probability can be chosen (arXiv 2407.01082,
+    section 3); 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of all tokens that a text already has, with its
+    prompt (arXiv 1909.05858, section 4.1, as transformers' RepetitionPenaltyLogitsProcessor); 1 changes nothing."""
     seed: int = 0
     """Seed of the random numbers."""
 
@@ -47,6 +53,10 @@ class SamplingSettings:
             problems.append(f"top-k is {self.top_k}; it must be at least 1, or left out to keep every token")
         if not 0.0 < self.top_p <= 1.0:
             problems.append(f"top-p is {self.top_p}; it must be above 0 and at most 1 (1 keeps every token)")
+        if not 0.0 <= self.min_p <= 1.0:
+            problems.append(f"min-p is {self.min_p}; it must be at least 0 (0 keeps every token) and at most 1")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            problems.append(f"repetition-penalty is {self.repetition_penalty}; it must be above 0 (1: no penalty)")
         if not 0 <= self.seed < 1 << 64:
             problems.append(f"seed is {self.seed}; it must be at least 0 and below 2^64")
         return problems
@@ -66,19 +76,33 @@ def pick(logits: Tensor, settings: SamplingSettings, uniforms: Sequence[float]) 
 
 
 def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return the probabilities of tokens, float64 [n, v], after temperature (above 0), then top-k, then top-p."""
+    """Return the probabilities of tokens, float64 [n, v], after temperature (above 0), top-k, top-p and min-p, in this
+    order."""
     scores = logits.double() / settings.temperature
     if settings.top_k is not None and settings.top_k < scores.shape[-1]:
         threshold = scores.topk(settings.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     shares = torch.softmax(scores, dim=-1)
-    if settings.top_p == 1.0:
+    if settings.top_p == 1.0 and settings.min_p == 0.0:
         return shares
-    ranked, order = shares.sort(dim=-1, descending=True, stable=True)
-    before = ranked.cumsum(dim=-1) - ranked
-    # The most likely token has no token before it, so at least one token remains.
-    kept = torch.zeros_like(ranked).scatter_(-1, order, ranked.masked_fill(before >= settings.top_p, 0.0))
-    return kept / kept.sum(dim=-1, keepdim=True)
+    if settings.top_p < 1.0:
+        ranked, order = shares.sort(dim=-1, descending=True, stable=True)
+        before = ranked.cumsum(dim=-1) - ranked
+        # The most likely token has no token before it, so at least one token remains.
+        shares = torch.zeros_like(ranked).scatter_(-1, order, ranked.masked_fill(before >= settings.top_p, 0.0))
+    shares = shares.masked_fill(shares < settings.min_p * shares.amax(dim=-1, keepdim=True), 0.0)
+    return shares / shares.sum(dim=-1, keepdim=True)
+
+
+def penalized(logits: Tensor, seen: Sequence[Sequence[int]], penalty: float) -> Tensor:
+    """Return the logits [n, v] after the repetition penalty, for the tokens `seen` in each of the n texts."""
+    if penalty == 1.0:
+        return logits
+    repeated = torch.zeros_like(logits, dtype=torch.bool)
+    for row, tokens in enumerate(seen):
+        repeated[row, torch.tensor(tokens, device=logits.device)] = True
+    scores = logits.double()
+    return torch.where(repeated, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def uniform(seed: int, prompt: int, sample: int, position: int) -> float:
@@ -109,11 +133,66 @@ class Text:
     tokens: list[int]
     num_prompt_tokens: int
     finished: bool = False
+    num_cut: int = 0
+    """Number of characters at the end of the decoded tokens that are not part of the text: a stop string, and what the
+    last token has after it."""
 
     @property
     def generated(self) -> list[int]:
         """The new tokens, without an end-of-document token."""
         return self.tokens[self.num_prompt_tokens :]
+
+    def decoded(self, tokenizer: Tokenizer) -> str:
+        """Return the prompt and its continuation, which ends before a stop string."""
+        whole = tokenizer.decode(self.tokens)
+        return whole[: len(whole) - self.num_cut]
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a text. They are sought in the new text only, in which a string may span tokens.
+
+    strings: of at least one character each. tokenizer: decodes the tokens.
+    """
+
+    strings: tuple[str, ...]
+    tokenizer: Tokenizer
+
+    def problems(self) -> list[str]:
+        """Return a message for each string that cannot end a text."""
+        return [
+            f"stop string {number} is {string!r}; it must be UTF-8 text of at least one character"
+            for number, string in enumerate(self.strings, start=1)
+            if not string or not is_utf8(string)
+        ]
+
+
+class NewText:
+    """The text that follows a prompt. A token's characters are decoded with few tokens before it, so that the time per
+    token does not grow with the text."""
+
+    _CONTEXT = 6
+    """Number of tokens of the prompt that are decoded with new ones: a tokenizer may treat the start of a text
+    differently."""
+
+    def __init__(self, stop: StopStrings, prompt: Sequence[int]) -> None:
+        self._stop = stop
+        self._tail = ""
+        self._start, self._end = max(0, len(prompt) - self._CONTEXT), len(prompt)
+
+    def num_cut(self, tokens: Sequence[int]) -> int:
+        """Return the number of characters from the first stop string on; 0 if there is none.
+
+        tokens: the prompt and its continuation, with one token more than in the last call.
+        """
+        known = self._stop.tokenizer.decode(tokens[self._start : self._end])
+        text = self._tail + self._stop.tokenizer.decode(tokens[self._start :])[len(known) :]
+        starts = [start for string in self._stop.strings if (start := text.find(string)) >= 0]
+        if not text.endswith("\ufffd"):  # otherwise the next token may complete the bytes of this character
+            longest = max(len(string) for string in self._stop.strings)
+            self._tail = text[max(0, len(text) + 1 - longest) :]
+            self._start, self._end = self._end, len(tokens)
+        return len(text) - min(starts) if starts else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +200,14 @@ class Limits:
     """Limits of generated texts.
 
     max_new_tokens: per text, fewer if the model's positions run out. vocabulary_size: token ids at or above it are
-    never chosen. end_of_document: token that ends a text. batch_size: number of texts that are generated together.
+    never chosen. end_of_document: token that ends a text. stop: strings that end a text. batch_size: number of texts
+    that are generated together.
     """
 
     max_new_tokens: int
     vocabulary_size: int
     end_of_document: int | None = None
+    stop: StopStrings | None = None
     batch_size: int = 32
 
 
@@ -192,6 +273,8 @@ class _Growth:
         """Generate up to `num_texts` texts completely."""
         # A pass has a fixed number of texts; rows that only fill it are computed and discarded.
         rows = [*texts, *[texts[0]] * (self.num_texts - len(texts))]
+        stop = self._limits.stop
+        self._new = [NewText(stop, text.tokens) for text in texts] if stop is not None and stop.strings else []
         self._extend(texts, self._read(rows))
         while not all(text.finished for text in texts):
             tokens = torch.tensor([text.tokens[-1:] for text in rows])
@@ -221,17 +304,20 @@ class _Growth:
         chosen = torch.zeros(len(texts), dtype=torch.int64, device=mesh.device)
         if logits is not None:
             numbers = [uniform(self._settings.seed, text.prompt, text.sample, len(text.tokens)) for text in texts]
-            valid_logits = logits[: len(texts), : self._limits.vocabulary_size]
-            chosen = pick(valid_logits, self._settings, numbers)
+            seen = [text.tokens for text in texts]
+            scores = penalized(logits[: len(texts)], seen, self._settings.repetition_penalty)
+            chosen = pick(scores[:, : self._limits.vocabulary_size], self._settings, numbers)
         mesh.world.broadcast(chosen, self._model.last_rank)
-        for text, token in zip(texts, chosen.tolist(), strict=True):
+        for index, (text, token) in enumerate(zip(texts, chosen.tolist(), strict=True)):
             if text.finished:
                 continue
             if token == self._limits.end_of_document:
                 text.finished = True
                 continue
             text.tokens.append(token)
-            text.finished = len(text.generated) >= self._limits.max_new_tokens or len(text.tokens) >= self._positions
+            text.num_cut = self._new[index].num_cut(text.tokens) if self._new else 0
+            full = len(text.generated) >= self._limits.max_new_tokens or len(text.tokens) >= self._positions
+            text.finished = full or text.num_cut > 0
         self._report(pending)
 
 

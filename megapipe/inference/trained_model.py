@@ -351,12 +351,12 @@ class Passes:
         }
         self._engines: dict[int, Engine] = {}
 
-    def run(self, tokens: Tensor, positions: Tensor, last: Tensor) -> Tensor | None:
+    def run(self, tokens: Tensor, positions: Tensor, last: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """Return the logits [n, v] after one token of each text; None if another rank has the last stage.
 
         tokens, positions: int64 [n, s], the s new tokens of each of the n texts, and their positions; the earlier
         tokens of a text were in earlier passes. last: int64 [n], index within s of the token whose logits are
-        returned.
+        returned. targets: int64 [n, s]; with them, the result is float32 [n, s, 2] (see `DecodingHead`).
         """
         num_texts, width = tokens.shape
         split = self._splits[width]
@@ -365,14 +365,19 @@ class Passes:
         # The last text is repeated to fill the last micro-batch, in rows of the caches that no text uses.
         source = torch.arange(split.total).clamp(max=num_texts - 1)
         tokens, positions, last = (each[source].to(self._model.mesh.device) for each in (tokens, positions, last))
+        if targets is not None:
+            targets = targets[source].to(self._model.mesh.device)
         contexts = []
         for first in range(0, split.total, split.rows):
             rows = slice(first, first + split.rows)
+            wanted = None if targets is None else targets[rows]
             contexts.append(
-                DecodingContext.of(rows, tokens[rows], positions[rows], last[rows], length=length, windows=windows)
+                DecodingContext.of(
+                    rows, tokens[rows], positions[rows], last[rows], length=length, windows=windows, targets=wanted
+                )
             )
         result = self._engine(width).run(StepInput(0, contexts, token_counts=()))
-        return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None
+        return torch.cat([found for (found,) in result.outputs])[:num_texts] if result.outputs else None
 
     def _engine(self, width: int) -> Engine:
         """Return the engine for `width` new tokens of every text. It is connected at its first use."""

@@ -27,7 +27,8 @@ class DecodingContext:
     rows: the texts' rows in the caches. tokens: int64 [b, s], for the embedding. positions: int64 [b, s], of these
     tokens in their texts. last: int64 [b], index within s of the token whose successor is asked for.
     visible: bool [b, s, length], which of the first `length` positions each new token attends to, by the sliding
-    window of a block's attention.
+    window of a block's attention. targets: int64 [b, s], the token to score after each new token; None for the logits
+    after the token at `last`.
     """
 
     rows: slice
@@ -35,6 +36,7 @@ class DecodingContext:
     positions: Tensor
     last: Tensor
     visible: Mapping[int | None, Tensor]
+    targets: Tensor | None = None
 
     @classmethod
     def of(
@@ -46,11 +48,12 @@ class DecodingContext:
         *,
         length: int,
         windows: Collection[int | None],
+        targets: Tensor | None = None,
     ) -> "DecodingContext":
         """With what causal attention sees, at most so many positions. length: above every position."""
         distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
         visible = {each: (distance >= 0) & (distance < (length if each is None else each)) for each in windows}
-        return cls(rows, tokens, positions, last, visible)
+        return cls(rows, tokens, positions, last, visible, targets)
 
 
 class DecodingLayer(Protocol):
@@ -185,14 +188,22 @@ def _mixed(attention: Attention, query: Tensor, keys: Tensor, values: Tensor, co
 
 
 class DecodingHead:
-    """Hidden states to the logits of one token a text: the others' are never computed."""
+    """Hidden states to the logits of one token a text, whose others are never computed, or to scores of targets."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
 
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (logits over the true vocabulary [b, v],)."""
+        """(hidden [b, s, h],) to (logits over the true vocabulary [b, v],).
+
+        With targets: to (float32 [b, s, 2],), the log probability of each target, and 1 where no token is more likely.
+        """
         (hidden,) = inputs
+        if context.targets is not None:
+            logits = self._head.output.logits(self._head.normalised(hidden, None), None).float()
+            targets = context.targets.unsqueeze(-1)
+            scores = logits.log_softmax(dim=-1).gather(-1, targets)
+            return (torch.cat([scores, (logits.argmax(dim=-1, keepdim=True) == targets).float()], dim=-1),)
         wanted = hidden[torch.arange(len(hidden), device=hidden.device), context.last].unsqueeze(1)
         return (self._head.output.logits(self._head.normalised(wanted, None), None).squeeze(1),)
 

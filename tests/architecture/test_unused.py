@@ -9,6 +9,7 @@ from tests.architecture.source import product, working_tree
 CALLED_BY_LIBRARIES = {
     "_fill_text", "_get_default_metavar_for_optional", "_get_help_string",  # argparse and jsonargparse
     "find_class", "persistent_id", "readinto", "seekable",  # pickle and zipfile
+    "_loglikelihood_tokens", "eot_token_id", "generate_until", "loglikelihood_rolling", "tok_encode",  # lm-eval
 }  # fmt: skip
 
 USED_BY_TESTS_ALONE = {

@@ -6,6 +6,8 @@ The models are trained here, on shards of tokenizers that this project did not m
 import base64
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megapipe.cli.trained_models import fill_mask, generate
+from megapipe.cli.trained_models import evaluate, fill_mask, generate
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
@@ -29,6 +31,7 @@ from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from tests.support.bert_runs import make_bert_config, write_corpus
 from tests.support.gpt_runs import make_config
+from tests.support.launch import environment
 
 TEXTS = ["The cat sat on the mat.", "A dog ate 12 green apples, naïvely.", "Two birds flew  over Köln — 東京!"]
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_positions": 32}
@@ -170,38 +173,114 @@ def test_gaps_are_filled_by_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFix
     assert [first, second] == [tokenizer.convert_tokens_to_ids(each.split()) for each in names]
 
 
-@pytest.mark.slow
-def test_lm_eval_scores_an_export(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+KINDS = {
+    "ends": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{start}}",
+        "doc_to_choice": "{{ends}}",
+        "doc_to_target": "right",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "whole": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{start}}{{ends[0]}}{{ends[0]}}{{ends[0]}}{{ends[0]}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "written": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{start}}",
+        "doc_to_target": "{{ends[0].split('t')[0]}}",
+        "generation_kwargs": {"until": ["t", "ï"], "max_gen_toks": 20, "repetition_penalty": 1.05},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+"""Tasks of every kind of request."""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tasks that ask for the ends of TEXTS."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra `evaluation`)")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
     documents = [
         {"start": first, "ends": [text.removeprefix(first), " other words."], "right": 0}
         for text, (first, *_) in zip(TEXTS, WORDS, strict=True)
     ]
     (tmp_path / "ends.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
-    task = {
-        "task": "ends",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "ends.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{start}}",
-        "doc_to_choice": "{{ends}}",
-        "doc_to_target": "right",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (tmp_path / "ends.yaml").write_text(json.dumps(task))
+    for name, kind in KINDS.items():
+        task = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "ends.jsonl")}},
+            "test_split": "test",
+            "target_delimiter": "",
+            **kind,
+        }
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_tasks_have_the_scores_of_lm_evals_own_loader(
+    ranks: int, gpt: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(gpt)
+    theirs = simple_evaluate(
+        HFLM(model, tokenizer=transformers.AutoTokenizer.from_pretrained(gpt), batch_size=2),
+        tasks=list(KINDS),
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )["results"]
+    words = ["--checkpoint", str(gpt), "--device", "cpu", "--json", "--tasks", ",".join(KINDS)]
+    words += ["--tasks-folder", str(tasks), "--tensor", str(ranks)]
+    if ranks == 1:
+        assert evaluate(words) == 0
+        output = capsys.readouterr().out
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "megapipe"]
+        command = [sys.executable, *torchrun, "evaluate", *words]
+        finished = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        assert finished.returncode == 0, finished.stderr
+        output = finished.stdout
+    found = json.loads(output.splitlines()[-1])["tasks"]
+    for name in KINDS:
+        numbers = {metric: each for metric, each in theirs[name].items() if isinstance(each, float)}
+        assert numbers
+        for metric, number in numbers.items():
+            assert found[name][metric] == pytest.approx(number, rel=1e-4, nan_ok=True), (name, metric)
+
+
+@pytest.mark.slow
+def test_tasks_that_cannot_be_answered_are_refused(gpt: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--checkpoint", str(gpt), "--device", "cpu", "--tasks-folder", str(tasks), "--tasks"]
+    assert evaluate([*words, "end"]) == 2
+    assert f"no task 'end' in {tasks}: it has ends, whole, written" in capsys.readouterr().err
+    changed = KINDS["written"] | {"generation_kwargs": {"max_gen_toks": 40, "num_beams": 2}}
+    task = json.loads((tasks / "written.yaml").read_text()) | changed
+    (tasks / "written.yaml").write_text(json.dumps(task))
+    assert evaluate([*words, "written"]) == 2
+    messages = capsys.readouterr().err
+    assert "generation_kwargs of the task has num_beams" in messages
+    assert "the task generates 40 tokens, but the model has 32 positions" in messages
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_an_export(gpt: Path, tasks: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
     model = HFLM(pretrained=str(gpt), device="cpu", batch_size=2)
     found = simple_evaluate(
         model,
         tasks=["ends"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
     )
     assert found["results"]["ends"]["acc,none"] == 1.0

@@ -24,6 +24,7 @@ RUN_BY = {
     "bert.md": "tests/test_readme.py",
     "conversion.md": "tests/conversion/test_command.py",
     "data.md": "tests/docs/test_pages.py",
+    "generation.md": "tests/inference/test_generate_command.py",
     "migrate/megatron_lm.md": "tests/docs/test_pages.py",
     "migrate/nanogpt.md": "tests/docs/test_pages.py",
     "migrate/torchtitan.md": "tests/docs/test_pages.py",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.data.tokenizers.protocol import ByteTokenizer
 from megapipe.inference import generation
-from megapipe.inference.generation import Limits, SamplingSettings, Text, generate
+from megapipe.inference.generation import Limits, SamplingSettings, StopStrings, Text, generate
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -77,7 +79,7 @@ def make_config(model: ModelConfig, mesh: Mesh) -> PretrainConfig:
     return config
 
 
-def limits_of(model: ModelConfig, **changes: int) -> Limits:
+def limits_of(model: ModelConfig, **changes: Any) -> Limits:
     return replace(Limits(max_new_tokens=NEW, vocabulary_size=model.vocabulary_size), **changes)
 
 
@@ -97,28 +99,29 @@ def alone(model: ModelConfig, settings: SamplingSettings, limits: Limits, **othe
     return run_mesh({}, lambda mesh: grown(mesh, model, settings, limits, **others), backend="threads")[0]
 
 
-def of_case(case: Case) -> list[Text]:
+def of_case(case: Case, settings: SamplingSettings = GREEDY) -> list[Text]:
     """Greedy texts with the weights of a transformers model."""
     model, weights = opened(case.theirs)
 
     def run(mesh: Mesh) -> list[Text]:
         loaded = LoadedModel(make_config(model, mesh), mesh, filled_with(weights))
-        return generate(loaded, PROMPTS, 1, GREEDY, limits_of(model))
+        return generate(loaded, PROMPTS, 1, settings, limits_of(model))
 
     return run_mesh({}, run, backend="threads")[0]
 
 
-def their_greedy(case: Case, prompt: list[int]) -> list[int]:
+def their_greedy(case: Case, prompt: list[int], penalty: float = 1.0) -> list[int]:
     case.theirs.generation_config.eos_token_id = None
     found = case.theirs.generate(
         torch.tensor([prompt]),
         max_new_tokens=NEW,
         do_sample=False,
         pad_token_id=0,
+        repetition_penalty=penalty,
         return_dict_in_generate=True,
-        output_logits=True,
+        output_scores=True,
     )
-    for logits in found.logits:
+    for logits in found.scores:
         best = logits.topk(2).values[0]
         assert best[0] - best[1] > 1e-3, "a near tie would make the comparison one of rounding"
     return found.sequences[0, len(prompt) :].tolist()
@@ -137,6 +140,13 @@ def test_greedy_texts_equal_those_of_transformers(name: str) -> None:
     assert [text.generated for text in of_case(case)] == [their_greedy(case, prompt) for prompt in PROMPTS]
 
 
+def test_penalized_greedy_texts_equal_those_of_transformers() -> None:
+    case = case_of("mistral")
+    found = [text.generated for text in of_case(case, replace(GREEDY, repetition_penalty=1.3))]
+    assert found == [their_greedy(case, prompt, 1.3) for prompt in PROMPTS]
+    assert found != [text.generated for text in of_case(case)]
+
+
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_prompts_may_pass_in_chunks_of_any_size(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +157,8 @@ def test_prompts_may_pass_in_chunks_of_any_size(name: str, chunk: int, monkeypat
 
 def grown_both_ways(mesh: Mesh, model: ModelConfig) -> list[Text]:
     """Greedy texts, and several samples of each prompt, more of them than fit one batch."""
-    sampled = SamplingSettings(temperature=1.2, top_p=0.95, seed=3)
-    limits = limits_of(model, max_new_tokens=8, batch_size=7)
+    sampled = SamplingSettings(temperature=1.2, top_p=0.95, min_p=0.02, repetition_penalty=1.1, seed=3)
+    limits = limits_of(model, max_new_tokens=8, batch_size=7, stop=StopStrings(("\t", "!"), ByteTokenizer()))
     return grown(mesh, model, GREEDY, limits) + grown(mesh, model, sampled, limits, samples=3)
 
 

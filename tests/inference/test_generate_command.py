@@ -101,8 +101,17 @@ def test_a_step_folder_gives_what_its_run_gives(generate: Generate, run_folder: 
 def test_settings_reach_the_text(generate: Generate) -> None:
     texts = {generate("--prompt", "x", *words)[1] for words in (
         (), ("--seed", "1"), ("--temperature", "0"), ("--top_k", "3"), ("--top-p", "0.3"), ("--max-new-tokens", "3"),
+        ("--min-p", "0.5"), ("--repetition-penalty", "1.5"),
     )}  # fmt: skip
-    assert len(texts) == 6
+    assert len(texts) == 8
+
+
+def test_stop_strings_end_a_text_before_them(generate: Generate) -> None:
+    words = ["--prompt", "import ", "--temperature", "0"]
+    whole = generate(*words)[1].removesuffix("\n")
+    stop = whole[len("import ") + 4]
+    expected = whole[: whole.index(stop, len("import "))] + "\n"
+    assert generate(*words, "--stop", "never", "--stop", stop)[1] == expected
 
 
 def test_an_empty_prompt_begins_a_document(generate: Generate) -> None:
@@ -136,6 +145,8 @@ def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: 
         (["--prompt-file", "no-such-file"], ["no-such-file", "No such file"]),
         (["--prompt", "x", "--tokenizer", "no-such-tokenizer"], ["no tokenizer 'no-such-tokenizer'"]),
         (["--prompt", "x", "--temperature", "-1", "--top-p", "2"], ["temperature is -1.0", "top-p is 2.0"]),
+        (["--prompt", "x", "--min-p", "2"], ["min-p is 2.0", "at most 1"]),
+        (["--prompt", "x", "--stop", "a", "--stop", ""], ["stop string 2 is ''", "at least one character"]),
         (["--prompt", "x", "--tensor", "3"], ["num_heads 4", "tensor sizes that divide this model: 1, 2, 4"]),
         (["--prompt", "x", "--pipeline", "2"], ["2 ranks, but 1 were started", "--nproc_per_node 2"]),
         (["--prompt", "x", "--pipeline", "9"], ["9 pipeline ranks exceed the 4 layers"]),

@@ -8,9 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from megapipe.inference.generation import SamplingSettings, pick, probabilities, uniform
+from megapipe.inference.generation import SamplingSettings, penalized, pick, probabilities, uniform
 
 
 def random_logits(seed: int, rows: int, columns: int) -> torch.Tensor:
@@ -26,18 +32,27 @@ def random_logits(seed: int, rows: int, columns: int) -> torch.Tensor:
     temperature=st.floats(0.1, 5.0),
     top_k=st.none() | st.integers(1, 60),
     top_p=st.floats(0.01, 1.0),
+    min_p=st.just(0.0) | st.floats(0.0, 1.0),
 )
 def test_probabilities_equal_those_of_transformers(
-    seed: int, rows: int, columns: int, temperature: float, top_k: int | None, top_p: float
+    seed: int, rows: int, columns: int, temperature: float, top_k: int | None, top_p: float, min_p: float
 ) -> None:
     logits = random_logits(seed, rows, columns)
     expected = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k is not None:
         expected = TopKLogitsWarper(top_k)(None, expected)
-    expected = torch.softmax(TopPLogitsWarper(top_p)(None, expected), dim=-1)
-    found = probabilities(logits, SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p))
+    expected = torch.softmax(MinPLogitsWarper(min_p)(None, TopPLogitsWarper(top_p)(None, expected)), dim=-1)
+    found = probabilities(logits, SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
     # Next to top_p = 1 the last bit of a cumulative sum decides about tokens of no weight.
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 29), min_size=1), st.floats(0.1, 3.0))
+def test_penalized_logits_equal_those_of_transformers(seed: int, tokens: list[int], penalty: float) -> None:
+    logits = random_logits(seed, 2, 30)
+    seen = torch.tensor([tokens, tokens[:1] * len(tokens)])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(seen, logits)
+    assert torch.equal(penalized(logits, [tokens, tokens[:1]], penalty), expected)
 
 
 def test_equal_logits_at_the_edge_of_top_k_all_stay_and_at_that_of_top_p_the_lower_ids_do() -> None:
@@ -104,6 +119,8 @@ def test_random_numbers_are_those_of_philox() -> None:
         ({"top_k": 0}, ["top-k is 0", "at least 1"]),
         ({"top_p": 0.0}, ["top-p is 0.0", "above 0"]),
         ({"top_p": 1.5}, ["top-p is 1.5", "at most 1"]),
+        ({"min_p": 1.5}, ["min-p is 1.5", "at most 1"]),
+        ({"repetition_penalty": 0.0}, ["repetition-penalty is 0.0", "above 0"]),
         ({"seed": -1}, ["seed is -1", "at least 0"]),
     ],
 )
