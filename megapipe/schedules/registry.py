@@ -45,8 +45,8 @@ class Options(TypedDict, total=False):
     ``chunks``: stages on each rank. ``group_size``: consecutive micro-batches that pass a chunk (interleaved_1f1b).
     ``update``: when 2bw steps its optimizer. ``vertical_sync``: every stage uses the version that the first one used
     (pipedream). ``two_bp``: split backwards, weight halves in idle time; ``max_pending``: maximum number of weight
-    halves that wait then. ``memory_limit``: micro-batches that a rank may hold (zb_auto, v_auto). ``times``: for
-    which the order is made (zb_auto, v_auto, v_half, v_min, two_bp).
+    halves that wait then. ``memory_limit``: micro-batches that a rank may hold (zb_auto and v_auto). ``times``: for
+    which the order is made (zb_auto and those in a V; two_bp).
     """
 
     chunks: int

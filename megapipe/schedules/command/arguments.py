@@ -120,7 +120,7 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--group-size",
         type=int,
-        help="interleaved_1f1b, gis: consecutive micro-batches that pass a chunk (default: see docs/schedules.md)",
+        help="interleaved_1f1b and gis: consecutive micro-batches that pass a chunk (default: see docs/schedules.md)",
     )
     options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
     options.add_argument(
@@ -131,7 +131,7 @@ def _flags(command: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--max-pending", type=int, help="with --two-bp: maximum number of postponed weight halves")
     options.add_argument(
-        "--memory-limit", type=finite, help="zb_auto, v_auto: maximum number of micro-batches that a rank holds"
+        "--memory-limit", type=finite, help="zb_auto and v_auto: maximum number of micro-batches that a rank holds"
     )
     options.add_argument(
         "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"

@@ -15,7 +15,7 @@ PERIOD = 6
 """Two chunks' forwards, input halves and weight halves."""
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """When ranks start micro-batch 0, in units.
 
     down: from a rank to the next one, on the way down, of forwards and of input halves. up: the same on the way up.
@@ -40,19 +40,21 @@ class Block(NamedTuple):
         return all(len({each % PERIOD for each in of_rank}) == len(of_rank) for of_rank in starts)
 
 
-def filled(num_ranks: int, num_microbatches: int, block: Block, most_held: int, times: Times) -> Timed:
+def filled(num_ranks: int, num_microbatches: int, block: BuildingBlock, most_held: int, times: Times) -> Timed:
     """Return the order of a block, run as early as possible. most_held: chunks that a rank may hold."""
     programs = tuple(_program(rank, num_ranks, num_microbatches, block) for rank in range(num_ranks))
     return fill_idle_time(programs, v_shape(num_ranks, 2), times, None, most_held)
 
 
-def repeated(num_ranks: int, num_microbatches: int, block: Block, most_held: int, times: Times | None) -> Sections:
+def repeated(
+    num_ranks: int, num_microbatches: int, block: BuildingBlock, most_held: int, times: Times | None
+) -> Sections:
     """Return the order of a block as a schedule."""
     timed = filled(num_ranks, num_microbatches, block, most_held, times or Times())
     return Sections.flushing(tuple(map(rows_from_steps, timed.programs)))
 
 
-def _program(rank: int, num_ranks: int, count: int, block: Block) -> list[Step]:
+def _program(rank: int, num_ranks: int, count: int, block: BuildingBlock) -> list[Step]:
     """Return a rank's forwards and input halves in the order in which they start."""
     down, up = rank, 2 * num_ranks - 1 - rank
     actions = zip(

@@ -14,7 +14,7 @@ from megapipe.schedules.building_blocks import (
     v_shape,
 )
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators._v_blocks import PERIOD, Block, filled
+from megapipe.schedules.generators._v_blocks import PERIOD, BuildingBlock, filled
 from megapipe.schedules.generators.zb_v import zb_v
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
@@ -50,7 +50,7 @@ def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times)
     programs = tuple(map(steps_of, zb_v(num_ranks, num_microbatches).body))
     orders = [fill_idle_time(programs, v_shape(num_ranks, 2), times, None)]
     for down, up, *turns in product(SLOPES, SLOPES, *[range(PERIOD)] * 3):
-        block = Block(down, up, (turns[0], turns[1], turns[2]))
+        block = BuildingBlock(down, up, (turns[0], turns[1], turns[2]))
         if block.repeats(num_ranks):
             orders.append(filled(num_ranks, num_microbatches, block, limit, times))
     return (each for each in orders if max(map(most_held, each.programs)) <= limit)

@@ -1,7 +1,7 @@
 """V-Half: half of 1F1B's activation memory."""
 
 from megapipe.schedules.building_blocks import Times, v_shape
-from megapipe.schedules.generators._v_blocks import Block, repeated
+from megapipe.schedules.generators._v_blocks import BuildingBlock, repeated
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -13,5 +13,5 @@ def v_half(num_ranks: int, num_microbatches: int, *, times: Times | None = None)
 
     Twice as much is sent as in 1F1B. ``times``: for which weight halves are placed.
     """
-    block = Block(2, 1, (0, 3 if num_ranks % 2 == 0 else 0, 1))
+    block = BuildingBlock(2, 1, (0, 3 if num_ranks % 2 == 0 else 0, 1))
     return repeated(num_ranks, num_microbatches, block, 2 * ((num_ranks + 2) // 2), times)

@@ -1,7 +1,7 @@
 """V-Min: a third of 1F1B's activation memory."""
 
 from megapipe.schedules.building_blocks import Times, v_shape
-from megapipe.schedules.generators._v_blocks import Block, repeated
+from megapipe.schedules.generators._v_blocks import BuildingBlock, repeated
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -14,5 +14,5 @@ def v_min(num_ranks: int, num_microbatches: int, *, times: Times | None = None) 
 
     Twice as much is sent as in 1F1B. ``times``: for which weight halves are placed.
     """
-    block = Block(1, 1, (0, 2 if num_ranks % 3 == 0 else 0, 0))
+    block = BuildingBlock(1, 1, (0, 2 if num_ranks % 3 == 0 else 0, 0))
     return repeated(num_ranks, num_microbatches, block, 2 * ((num_ranks + 4) // 3), times)
