@@ -178,6 +178,7 @@ def test_the_same_command_a_second_time_leaves_the_first_alone(folder: Path) -> 
     assert first.stdout is not None
     next(line for line in first.stdout if line.startswith("step "))
     os.kill(first.pid, signal.SIGSTOP)  # so that the files do not change any more
+    os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
     before = snapshot(folder / RUN)
     second = subprocess.run(
         command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS
