@@ -138,12 +138,15 @@ def train_each(rank: int, families: Sequence[Family]) -> dict[str, Outcome]:
 def train_transformers(family: Family) -> Outcome:
     """Train by the plain loop."""
     theirs = opened(family.folder)
-    parameters = [each for each in theirs.parameters() if each.requires_grad]
+    trained = {name: each for name, each in theirs.named_parameters() if each.requires_grad}
+    # Biases of experts are matrices, with a row for each expert.
+    matrices = [each for name, each in trained.items() if each.dim() > 1 and not name.endswith("bias")]
+    vectors = [each for name, each in trained.items() if each.dim() == 1 or name.endswith("bias")]
     settings = family.config.optimizer
     optimizer = torch.optim.AdamW(
         [
-            {"params": [each for each in parameters if each.dim() > 1], "weight_decay": settings.weight_decay},
-            {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ],
         lr=settings.learning_rate,
         betas=settings.betas,
@@ -157,7 +160,7 @@ def train_transformers(family: Family) -> Outcome:
         if not gradients:
             gradients = gradients_of(theirs)
         assert settings.clip_norm is not None
-        nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
+        nn.utils.clip_grad_norm_(trained.values(), settings.clip_norm)
         optimizer.step()
         losses.append(loss.item())
     return Outcome(losses, gradients, logits_of(theirs), None if "bert" in family.model_type else text_of(theirs))
