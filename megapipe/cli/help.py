@@ -124,6 +124,10 @@ def _name_of(word: str, options: dict[str, Action], commands: Iterable[str]) -> 
     raise ConfigError(f"unknown field or command {word!r}{near} (`megapipe train --help-all` lists all fields)")
 
 
+_WIDEST = 32
+"""Characters of a value that a file sets."""
+
+
 def _packaged(name: str) -> Iterator[str]:
     """Yield the packaged files that set a field, as flags, with the value that they set."""
     for flag in ("config", "model"):
@@ -136,7 +140,8 @@ def _packaged(name: str) -> Iterator[str]:
             for key in keys:
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:
-                yield f"--{flag} {file} ({as_yaml(value)})"
+                text = as_yaml(value)
+                yield f"--{flag} {file} ({text if len(text) <= _WIDEST else f'{text[: _WIDEST - 3]}...'})"
 
 
 def _other_names(name: str) -> Iterator[str]:

@@ -304,7 +304,8 @@ def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:
         assert losses == pytest.approx([result.loss for result in oracle.results], rel=1e-3)
         found = assembled([rank.gradients for rank in ranks])
         check_gradients(found, assembled([oracle.gradients]), own=2e-2, layer=2e-2)
-        check_weights(ranks, oracle, 0.1)
+        # pipedream updates after each micro-batch, and so moves weights further.
+        check_weights(ranks, oracle, 0.2 if case["schedule"] == "pipedream" else 0.1)
 
 
 def broken(case: Mapping[str, str]) -> list[Rule]:
