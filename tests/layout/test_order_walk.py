@@ -11,6 +11,7 @@ from megapipe.layout.order_walk import FewRanks, Order, ShardedRanks, stage_walk
 from megapipe.layout.walk import Sizes, Tensor
 from megapipe.schedules.registry import GENERATORS, find_generator
 from megapipe.schedules.states import StateTable
+from tests.schedules.support import chunks_at_once, fewest_microbatches
 
 MOST_LAYERS = 3
 
@@ -25,8 +26,7 @@ def orders(draw: st.DrawFn, most_ranks: int, most_rounds: int) -> Order:
         options["chunks"] = draw(st.integers(1, 3))
     if generator.takes_two_bp and draw(st.booleans()):
         options["two_bp"] = True
-    least = 1 if generator.check is None else ranks
-    count = draw(st.integers(least, most_rounds * ranks + 3))
+    count = draw(st.integers(fewest_microbatches(generator.name, ranks), most_rounds * ranks + 3))
     return Order(generator.name, tuple(sorted(options.items())), ranks, count, draw(st.integers(1, 2)))
 
 
@@ -38,7 +38,10 @@ def stages_of(order: Order) -> int:
 def shardings(draw: st.DrawFn, order: Order) -> ShardedRanks:
     """Uneven stages, each layer with a ZeRO stage of its own, some recomputed, some without parameters."""
     units = draw(st.lists(st.integers(1, MOST_LAYERS), min_size=stages_of(order), max_size=stages_of(order)))
-    weights, gradients = draw(st.sampled_from([(0, 0), (0, 1), (0, 2), (1, 1), (2, 2), (3, 1)]))
+    pools = [(0, 0), (0, 1), (0, 2), (1, 1), (2, 2), (3, 1)]
+    weights, gradients = draw(
+        st.sampled_from([each for each in pools if each[0] != 1 or chunks_at_once(order.name) == 1])
+    )
     zero = 3 if weights else 2 if gradients else 1
     stages = [[draw(st.sampled_from([1, zero, zero])) for _ in range(count)] for count in units]
     states = StateTable.uniform(units, weight_pool=weights, gradient_pool=gradients)
