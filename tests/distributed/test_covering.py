@@ -179,7 +179,7 @@ MIXED = [
 """Llamas whose blocks differ, and encoders."""
 SCALARS = 4096
 """Bytes of tables and numbers that live on between steps besides the buffers."""
-NUMBERS = 256
+NUMBERS = 512
 """Bytes of a step's own numbers: how many tokens count in each update, and the terms of a BERT's losses."""
 TABLES = 1024
 """Bytes of the rotary tables of two blocks, of which activations that return from host memory bring copies."""
