@@ -127,7 +127,7 @@ def schedules(
     """Any schedule that can be built."""
     name = draw(st.sampled_from(names))
     arguments = draw(layouts(name, max_ranks, max_microbatches))
-    if name != "dualpipe_v" and draw(st.booleans()):  # some of its orders are refused with recomputed units
+    if draw(st.booleans()):
         arguments["recompute"] = draw(spans(arguments["units_per_stage"]))
     if draw(st.booleans()):
         units, again = arguments["units_per_stage"], arguments.get("recompute", ())

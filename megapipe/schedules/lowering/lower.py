@@ -82,11 +82,12 @@ def _with_recompute(
     table: Table, messages: MessageTable, posts: Posts, spans: Spans
 ) -> tuple[Table, MessageTable, Posts]:
     """Return the table with the recomputed rows, and the rows of messages and of posted receives in the new table."""
-    again = add_recompute(table, spans)
+    again, action = add_recompute(table, spans), table.action_first
     table, index = insert(table, [again])
     num_compute = len(index) - len(again.rows)
-    opens = index[:num_compute].copy()  # a receive is also posted before the rows that are recomputed for its row
-    np.minimum.at(opens, again.anchor, index[num_compute:])
+    opens = index[:num_compute].copy()  # a receive is also posted before the rows that are recomputed for its action
+    np.minimum.at(opens, action[again.anchor], index[num_compute:])
+    opens = opens[action]
     moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
     return table, moved, posts._replace(row=np.where(posts.late, index[posts.row], opens[posts.row]))
 
