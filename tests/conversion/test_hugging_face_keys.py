@@ -94,8 +94,10 @@ NOT_TRIED_TOGETHER = {
     "label2id",
     "torchscript",
     "return_dict",
+    "classifier_pooling",
 }
-"""Keys that decide how transformers loads the model, its class, and how it returns logits."""
+"""Keys that decide how transformers loads the model, its class, and how it returns logits; and one of a classifier,
+of which transformers refuses other words."""
 
 
 def changed(key: str, value: Any) -> list[Any]:

@@ -211,7 +211,7 @@ def test_a_million_micro_batches_are_not_walked_one_by_one(name: str) -> None:
 def test_waiting_is_never_negative_and_a_slower_stage_never_makes_a_step_faster(
     name: str, ranks: int, count: int, seed: int
 ) -> None:
-    stages = ranks * GENERATORS[name].chunks
+    stages, count = ranks * GENERATORS[name].chunks, max(count, fewest_microbatches(name, ranks))
     plain = random_costs(seed, ranks, stages)
     slower = plain._replace(forward=plain.forward + np.eye(stages)[seed % stages])
     work = 1.0  # far below that of any rank
