@@ -163,8 +163,9 @@ class Recorder:
 
     def events(self, clock_offset: int = 0) -> list[Event]:
         """Return the recorded events in order. clock_offset: to subtract from this rank's times, in nanoseconds."""
+        slices = self._schedule.header.slices
         words = {
-            section: [write_action(action._replace(version=-1, slot=-1)) for action in self._actions(section)]
+            section: [write_action(action._replace(version=-1, slot=-1), slices) for action in self._actions(section)]
             for section in SECTIONS
         }
         read = self._clock.nanoseconds

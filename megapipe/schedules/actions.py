@@ -6,7 +6,7 @@ A schedule is a table of int32 rows, one row an action, -1 where a column does n
 * ``stage``: the stage on this rank that the action belongs to.
 * ``unit``: index of a unit within the stage; -1 is the whole chunk (or not applicable).
 * ``microbatch``: the micro-batch, counted from the body's step. Reductions and updates name the last one they include.
-* ``slice``: index of a sequence slice of the micro-batch.
+  Slices of a sequence are neighbouring micro-batches (`Header.slices`); words name micro-batch and slice.
 * ``version``: weight version that a compute action reads, or that ``UPDATE`` produces, counted from the body's step.
 * ``slot``: the stage's receive buffer that a receive fills or a compute action reads.
 * ``group``: neighbouring compute rows with the same value of at least 0 are one action, such as a forward and a
@@ -27,8 +27,8 @@ Rows = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-COLUMNS: Final = ("kind", "stage", "unit", "microbatch", "slice", "version", "slot", "group")
-KIND, STAGE, UNIT, MICROBATCH, SLICE, VERSION, SLOT, GROUP = range(len(COLUMNS))
+COLUMNS: Final = ("kind", "stage", "unit", "microbatch", "version", "slot", "group")
+KIND, STAGE, UNIT, MICROBATCH, VERSION, SLOT, GROUP = range(len(COLUMNS))
 
 
 class Kind(IntEnum):
@@ -68,7 +68,6 @@ class Action(NamedTuple):
     stage: int = -1
     unit: int = -1
     microbatch: int = -1
-    slice: int = -1
     version: int = -1
     slot: int = -1
     group: int = -1
@@ -84,7 +83,7 @@ def rows_of(
     slot: int | Ints | Rows = -1,
 ) -> Rows:
     """Rows from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
-    columns = (kind, stage, unit, microbatch, -1, version, slot, -1)
+    columns = (kind, stage, unit, microbatch, version, slot, -1)
     rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
     for number, column in enumerate(columns):
         rows[..., number] = column
@@ -129,14 +128,21 @@ _WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@
 _LARGEST: Final = 2**31 - 1
 
 
-def write_action(action: Action) -> str:
-    """The action's word."""
-    fields = zip(_MARKS, action[1:-1], strict=True)
+def write_action(action: Action, slices: int = 1) -> str:
+    """The action's word. slices: of each micro-batch, as in `Header.slices`."""
+    fields = zip(_MARKS, _fields(action, slices)[:-1], strict=True)
     return LETTERS[Kind(action.kind)] + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
 
 
-def read_action(word: str) -> Action:
-    """The action of a word; raises ScheduleError that says what is wrong with the word."""
+def _fields(action: Action, slices: int) -> tuple[int, ...]:
+    """Stage, unit, micro-batch, slice (-1 for none), version, slot and group."""
+    sliced = slices > 1 and action.microbatch >= 0
+    microbatch, index = divmod(action.microbatch, slices) if sliced else (action.microbatch, -1)
+    return (*action[1:3], microbatch, index, *action[4:])
+
+
+def read_action(word: str, slices: int = 1) -> Action:
+    """The action of a word; raises ScheduleError that says what is wrong with it. slices: as in `write_action`."""
     match = _WORD.fullmatch(word)
     if match is None:
         raise ScheduleError(
@@ -146,13 +152,20 @@ def read_action(word: str) -> Action:
     if letters not in _KINDS:
         raise ScheduleError(f"{letters!r} in {word!r} is not a kind of action; the kinds are {', '.join(_KINDS)}")
     values = [-1 if field is None else int(field) for field in fields]
-    if max(values) > _LARGEST:
-        raise ScheduleError(f"{max(values)} in {word!r} is too large; the maximum is {_LARGEST}")
-    return Action(_KINDS[letters], *values)
+    if max(values) > _LARGEST // slices:
+        raise ScheduleError(f"{max(values)} in {word!r} is too large; the maximum is {_LARGEST // slices}")
+    stage, unit, microbatch, index, *rest = values
+    if slices > 1 and microbatch >= 0:
+        if not 0 <= index < slices:
+            raise ScheduleError(f"{word!r} must name a slice from 0 to {slices - 1} of its micro-batch, as F2.7:0")
+        microbatch, index = microbatch * slices + index, -1
+    if index >= 0:
+        raise ScheduleError(f"micro-batches of this schedule are not sliced; leave out the slice of {word!r}")
+    return Action(_KINDS[letters], stage, unit, microbatch, *rest)
 
 
-def describe(action: Action) -> str:
-    """The action in words, for errors."""
+def describe(action: Action, slices: int = 1) -> str:
+    """The action in words, for errors. slices: as in `write_action`."""
     names = ("stage", "unit", "micro-batch", "slice", "version", "slot", "group")
-    fields = (f"{name} {value}" for name, value in zip(names, action[1:], strict=True) if value >= 0)
+    fields = (f"{name} {value}" for name, value in zip(names, _fields(action, slices), strict=True) if value >= 0)
     return " ".join([Kind(action.kind).name, ", ".join(fields)]).strip()

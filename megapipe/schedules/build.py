@@ -96,7 +96,7 @@ def order(
         name=name,
         mode="train",
         num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
+        num_microbatches=num_microbatches * generator.number_of_slices(options),
         stages=placement.stages,
         routes=placement.routes,
         units_per_stage=units,
@@ -106,6 +106,7 @@ def order(
         data_parallel=data_parallel,
         updates_per_step=policy.updates_per_step,
         gradient_buffers=policy.gradient_buffers,
+        slices=generator.number_of_slices(options),
         states=states.checked(name, units),
     )
     sections = generator.order(num_ranks, num_microbatches, **arguments)
@@ -126,7 +127,8 @@ def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **optio
     for what, value in (("pipeline ranks", num_ranks), ("micro-batches", num_microbatches)):
         if value < 1:
             raise ScheduleError(f"the number of {what} of {name} is {value}; it must be at least 1")
-    _check_size(name, num_ranks * generator.number_of_chunks(options), num_microbatches)
+    slices = num_microbatches * generator.number_of_slices(options)
+    _check_size(name, num_ranks * generator.number_of_chunks(options), slices)
     if "group_size" in options and options["group_size"] < 1:
         raise ScheduleError(f"{name} needs a group of at least 1 micro-batch, got {options['group_size']}")
     if generator.check is not None:
@@ -236,7 +238,7 @@ def fit_for_training(
         raise _mismatch(header, f"it is of mode {header.mode!r}", "training needs mode 'train'")
     _check_route(header)
     _check_equal(header, "pipeline ranks", header.num_ranks, num_ranks)
-    _check_equal(header, "micro-batches per step", header.num_microbatches, num_microbatches)
+    _check_equal(header, "micro-batches per step", header.whole_microbatches, num_microbatches)
     units, tied = tuple(units_per_stage), tuple(tuple(group) for group in tied_groups)
     states = states.checked(header.name, units)
     _check_equal(header, "stages", len(header.stages), len(units))

@@ -209,6 +209,7 @@ class Dependencies:
         """Needs of compute actions on one rank: stages that follow one another, a backward its forward, units."""
         yield self._hand_overs(same_rank=True)
         yield Needs(self._backward[0], self._forward[1]).where_known()
+        yield from self._slice_needs()
         yield from self._unit_needs()
 
     def remote_needs(self) -> Needs:
@@ -228,6 +229,15 @@ class Dependencies:
         needs = Needs(np.concatenate(row), np.concatenate(needed)).where_known()
         wanted = (self.table.rank[needs.row] == self.table.rank[needs.needed]) == same_rank
         return Needs(needs.row[wanted], needs.needed[wanted])
+
+    def _slice_needs(self) -> Iterator[Needs]:
+        """On each stage a slice's forward needs that of the slice before it, whose keys and values it reads; its
+        backward needs that of the slice after it, which adds to the gradients of its keys and values."""
+        slices = self.table.header.slices
+        later = np.arange(self.table.num_stages * self.table.num_microbatches)
+        later = later[later % slices > 0]
+        for (first, last), shift in ((self._forward, 0), (self._backward, 1)):
+            yield Needs(first[later - shift], last[later - 1 + shift]).where_known()
 
     def _counts_needs(self) -> Needs:
         """The first backward of a micro-batch needs the token counts of its step."""

@@ -21,14 +21,12 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
     """Most micro-batches whose activations each stage holds at once, in its own layers."""
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
+    parts = np.where(table.unit < 0, 1, table.units) * table.header.slices
     held = (
         np.where(table.stage == stage, np.where(activations_made(table), 1.0, 0.0) - activations_gone(table), 0.0)
         for stage in range(table.num_stages)
     )
-    return tuple(
-        float(np.round(np.cumsum(change / np.where(table.unit < 0, 1, table.units)).max(initial=0.0), 9))
-        for change in held
-    )
+    return tuple(float(np.round(np.cumsum(change / parts).max(initial=0.0), 9)) for change in held)
 
 
 def activations_made(table: Table) -> Mask:
@@ -56,9 +54,10 @@ def pending_weight_halves(table: Table) -> tuple[float, ...]:
 
 
 def rank_shares(table: Table) -> npt.NDArray[np.float64]:
-    """Return for each row the part of its rank's layers of one copy of the model that it computes, shape [rows]."""
+    """Return for each row the part that it computes of a micro-batch of whole samples through its rank's layers of one
+    copy of the model, shape [rows]."""
     stages = np.array(table.header.stages_sharing, dtype=np.int64)[table.stage]
-    shares: npt.NDArray[np.float64] = 1.0 / (np.where(table.unit < 0, 1, table.units) * stages)
+    shares: npt.NDArray[np.float64] = 1.0 / (np.where(table.unit < 0, 1, table.units) * stages * table.header.slices)
     return shares
 
 

@@ -30,6 +30,8 @@ class Promise(NamedTuple):
             part = max(parts, key=parts.count)
             stages = [stage for stage, each in enumerate(parts) if each == part]
             return cls("C", f"stages {', '.join(map(str, stages))} all hold part {part} of the model")
+        if header.slices > 1:
+            return cls("C", f"it computes samples in {header.slices} slices")
         row = first_reordered(table)
         if row >= 0:
             stage, microbatch = table.stage[row], table.microbatch[row]

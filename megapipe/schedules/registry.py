@@ -42,14 +42,16 @@ Order = TypeVar("Order", bound=Callable[..., Sections])
 class Options(TypedDict, total=False):
     """Options of schedules; each schedule accepts those that mean something for it.
 
-    ``chunks``: stages on each rank. ``group_size``: consecutive micro-batches that pass a chunk (interleaved_1f1b).
-    ``update``: when 2bw steps its optimizer. ``vertical_sync``: every stage uses the version that the first one used
-    (pipedream). ``two_bp``: split backwards, weight halves in idle time; ``max_pending``: maximum number of weight
-    halves that wait then. ``memory_limit``: micro-batches that a rank may hold (zb_auto and v_auto). ``times``: for
-    which the order is made (zb_auto and those in a V; two_bp).
+    ``chunks``: stages on each rank. ``slices``: parts of each sequence, for schedules that pass them one by one.
+    ``group_size``: consecutive micro-batches that pass a chunk (interleaved_1f1b). ``update``: when 2bw steps its
+    optimizer. ``vertical_sync``: every stage uses the version that the first one used (pipedream). ``two_bp``: split
+    backwards, weight halves in idle time; ``max_pending``: maximum number of weight halves that wait then.
+    ``memory_limit``: micro-batches that a rank may hold (zb_auto and v_auto). ``times``: for which the order is made
+    (zb_auto and those in a V; two_bp).
     """
 
     chunks: int
+    slices: int
     group_size: int
     update: Literal["eager", "lazy"]
     vertical_sync: bool
@@ -84,7 +86,8 @@ class Generator:
         search: the layouts with which a search tries the schedule without being asked.
         paper: the paper that plans for this schedule alone.
 
-    The function, ``order``, takes ``(num_ranks, num_microbatches)`` and options by keyword, ``chunks`` among them. Its
+    The function, ``order``, takes ``(num_ranks, num_microbatches)`` and options by keyword, ``chunks`` among them. If
+    it takes ``slices``, its rows number the slices of micro-batch k from ``k * slices`` on (`Header.slices`). Its
     docstring explains the schedule, and its first paragraph is the summary.
 
     Example:
@@ -184,6 +187,16 @@ class Generator:
         if chunks < 1:
             raise ScheduleError(f"{self.name} needs at least 1 chunk on each rank, got {chunks}")
         return chunks
+
+    def number_of_slices(self, options: Options) -> int:
+        """Parts of each sequence, each of which passes the stages by itself."""
+        if "slices" not in self.order_options:
+            return 1
+        default: int = inspect.signature(self.order).parameters["slices"].default
+        slices = options.get("slices", default)
+        if slices < 1:
+            raise ScheduleError(f"{self.name} needs at least 1 slice of each sequence, got {slices}")
+        return slices
 
     def arguments(self, names: tuple[str, ...], options: Options) -> dict[str, Any]:
         """Return the given options that have one of the names; the number of chunks is always given."""

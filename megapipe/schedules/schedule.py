@@ -61,9 +61,10 @@ class Header:
     ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
     ``k + versions_per_stage[s]`` over it, so a stage keeps that many copies and its gradients are
     ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers per stage; ``gradient_buffers`` is how many
-    updates' gradients may be alive at once. Compute actions name a layer of their stage (``units_per_stage``);
-    gathers, reductions and updates name a state unit: ``states`` lists those of every stage, in the order of their
-    layers, with what is sharded of each and where it is between its uses.
+    updates' gradients may be alive at once. ``slices``: parts of a sequence: each that many micro-batches in turn are
+    the slices of one batch of samples, and ``num_microbatches`` counts slices. Compute actions name a layer of their
+    stage (``units_per_stage``); gathers, reductions and updates name a state unit: ``states`` lists those of every
+    stage, in the order of their layers, with what is sharded of each and where it is between its uses.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Header:
     data_parallel: bool = False
     updates_per_step: int = 1
     gradient_buffers: int = 1
+    slices: int = 1
     states: StateTable = WHOLE_STATES
     activation_slots: tuple[int, ...] = ()
     gradient_slots: tuple[int, ...] = ()
@@ -95,6 +97,11 @@ class Header:
         return tuple(
             max(self.versions_per_stage[stage] for stage in self.stages_on(rank)) for rank in range(self.num_ranks)
         )
+
+    @property
+    def whole_microbatches(self) -> int:
+        """Micro-batches of whole samples in a step."""
+        return self.num_microbatches // self.slices
 
     @property
     def microbatches_per_update(self) -> int:

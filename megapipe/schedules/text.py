@@ -11,14 +11,14 @@
 
 Header lines (each at most once, ``name``, ``microbatches`` and the stages required; the rest as :class:`Header` says):
 ``name``, ``mode train|forward``, ``class A|B|C`` (by default the strongest that the order keeps,
-:mod:`megapipe.schedules.promise`; a stronger one is refused), ``microbatches``, ``updates``, ``gradient_buffers``,
-``weight_pool``, ``gradient_pool``, ``data_parallel yes|no``, ``lowered yes|no``; ``stage N rank R [part P]
-[replica R] [units U] [versions V] [activation_slots A] [gradient_slots G]``, ascending; ``route S S ...``;
-``tied S S ...``; ``state S/L[-L] [weights sharded|host] [gradients sharded] [size N] [shards N]``: a state unit of
-layer L of stage S, or of each layer of a range (`megapipe.schedules.states`); a layer without such a line is one unit
-that is kept whole. Words are those of :mod:`megapipe.schedules.actions`; compute actions joined by a plus sign,
-``F0.4+B1.2``, are one action whose rows overlap. A schedule of compute actions alone (``lowered no``, the default) can
-be lowered.
+:mod:`megapipe.schedules.promise`; a stronger one is refused), ``microbatches``, ``slices`` of each,
+``updates``, ``gradient_buffers``, ``weight_pool``, ``gradient_pool``, ``data_parallel yes|no``, ``lowered yes|no``;
+``stage N rank R [part P] [replica R] [units U] [versions V] [activation_slots A] [gradient_slots G]``, ascending;
+``route S S ...``; ``tied S S ...``; ``state S/L[-L] [weights sharded|host] [gradients sharded] [size N] [shards N]``:
+a state unit of layer L of stage S, or of each layer of a range (`megapipe.schedules.states`); a layer without such a
+line is one unit that is kept whole. Words are those of :mod:`megapipe.schedules.actions`, with ``:slice`` where there
+are several; compute actions joined by a plus sign, ``F0.4+B1.2``, are one action whose rows overlap. A schedule of
+compute actions alone (``lowered no``, the default) can be lowered.
 
 Files of format 1 are read too. Instead of state lines and pools they have ``weight_buffers`` and ``whole_gradients``,
 which shard all units, ``weights_in_host``, and ``zero Z Z ...``, by stage the ZeRO stage of each unit.
@@ -109,6 +109,7 @@ FORMAT_VERSION: Final = 2
 
 _NUMBERS: Final = {
     "microbatches": "num_microbatches",
+    "slices": "slices",
     "updates": "updates_per_step",
     "gradient_buffers": "gradient_buffers",
     "weight_pool": "weight_pool",
@@ -130,7 +131,7 @@ _STAGE_FIELDS: Final = {
 }
 _STATE_CHOICES: Final = {"weights": ("sharded", "host"), "gradients": ("sharded",)}
 _STATE_NUMBERS: Final = ("size", "shards")
-_AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "updates", "gradient_buffers")
+_AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "slices", "updates", "gradient_buffers")
 _USUAL: Final = {"name": "name mine", "microbatches": "microbatches 4"}
 _KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied", "state")
 _VERSION_1_KEYS: Final = (
@@ -151,6 +152,7 @@ def write_header(header: Header) -> list[str]:
         value, usual = (
             (getattr(header.states, field), 0) if field in _POOLS else (getattr(header, field), defaults[field])
         )
+        value = header.whole_microbatches if key == "microbatches" else value
         if value != usual:
             lines.append(f"{key} {value}")
     lines += [f"{key} yes" for key in _FLAGS if getattr(header, key)]
@@ -263,6 +265,7 @@ class HeaderReader:
                 f"{fields['num_microbatches']} micro-batches cannot be divided evenly into "
                 f"{fields['updates_per_step']} updates; change one of the two",
             )
+        fields["num_microbatches"] *= fields.get("slices", 1)
         slots: dict[str, Any] = {
             key: tuple(stage[key] for stage in self._stages) if fields["lowered"] else ()
             for key in ("activation_slots", "gradient_slots")
@@ -410,7 +413,7 @@ def loads(text: str, source: str = "schedule") -> Schedule:
     numbers: dict[tuple[SectionName, int], int] = {}
     for start, end in pairwise([*starts, len(lines)]):
         name = _section_name(lines[start], found)
-        found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks)
+        found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks, header.slices)
         numbers |= {(name, rank): line.number for rank, line in enumerate(lines[start + 1 : end])}
     if "body" not in found:
         raise ScheduleError(
@@ -428,16 +431,17 @@ def loads(text: str, source: str = "schedule") -> Schedule:
 
 
 def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:
+    header = schedule.header
     return [
-        " ".join([f"rank {rank}:", *_words(schedule.actions(section, rank))])
-        for rank in range(schedule.header.num_ranks)
+        " ".join([f"rank {rank}:", *_words(schedule.actions(section, rank), header.slices)])
+        for rank in range(header.num_ranks)
     ]
 
 
-def _words(actions: Iterable[Action]) -> Iterator[str]:
+def _words(actions: Iterable[Action], slices: int) -> Iterator[str]:
     """One word for each action; rows of one group are joined by a plus sign."""
     for group, rows in groupby(actions, key=lambda action: action.group):
-        words = map(write_action, rows)
+        words = (write_action(action, slices) for action in rows)
         yield from words if group < 0 else ["+".join(words)]
 
 
@@ -451,7 +455,7 @@ def _section_name(line: TextLine, found: dict[SectionName, tuple[Rows, ...]]) ->
     return name
 
 
-def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int) -> tuple[Rows, ...]:
+def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> tuple[Rows, ...]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
             raise line.error(
@@ -465,17 +469,17 @@ def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int) -> tuple
             f"the section has {len(lines)} rank lines, but the stages are on {num_ranks} ranks; add the line "
             f"'rank {len(lines)}: ...'",
         )
-    return tuple(_read_rank(line) for line in lines)
+    return tuple(_read_rank(line, slices) for line in lines)
 
 
-def _read_rank(line: TextLine) -> Rows:
+def _read_rank(line: TextLine, slices: int) -> Rows:
     actions: list[Action] = []
     groups = 0
     for word in line.words[2:]:
         parts = word.text.split("+")
         group, groups = (groups, groups + 1) if len(parts) > 1 else (-1, groups)
         try:
-            actions += [read_action(part)._replace(group=group) for part in parts]
+            actions += [read_action(part, slices)._replace(group=group) for part in parts]
         except ScheduleError as error:
             raise line.error(word, str(error)) from None
     return np.array(actions, dtype=np.int32) if actions else empty_rows()

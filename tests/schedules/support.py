@@ -16,11 +16,15 @@ from megapipe.schedules.states import WHOLE_STATES, StateTable, StateUnit, Weigh
 
 def words(schedule: Schedule, rank: int, section: SectionName = "body") -> str:
     """A rank's actions as words without versions and slots."""
-    return " ".join(write_action(action._replace(version=-1, slot=-1)) for action in schedule.actions(section, rank))
+    slices = schedule.header.slices
+    return " ".join(
+        write_action(action._replace(version=-1, slot=-1), slices) for action in schedule.actions(section, rank)
+    )
 
 
 OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "interleaved_1f1b": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},
+    "seq1f1b": {"slices": st.integers(1, 4)},
     "modular": {"chunks": st.integers(1, 3)},
     "zb_v": {"chunks": st.just(2)},
     "gis": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},

@@ -103,7 +103,7 @@ def test_hovering_an_action_tells_what_it_is(tmp_path):
         errors = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(path.as_uri())
-        wanted = "bars.find(bar => bar.rank === 2 && bar.text.startsWith('BACKWARD_WEIGHT') && bar.microbatch === 3)"
+        wanted = "bars.find(bar => bar.rank === 2 && bar.text.startsWith('BACKWARD_WEIGHT') && bar.label === '3')"
         x, y = page.evaluate(
             f"""() => {{ const bar = {wanted}, box = timeline.getBoundingClientRect();
             return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 8]; }}"""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megapipe.schedules import Header, Kind, Schedule, ScheduleError, StagePlace, build, loads, lower, order, validate
+from megapipe.schedules.actions import VERSION
 from megapipe.schedules.table import Table
 from tests.schedules.support import words
 
@@ -55,7 +56,7 @@ def test_slots_are_as_few_as_the_order_allows():
 def test_versions_count_from_the_step():
     first, second = (
         {
-            int(row[5])
+            int(row[VERSION])
             for row in build("1f1b", 2, 4).expand(2)[0].tolist()
             if row[0] == Kind.FORWARD and low <= row[3] < low + 4
         }

@@ -63,7 +63,7 @@ def test_no_more_wait_than_are_prefetched_and_all_that_leaves_comes_back(data, n
     assert loads(dumps(schedule)) == schedule
     for rows in schedule.expand(schedule.prologue_steps + 2):
         moved, waiting, states, computed_since = Counter(), set(), set(), {}
-        for kind, stage, unit, microbatch, _, version, *_ in rows.tolist():
+        for kind, stage, unit, microbatch, version, *_ in rows.tolist():
             place = stage, unit, microbatch
             if kind in (Kind.OFFLOAD, Kind.RELOAD) and version < 0:
                 moved[place] += 1 if kind == Kind.OFFLOAD else -1

@@ -248,7 +248,7 @@ def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
         page.goto((traced / "overlay.html").as_uri())
         told = []
         for line in (4, 5):
-            wanted = f"bars.find(bar => bar.line === {line} && bar.lane === 'compute' && bar.microbatch === 3)"
+            wanted = f"bars.find(bar => bar.line === {line} && bar.lane === 'compute' && bar.label === '3')"
             x, y = page.evaluate(
                 f"""() => {{ const bar = {wanted}, box = timeline.getBoundingClientRect();
                 return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 6]; }}"""

@@ -50,7 +50,8 @@ def test_no_run_beats_its_bounds(schedule, latency, transfer, blocking, steps):
     ranks = [place.rank for place in schedule.header.stages]
     hops = 2 * sum(here != there for here, there in pairwise(ranks))
     split = run.table.is_kind(Kind.BACKWARD_INPUT).any()
-    chain = (2 if split else 3) * schedule.header.num_ranks + hops * (latency + transfer)
+    slices = schedule.header.slices
+    chain = (2 if split else 3) * schedule.header.num_ranks / slices + hops * (latency + transfer / slices)
     assert run.finish >= run.ideal - 1e-9
     assert run.finish >= (steps if schedule.flushes else 1) * chain - 1e-9
     path = run.critical_path()

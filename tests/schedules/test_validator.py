@@ -45,7 +45,6 @@ def broken(old: str, new: str, **arguments: object) -> str:
         ("F0.0@0 ", "F2.0@0 ", ["there are 2 stages"]),
         ("F0.0@0 ", "F0.2@0 ", ["micro-batches are numbered from 0 to 1"]),
         ("F0.0@0 ", "F0/1.0@0 ", ["fewer units"]),
-        ("F0.0@0 ", "F0.0:0@0 ", ["leave out the slice"]),
         ("F0.0@0 ", "F0.0 ", ["version must be given"]),
         ("SA0.0", "SA0.0^1", ["slot must be unused"]),
     ],

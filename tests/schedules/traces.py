@@ -76,7 +76,10 @@ def _simulated(schedule: Schedule, costs: Costs, steps: int) -> list[list[Event]
     ranks = []
     for rank in range(schedule.header.num_ranks):
         words = {
-            section: [write_action(action._replace(version=-1, slot=-1)) for action in schedule.actions(section, rank)]
+            section: [
+                write_action(action._replace(version=-1, slot=-1), schedule.header.slices)
+                for action in schedule.actions(section, rank)
+            ]
             for section in SECTIONS
         }
         events: list[Event] = []

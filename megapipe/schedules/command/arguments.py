@@ -122,6 +122,7 @@ def _flags(command: argparse.ArgumentParser) -> None:
         type=int,
         help="interleaved_1f1b and gis: consecutive micro-batches that pass a chunk (default: see docs/schedules.md)",
     )
+    options.add_argument("--slices", type=int, help="seq1f1b: parts of each sequence (default 4)")
     options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
     options.add_argument(
         "--vertical-sync", action="store_true", default=None, help="pipedream: use one weight version on all ranks"
@@ -217,7 +218,16 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     costs = _times(flags)
     options: dict[str, object] = {
         key: getattr(flags, key)
-        for key in ("chunks", "group_size", "update", "vertical_sync", "two_bp", "max_pending", "memory_limit")
+        for key in (
+            "chunks",
+            "slices",
+            "group_size",
+            "update",
+            "vertical_sync",
+            "two_bp",
+            "max_pending",
+            "memory_limit",
+        )
         if getattr(flags, key) is not None
     }
     if "times" in generator.order_options or options.get("two_bp"):

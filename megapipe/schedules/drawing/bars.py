@@ -45,6 +45,18 @@ class Bar(NamedTuple):
     critical: bool
     text: str
     wait: float = 0.0
+    slice: int = -1
+
+    @property
+    def label(self) -> str:
+        """Micro-batch, and slice if there are several; "" for actions of none."""
+        return (
+            ""
+            if self.microbatch < 0
+            else f"{self.microbatch}:{self.slice}"
+            if self.slice >= 0
+            else f"{self.microbatch}"
+        )
 
 
 def bars_of(simulation: Simulation) -> list[Bar]:
@@ -67,13 +79,16 @@ def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: 
     """The bar of a row."""
     action = action_at(table, row)
     step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
-    lane, text = LANES.get(action.kind, COMPUTE), describe(action._replace(slot=-1))
+    microbatch, part = divmod(microbatch, table.header.slices)
+    part = part if table.header.slices > 1 else -1
+    lane, text = LANES.get(action.kind, COMPUTE), describe(action._replace(slot=-1), table.header.slices)
     if action.kind == Kind.GATHER_WEIGHTS and table.header.host_weights[action.stage, action.unit]:
         lane = COPY_IN
     chunk = chunk_of.get(action.stage, 0)
     return Bar(
-        int(table.rank[row]), lane, action.kind, action.stage, chunk, microbatch, step, start, end, critical, text
-    )
+        int(table.rank[row]), lane, action.kind, action.stage, chunk, microbatch, step, start, end, critical, text,
+        slice=part,
+    )  # fmt: skip
 
 
 def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]:
@@ -146,7 +161,7 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
     height = TOP + ROW_HEIGHT * header.num_ranks + LEGEND + 8
-    title = f"{header.name}: {header.num_ranks} ranks, {header.num_microbatches} micro-batches, {_idle(simulation)}"
+    title = f"{header.name}: {header.num_ranks} ranks, {counted(header)}, {_idle(simulation)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
@@ -163,6 +178,12 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def counted(header: Header) -> str:
+    """Return the number of micro-batches, and of slices of each, in words."""
+    slices = f" of {header.slices} slices" if header.slices > 1 else ""
+    return f"{header.whole_microbatches} micro-batches{slices}"
+
+
 def _idle(simulation: Simulation) -> str:
     """Return the bubble, and the picture's idle time if waits for first forwards make it larger."""
     bubble, idle = f"{simulation.bubble:.1%}", f"{simulation.idle:.1%}"
@@ -174,7 +195,7 @@ def _idle(simulation: Simulation) -> str:
 def _bar(bar: Bar, scale: float) -> str:
     x, y, width = LEFT + bar.start * scale, TOP + bar.rank * ROW_HEIGHT, (bar.end - bar.start) * scale
     colour = fill(bar.kind, bar.chunk)
-    label = "" if bar.microbatch < 0 or width < 7 * len(str(bar.microbatch)) + 2 else str(bar.microbatch)
+    label = "" if width < 7 * len(bar.label) + 2 else bar.label
     text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2:
         text += f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="4" fill="#1d2430"/>'
@@ -270,6 +291,7 @@ def trace_events(
                 "dur": (bar.end - bar.start) * microseconds,
                 "args": {
                     "stage": bar.stage, "microbatch": bar.microbatch, "step": bar.step,
+                    **({"slice": bar.slice} if bar.slice >= 0 else {}),
                     "critical": bar.critical, "action": bar.text, "wait": bar.wait * microseconds,
                 },
             }

@@ -66,7 +66,7 @@ def predicted_bars(overlay: Overlay) -> list[Bar]:
 def _named(overlay: Overlay, bar: Bar) -> Bar:
     """The bar with the run's own number of its step, from 1 as in the log."""
     step = overlay.window.first_step + bar.step + 1
-    place = f"stage {bar.stage}, micro-batch {bar.microbatch}, step {step}" if bar.stage >= 0 else f"step {step}"
+    place = f"stage {bar.stage}, micro-batch {bar.label}, step {step}" if bar.stage >= 0 else f"step {step}"
     return bar._replace(step=step, text=place)
 
 
@@ -173,7 +173,7 @@ def _bar(bar: Bar, first: float, scale: float, offset: int, height: int) -> str:
         f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{height}" fill="{colour}" stroke="#ffffff" '
         'stroke-width="0.5"/>'
     )
-    label = str(bar.microbatch)
+    label = bar.label
     if bar.kind != Kind.UPDATE and width > 6.5 * len(label) + 2:
         size = 11 if height == MEASURED else 9
         parts.append(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from megapipe.schedules.drawing.bars import NAMES, Bar, activation_curves, bars_of, fill, ink
+from megapipe.schedules.drawing.bars import NAMES, Bar, activation_curves, bars_of, counted, fill, ink
 from megapipe.schedules.simulation.simulate import Simulation
 
 PAGE: Final = r"""<!doctype html>
@@ -59,7 +59,7 @@ h2 { margin: 14px 24px 2px; font-size: 13px; color: var(--soft); font-weight: 60
 <script>
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const FIELDS = ["line", "rank", "lane", "kind", "stage", "microbatch", "step", "start", "end", "wait", "critical",
+const FIELDS = ["line", "rank", "lane", "kind", "stage", "label", "step", "start", "end", "wait", "critical",
                 "text", "note", "fill", "ink"];
 const bars = data.bars.map(row => Object.fromEntries(FIELDS.map((name, i) => [name, row[i]])));
 const LEFT = 86, RIGHT = 24, AXIS = 24, CURVES = 150;
@@ -177,10 +177,9 @@ function drawBar(context, bar) {
     context.lineWidth = 2;
     context.strokeRect(x + 1, y + 1, width - 2, height - 2);
   }
-  const label = bar.microbatch >= 0 ? String(bar.microbatch) : "";
-  if (bar.lane === "compute" && width > 7 * label.length + 3) {
+  if (bar.lane === "compute" && width > 7 * bar.label.length + 3) {
     context.fillStyle = bar.ink;
-    context.fillText(label, x + width / 2, y + height / 2);
+    context.fillText(bar.label, x + width / 2, y + height / 2);
   }
 }
 function levelsOf(low, top) {
@@ -336,7 +335,7 @@ def _row(line: int, bar: Bar, note: str) -> list[Any]:
     """The fields that the page names, in its order."""
     colour = fill(bar.kind, bar.chunk)
     times = round(bar.start, 9), round(bar.end, 9), round(bar.wait, 9)
-    place = line, bar.rank, bar.lane, int(bar.kind), bar.stage, bar.microbatch, bar.step
+    place = line, bar.rank, bar.lane, int(bar.kind), bar.stage, bar.label, bar.step
     return [*place, *times, int(bar.critical), bar.text, note, colour, ink(colour)]
 
 
@@ -362,7 +361,7 @@ def draw_html(simulation: Simulation) -> str:
         ["class", header.numerical_class, "A: bit-equal to one process, B: to its own recursion, C: in tolerance"],
     ]
     return html_page(
-        f"{header.name}, {header.num_ranks} ranks, {header.num_microbatches} micro-batches",
+        f"{header.name}, {header.num_ranks} ranks, {counted(header)}",
         figures,
         [Line(f"rank {rank}") for rank in range(header.num_ranks)],
         [(bar.rank, bar, "") for bar in bars],

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, LETTERS, Ints, Kind
+from megapipe.schedules.actions import COMPUTE_STREAM, Action, Ints, Kind, write_action
 from megapipe.schedules.measured.medians import MILLISECOND, MeasuredCosts, Window
 from megapipe.schedules.measured.traces import MeasuredRun
 from megapipe.schedules.simulation import CostPlace, Simulation, simulate
@@ -202,7 +202,8 @@ def headline(overlay: Overlay) -> str:
     header = overlay.window.table.header
     steps = [step + 1 for step in overlay.window.steps]
     shown = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    shape = f"{header.num_ranks} ranks, {header.num_microbatches} micro-batches"
+    slices = f" of {header.slices} slices" if header.slices > 1 else ""
+    shape = f"{header.num_ranks} ranks, {header.whole_microbatches} micro-batches{slices}"
     return f"{header.name}, {shape}, {shown}: measured over predicted"
 
 
@@ -265,8 +266,9 @@ def _parting(overlay: Overlay, parting: Parting) -> dict[str, Any]:
     table = overlay.window.table
     action = action_at(table, parting.row)
     step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
+    word = write_action(Action(action.kind, action.stage, microbatch=microbatch), table.header.slices)
     return {
-        "rank": int(table.rank[parting.row]), "action": LETTERS[action.kind] + f"{action.stage}.{microbatch}",
+        "rank": int(table.rank[parting.row]), "action": word,
         "step": overlay.window.first_step + step + 1, "lost": parting.lost, "wait": parting.wait,
         "work": parting.work, "between": parting.between,
     }  # fmt: skip

@@ -218,7 +218,8 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
     """The executions that every rank has whole."""
     words = {
         section: [
-            [write_action(_bare(action)) for action in schedule.actions(section, rank)] for rank in range(len(traces))
+            [write_action(_bare(action), schedule.header.slices) for action in schedule.actions(section, rank)]
+            for rank in range(len(traces))
         ]
         for section in SECTIONS
     }

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import COMPUTE_STREAM, KIND, SLICE, STAGE, UNIT, Ints, Kind
+from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Ints, Kind
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.offload import states_moved
 from megapipe.schedules.schedule import Header
@@ -32,8 +32,7 @@ class Link:
 class CostPlace(NamedTuple):
     """The key of a time: a kind of action on one unit of a stage, or -1 for the whole stage.
 
-    unit: a layer, or a state unit for gathers, reductions and updates. slice: of a sequence, -1 for
-    all of it.
+    unit: a layer, or a state unit for gathers, reductions and updates. slice: of a sequence, -1 for each of them.
     """
 
     kind: Kind
@@ -46,14 +45,14 @@ class CostPlace(NamedTuple):
 class Costs:
     """How long each action takes.
 
-    ``times`` has an entry for every kind, stage, unit and slice that a timed row names (`TIMED`); a row without one is
-    an error. Gathers and reductions of a rank share one stream in the background of its compute. Offloads and reloads
-    of activations take one copy stream a direction, as do gathers of weights from host memory; ``moved_states`` gives
-    the copy of each stage's state units, one way. ``group``: the time of a group of rows, which is one action, as a
-    fraction of the sum of its rows' times; ``groups`` gives the time itself for groups of whole chunks, by the kind
-    and stage of each row; groups of units take the same fraction. ``links`` replaces ``link`` for pairs of ranks
-    (from, to). Sends run in the background, one after another on each link; with ``blocking_sends`` they hold the
-    sender until the message arrived, and start only when the receive is posted.
+    ``times`` has an entry for every kind, stage and unit that a timed row names (`TIMED`), or one for each slice; a
+    row without one is an error. Gathers and reductions of a rank share one stream in the background of its compute.
+    Offloads and reloads of activations take one copy stream a direction, as do gathers of weights from host memory;
+    ``moved_states`` gives the copy of each stage's state units, one way. ``group``: the time of a group of rows, which
+    is one action, as a fraction of the sum of its rows' times; ``groups`` gives the time itself for groups of whole
+    chunks, by the kind and stage of each row; groups of units take the same fraction. ``links`` replaces ``link`` for
+    pairs of ranks (from, to). Sends run in the background, one after another on each link; with ``blocking_sends``
+    they hold the sender until the message arrived, and start only when the receive is posted.
     """
 
     times: Mapping[CostPlace, float]
@@ -89,8 +88,11 @@ class Costs:
         of_row, timed = np.zeros(len(table.rows)), table.is_kind(*TIMED)
         moved = np.concatenate([states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)])
         timed[moved] = False
-        of_row[timed] = _looked_up(table, np.flatnonzero(timed), (KIND, STAGE, UNIT, SLICE), self.times)
-        of_row[moved] = _looked_up(table, moved, (STAGE, UNIT), self.moved_states)
+        places = table.rows[:, [KIND, STAGE, UNIT]]
+        by_slice = any(place.slice >= 0 for place in self.times)
+        of_slices = table.microbatch % table.header.slices if by_slice else np.full(len(places), -1)
+        of_row[timed] = _looked_up(table, np.flatnonzero(timed), np.c_[places, of_slices], self.times)
+        of_row[moved] = _looked_up(table, moved, places[:, 1:], self.moved_states)
         of_row[table.rows_with(Kind.REDUCE_TIED)] = self.reduce_tied
         of_row[table.rows_with(Kind.REDUCE_SCALARS)] = self.reduce_scalars
         return self._grouped(table, of_row)
@@ -111,17 +113,17 @@ class Costs:
 def _looked_up(
     table: Table,
     rows: Ints,
-    columns: tuple[int, ...],
+    places: npt.NDArray[np.integer],
     times: Mapping[CostPlace, float] | Mapping[tuple[int, int], float],
 ) -> Times:
-    """Return the time of some rows by some of their columns."""
+    """Return the time of some rows by their places, shape [all rows, columns]."""
     if len(rows) == 0:
         return np.zeros(0)
-    keys = table.rows[rows][:, columns].astype(np.int64)
+    keys = places[rows].astype(np.int64)
     numbers = np.ravel_multi_index(tuple((keys + 1).T), tuple(keys.max(axis=0) + 2))
     _, first, place = np.unique(numbers, return_index=True, return_inverse=True)
     known: Mapping[tuple[int, ...], float] = times  # type: ignore[assignment]
-    found = np.array([known.get(tuple(key), np.nan) for key in keys[first].tolist()])
+    found = np.array([known.get(tuple(key), known.get((*key[:-1], -1), np.nan)) for key in keys[first].tolist()])
     missing = np.flatnonzero(np.isnan(found))
     if len(missing):
         row = table.rows[rows[first[missing[0]]]]
@@ -137,11 +139,13 @@ def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[
     """Divide times of whole stages among their units; for times that the user gives, when nothing is known of units.
 
     totals: of each kind, one entry a stage. A layer takes an equal part of its stage's compute, a state unit a part of
-    the gathers and reductions by its size and an equal part of the update. All other costs are times of units.
+    the gathers and reductions by its size and an equal part of the update; a slice takes an equal part of the compute
+    and copies of a micro-batch. All other costs are times of units.
     """
     times = {}
     for kind, by_stage in totals.items():
-        for stage, total in enumerate(by_stage):
+        slices = 1 if kind in OF_STATES else header.slices
+        for stage, total in enumerate(each / slices for each in by_stage):
             times[CostPlace(kind, stage)] = total
             parts = dict(_parts(header, kind, stage))
             times |= {CostPlace(kind, stage, unit): total * part / sum(parts.values()) for unit, part in parts.items()}
@@ -177,7 +181,8 @@ def rank_costs(
     offload_state: float = 0.0,
     group: float = 1.0,
 ) -> Costs:
-    """Return costs from the times of one rank's layers of one copy of the model, which its stages share equally.
+    """Return costs from the times of one rank's layers of one copy of the model, which its stages share equally, as do
+    the slices of a micro-batch its compute, copies and messages.
 
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the
@@ -213,7 +218,7 @@ def rank_costs(
         {(stage, unit): offload_state / shares[stage] / len(units) for stage, units in states for unit in units},
         reduce_tied=reduce_tied,
         reduce_scalars=reduce_scalars,
-        link=link,
+        link=Link(link.latency, link.transfer / header.slices),
         blocking_sends=blocking_sends,
         group=group,
     )

@@ -32,7 +32,7 @@ def action_at(table: Table, row: int) -> Action:
 
 def failure(table: Table, row: int, problem: str) -> ScheduleError:
     """An error at a row: its rank, its action, the problem, and the rank's actions around it."""
-    where = f"{table.header.name}, {table.place_of(row)}, {describe(action_at(table, row))}"
+    where = f"{table.header.name}, {table.place_of(row)}, {describe(action_at(table, row), table.header.slices)}"
     return ScheduleError(f"{where}: {problem}", neighbourhood(table, row))
 
 
@@ -50,9 +50,10 @@ def missing(table: Table, rank: int, action: Action) -> ScheduleError:
         near = excerpt(table.origin.text, table.origin.lines[section, rank])
     else:
         near = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
+    slices = table.header.slices
     return ScheduleError(
-        f"{table.header.name}, {table.place_in(section, rank)}, {describe(action)}: it never happens; add "
-        f"{write_action(action)} to this rank",
+        f"{table.header.name}, {table.place_in(section, rank)}, {describe(action, slices)}: it never happens; add "
+        f"{write_action(action, slices)} to this rank",
         near,
     )
 
@@ -66,7 +67,7 @@ def neighbourhood(table: Table, row: int) -> str:
     lines = []
     for near in range(max(first, row - NEIGHBOURS), min(last, row + NEIGHBOURS + 1)):
         mark = ">" if near == row else " "
-        lines.append(f"  {mark} {near - first:6d}  {write_action(action_at(table, near))}")
+        lines.append(f"  {mark} {near - first:6d}  {write_action(action_at(table, near), table.header.slices)}")
     return "\n".join(lines)
 
 
@@ -82,7 +83,7 @@ def column_of(table: Table, row: int) -> int:
     text = table.origin.text[table.origin.lines[table.section_of(row), int(table.rank[row])] - 1].split("#", 1)[0]
     found = []
     for word in list(re.finditer(r"[^\s+]+", text))[2:]:
-        action = read_action(word.group())
+        action = read_action(word.group(), table.header.slices)
         if (
             (action.kind, action.stage) == (wanted.kind, wanted.stage)
             and action.unit in (-1, wanted.unit)

@@ -8,7 +8,6 @@ from megapipe.schedules.actions import (
     COMPUTE_KINDS,
     COMPUTE_STREAM,
     MICROBATCH,
-    SLICE,
     SLOT,
     STAGE,
     UNIT,
@@ -62,11 +61,17 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
             raise ScheduleError(
                 f"{tied}: stages {list(group)} tie a weight and keep different numbers of versions; give them the same"
             )
-    if header.num_microbatches % header.updates_per_step:
-        counts = (
-            f"{header.num_microbatches} micro-batches cannot be divided evenly into {header.updates_per_step} updates"
+    if header.slices < 1 or header.num_microbatches % header.slices:
+        raise ScheduleError(
+            f"{header.name}: {header.num_microbatches} slices cannot be divided into micro-batches of {header.slices}"
         )
-        raise ScheduleError(f"{header.name}: {counts}")
+    if header.slices > 1 and len(header.routes) > 1:
+        raise ScheduleError(f"{header.name}: slices of a micro-batch cannot take several routes; leave out the routes")
+    if header.whole_microbatches % header.updates_per_step:
+        raise ScheduleError(
+            f"{header.name}: {header.whole_microbatches} micro-batches cannot be divided evenly into "
+            f"{header.updates_per_step} updates"
+        )
 
 
 def _placed(name: str, origin: Origin | None, key: str) -> str:
@@ -119,7 +124,6 @@ def check_fields(table: Table) -> None:
     check_places(table)
     for name, column in (("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
         _check_use(table, name, column)
-    _require(table, table.rows[:, SLICE] == -1, "micro-batches of this schedule are not sliced, leave out the slice")
     check_units(table)
     _check_last_included(table)
     _check_versions(table)

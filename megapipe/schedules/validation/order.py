@@ -28,19 +28,20 @@ def check_local_order(table: Table, parts: Iterable[Needs]) -> None:
         if wrong.any():
             index = int(np.argmax(wrong))
             row, late = int(needs.row[index]), int(needs.needed[index])
-            remedy = f"move {write_action(action_at(table, late))} before it"
+            remedy = f"move {write_action(action_at(table, late), table.header.slices)} before it"
             if column_of(table, row) and not column_of(table, late):
                 remedy = "move it to a later place"  # the text has no word for what lowering placed after it
-            shown = describe(action_at(table, late))
+            shown = describe(action_at(table, late), table.header.slices)
             raise failure(table, row, f"it needs {shown}, which comes after it; {remedy}")
         joined = table.action_first[needs.needed] == table.action_first[needs.row]
         if joined.any():
             index = int(np.argmax(joined))
-            needed = action_at(table, int(needs.needed[index]))
+            needed, slices = action_at(table, int(needs.needed[index])), table.header.slices
             raise failure(
                 table,
                 int(needs.row[index]),
-                f"it needs {describe(needed)}, which is part of the same group; move {write_action(needed)} before it",
+                f"it needs {describe(needed, slices)}, which is part of the same group; move "
+                f"{write_action(needed, slices)} before it",
             )
 
 
@@ -87,4 +88,4 @@ def _placed(table: Table, row: int) -> str:
 
 def _word(table: Table, row: int) -> str:
     """The word of a row, without what lowering adds to it."""
-    return write_action(action_at(table, row)._replace(version=-1, slot=-1))
+    return write_action(action_at(table, row)._replace(version=-1, slot=-1), table.header.slices)
