@@ -320,6 +320,11 @@ class ScheduleConfig:
     schedule list` prints all names."""
     chunks: PositiveInt | None = None
     """Stages per rank, for schedules with several; null means the schedule's default."""
+    slices: PositiveInt | None = None
+    """Parts of each sequence, for schedules that pass them one by one; null means the schedule's default."""
+    slice_split: Literal["uniform", "flops"] = "uniform"
+    """Where sequences are cut into slices. uniform: into equal numbers of tokens. flops: into equal work; attention of
+    later tokens costs more."""
     group_size: PositiveInt | None = None
     """For interleaved_1f1b: consecutive micro-batches that pass through a chunk; null means the number of pipeline
     ranks, or the larger group that is fastest if the ranks do not divide the micro-batches."""
@@ -344,7 +349,7 @@ class ScheduleConfig:
         found = bound_problems(self, "schedule")
         if not self.file:
             return found
-        options = (each for each in fields(self) if each.name not in ("file", "receive_ahead"))
+        options = (each for each in fields(self) if each.name not in ("file", "receive_ahead", "slice_split"))
         return found + [
             f"schedule.{each.name} is {getattr(self, each.name)!r}, and the schedule is the file {self.file}, which "
             f"defines it completely: leave schedule.{each.name} out, or name a schedule instead of the file"

@@ -30,6 +30,7 @@ from megapipe.layers.compiled import CompiledForward, CompiledUnit
 from megapipe.layers.context_parallel import keep_rings_out_of_graphs
 from megapipe.layers.linear import AccumulatingProducts, Fp8Products, Products, Recipe, shard_sequence, use_products
 from megapipe.layers.sequence_parallel import SequenceProducts
+from megapipe.layout.slices import slice_ranges
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.layout.table import LayerChoice, LayoutTable
 from megapipe.models.families import DTYPES, family_of
@@ -71,7 +72,7 @@ class ModelTable:
     def of(cls, config: PretrainConfig, layout: StageLayout, mesh: Mesh, kernels: Registry = OPS) -> "ModelTable":
         """Return the table of a GPT or BERT. kernels: which backends run the layers' ops."""
         family, tensor, seed = family_of(config), mesh.group("tensor"), config.training.seed
-        boundary = residual_stream(config, config.batch.micro_size, config.data.sequence_length)
+        boundary = residual_stream(config, config.batch.micro_size, len(slice_ranges(config)[-1]))
         return cls(
             layout.layers,
             layout.ranges,

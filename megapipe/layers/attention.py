@@ -231,7 +231,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
         """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
         query, key, value = self._projected(x, context, again)
-        mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
+        if context.slice is not None:
+            mixed = context.slice.mix(self, query, key, value, context)
+        else:
+            mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
         return self.project(mixed, context.tape)
 
     def _projected(self, x: Tensor, context: MicrobatchContext, again: Remade | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,12 +285,18 @@ class Attention(nn.Module):
             return x
         share = None if self.sharing is None else self.sharing.share
         whole = x.shape[1] if share is None else x.shape[1] * share.size
+        if context.slice is not None:
+            whole = context.slice.whole
         if context.document_starts is not None:
             cosine, sine = self.rotary.tables(whole, x)
             positions = token_numbers(context, x.shape[1], x.device) - context.document_starts
             cosine, sine = cosine[positions.flatten()], sine[positions.flatten()]
             return rotated(x, cosine, sine, self.kernels, own_positions=True)
-        return rotated(x, *self.rotary.tables(whole, x, share), self.kernels)
+        tables = self.rotary.tables(whole, x, share)
+        if context.slice is not None:
+            places = context.slice.places
+            tables = (tables[0][places.start : places.stop], tables[1][places.start : places.stop])
+        return rotated(x, *tables, self.kernels)
 
     def _picked_path(self, x: Tensor, context: MicrobatchContext) -> AttentionPath:
         if self.path == "sdpa" or self.path == "unfused":

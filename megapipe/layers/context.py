@@ -1,6 +1,7 @@
 """The current micro-batch, as the layers of a stage see it."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class MicrobatchContext:
     token_numbers: int64 [s], ascending, place in its sample of each token in hand; None for 0 to s - 1.
     whole_document_starts: int64 [b, whole length], document_starts of all tokens, where attention gathers whole
     samples; document_blocks are of these too.
+    slice: the part of every sample that is in hand, where a schedule passes samples in slices.
     seed: of the run, below 2**64. training: dropout is active. tape: collects a split backward; None runs it fused.
     """
 
@@ -37,6 +39,25 @@ class MicrobatchContext:
     document_blocks: dict[int | None, BlockMask] | None = None
     token_numbers: Tensor | None = None
     whole_document_starts: Tensor | None = None
+    slice: "SampleSlice | None" = None
+
+
+class SampleSlice(Protocol):
+    """One slice of the samples of a micro-batch, which attends to the slices before it."""
+
+    @property
+    def places(self) -> range:
+        """Places of its tokens in their samples."""
+        ...
+
+    @property
+    def whole(self) -> int:
+        """Tokens of a whole sample."""
+        ...
+
+    def mix(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
+        """As `Attention.mix`, of the tokens in hand."""
+        ...
 
 
 @dataclass

@@ -84,36 +84,41 @@ class Pass:
         for piece in pieces(visibility, ring.order, rank, key_rank, size, self.num_local):
             queries = numbers[rank, piece.queries.start : piece.queries.stop]
             keys = numbers[key_rank, piece.keys.start : piece.keys.stop]
-            visible = self._visible(piece, queries, keys, lengths) if piece.kind == "masked" else None
-            seen = Seen(causal=piece.kind == "causal", visible=visible)
-            yield piece, seen, self._weighing(queries, keys)
+            yield piece, *seen_and_weighed(ring.attention, self.context, piece, queries, keys, self.num_local * size)
 
-    def _visible(self, piece: Piece, queries: Tensor, keys: Tensor, lengths: Tensor | None) -> Tensor:
-        """bool [b or 1, 1, rows, columns]: what queries see of keys, both int64 numbers of tokens."""
-        visible = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
-        queries = queries.unsqueeze(1)
-        if self.ring.attention.causal:
-            visible = visible & (keys <= queries)
-        if self.ring.attention.window is not None:
-            visible = visible & ((queries - keys).abs() < self.ring.attention.window)
-        if self.context.document_starts is not None:
-            starts = self.context.document_starts[:, None, piece.queries.start : piece.queries.stop, None]
-            visible = visible & (keys >= starts)
-        if lengths is not None:
-            visible = visible & (keys < lengths[:, None, None, None])
-        return visible
 
-    def _weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
-        attention = self.ring.attention
-        if not attention.dropout.active(self.context):
-            return attention.weighing(queries, keys)
-        length = self.num_local * self.ring.group.size
+def seen_and_weighed(
+    attention: Attention, context: MicrobatchContext, piece: Piece, queries: Tensor, keys: Tensor, length: int
+) -> tuple[Seen, Weighing]:
+    """Return what the queries of a piece see of its keys, both int64 places in samples of `length` tokens, and how
+    scores become weights."""
+    seen = Seen(causal=piece.kind == "causal")
+    if piece.kind == "masked":
+        seen = Seen(visible=_visible(attention, context, piece, queries, keys))
+    weighing = attention.weighing(queries, keys)
+    if not attention.dropout.active(context):
+        return seen, weighing
 
-        def drop(weights: Tensor) -> Tensor:
-            first = attention.first_head
-            return attention.dropout.drop_weights(weights, first, queries, keys, length, self.context)
+    def drop(weights: Tensor) -> Tensor:
+        return attention.dropout.drop_weights(weights, attention.first_head, queries, keys, length, context)
 
-        return replace(attention.weighing(queries, keys), drop=drop)
+    return seen, replace(weighing, drop=drop)
+
+
+def _visible(attention: Attention, context: MicrobatchContext, piece: Piece, queries: Tensor, keys: Tensor) -> Tensor:
+    """bool [b or 1, 1, rows, columns]: what queries see of keys, both int64 numbers of tokens."""
+    visible = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    queries = queries.unsqueeze(1)
+    if attention.causal:
+        visible = visible & (keys <= queries)
+    if attention.window is not None:
+        visible = visible & ((queries - keys).abs() < attention.window)
+    if context.document_starts is not None:
+        starts = context.document_starts[:, None, piece.queries.start : piece.queries.stop, None]
+        visible = visible & (keys >= starts)
+    if isinstance(context, BertContext) and context.lengths is not None:
+        visible = visible & (keys < context.lengths[:, None, None, None])
+    return visible
 
 
 class _Ring(torch.autograd.Function):
@@ -128,7 +133,7 @@ class _Ring(torch.autograd.Function):
             for piece, seen, weighing in once.work(key_rank, query.device):
                 rows, columns = _slice(piece.queries), _slice(piece.keys)
                 part = piece_forward(query[:, :, rows], keys[:, :, columns], values[:, :, columns], seen, weighing)
-                _merge(mixed[:, :, rows], log_sum[:, :, rows], *part)
+                merge(mixed[:, :, rows], log_sum[:, :, rows], *part)
         if sinks is not None:
             mixed, log_sum = with_sinks(mixed, log_sum, sinks)
         mixed = mixed.to(query.dtype)
@@ -197,7 +202,7 @@ def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[
         block = following
 
 
-def _merge(mixed: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor) -> None:
+def merge(mixed: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor) -> None:
     """Take a piece into the mixed values [b, heads, rows, d] and log-sums [b, heads, rows] so far, in place."""
     merged = torch.logaddexp(log_sum, part_log_sum)
     finite = merged.masked_fill(merged == -math.inf, 0.0)

@@ -15,7 +15,7 @@ from megapipe.schedules.registry import Options, find_generator
 STEPS_COMPARED = 8
 """Steps over which the cost of an eager update is predicted, after as many that fill the pipeline."""
 
-_CONFIGURED = ("chunks", "group_size", "two_bp", "max_pending", "update")
+_CONFIGURED = ("chunks", "slices", "group_size", "two_bp", "max_pending", "update")
 """Options of schedules that the configuration has."""
 
 
@@ -39,6 +39,13 @@ def num_stages(config: PretrainConfig) -> int:
         return len(read_file(Path(config.schedule.file)).header.stages)
     generator = find_generator(config.schedule.name)
     return config.parallel.pipeline * generator.number_of_chunks(schedule_options(config))
+
+
+def num_slices(config: PretrainConfig) -> int:
+    """Return the number of slices of each sequence, 1 if the schedule passes whole ones. Raises ScheduleError."""
+    if config.schedule.file:
+        return read_file(Path(config.schedule.file)).header.slices
+    return find_generator(config.schedule.name).number_of_slices(schedule_options(config))
 
 
 def stage_ranks(config: PretrainConfig) -> tuple[int, ...]:
@@ -77,7 +84,7 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
     problems = []
     for what, said, here in (
         ("pipeline ranks", header.num_ranks, config.parallel.pipeline),
-        ("micro-batches a step", header.num_microbatches, per_step),
+        ("micro-batches a step", header.whole_microbatches, per_step),
     ):
         if said != here:
             problems.append(f"the schedule file {config.schedule.file} is for {said} {what}, but this run has {here}")

@@ -9,6 +9,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches, ramp_problems
 from megapipe.layout.lowered import build_schedule
 from megapipe.layout.scheduling import schedule_problems
+from megapipe.layout.slices import slice_problems
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.units import StateUnits, has_memory_limits
 from megapipe.schedules import ScheduleError
@@ -23,7 +24,7 @@ def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
     problems = problems or ramp_problems(config.batch, config.batch.micro_size * replicas)
     problems += tensor_problems(config.model, config.parallel.tensor) or context_problems(config)
     problems += config.zero.replica_problems(replicas * config.parallel.context)
-    problems = problems or schedule_problems(config, replicas)
+    problems = problems or schedule_problems(config, replicas) or slice_problems(config)
     return problems or _pool_problems(config, replicas) or _file_problems(config, world_size)
 
 

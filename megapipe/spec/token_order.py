@@ -114,11 +114,19 @@ def pieces(
     found: list[Piece] = []
     for row, query in enumerate(chunks_of(order, query_rank, size)):
         for column, key in enumerate(chunks_of(order, key_rank, size)):
-            kind = _kind(visibility, query * chunk, key * chunk, chunk)
+            kind = _kind(visibility, *(range(place * chunk, (place + 1) * chunk) for place in (query, key)))
             if kind is not None:
                 rows, columns = (range(place * chunk, (place + 1) * chunk) for place in (row, column))
                 found.append(Piece(rows, columns, kind))
     return [strip for piece in _joined(found) for strip in _strips(piece)]
+
+
+def slice_pieces(visibility: Visibility, queries: range, keys: range) -> list[Piece]:
+    """The work of one slice of a sample on the keys of the same or an earlier one; both are places in the sample."""
+    kind = _kind(visibility, queries, keys)
+    if kind is None:
+        return []
+    return list(_strips(Piece(range(len(queries)), range(len(keys)), kind)))
 
 
 def _cuts(visibility: Visibility, length: int) -> bool:
@@ -126,18 +134,18 @@ def _cuts(visibility: Visibility, length: int) -> bool:
     return visibility.masked or (visibility.window is not None and visibility.window < length)
 
 
-def _kind(visibility: Visibility, query: int, key: int, chunk: int) -> PieceKind | None:
-    """How the chunk of queries from `query` on sees the keys from `key` on; None: not at all."""
-    window = visibility.window
-    if visibility.causal and key > query:
+def _kind(visibility: Visibility, queries: range, keys: range) -> PieceKind | None:
+    """How one chunk of queries sees another or the same one of keys; None: not at all."""
+    window, first, last = visibility.window, *sorted((queries, keys), key=lambda places: places.start)
+    if visibility.causal and keys.start > queries.start:
         return None
-    if window is not None and max(query, key) - (min(query, key) + chunk - 1) >= window:
+    if window is not None and last.start - (first.stop - 1) >= window:
         return None
-    if visibility.masked or (window is not None and max(query, key) + chunk - 1 - min(query, key) >= window):
+    if visibility.masked or (window is not None and last.stop - 1 - first.start >= window):
         return "masked"
     if not visibility.causal:
         return "full"
-    return "causal" if key == query else "full"
+    return "causal" if keys == queries else "full"
 
 
 def _joined(found: Sequence[Piece]) -> list[Piece]:

@@ -1,7 +1,7 @@
 """The samples of a run, and the loaders that turn them into the contexts of a GPT's or a BERT's layers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from megapipe.data.samples import GptSamples, SampleSet, SplitName
 from megapipe.engine.step import Counts
 from megapipe.layers.attention import block_lists, document_blocks
 from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.sequence_slices import sliced
 from megapipe.layout.batch_plan import BatchPlan
+from megapipe.layout.slices import slice_ranges
 from megapipe.parallel.memory import tensor_on
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.attention import why_a_mask
@@ -74,9 +76,22 @@ class BatchLoader(RankLoader):
             mask_end_of_document=config.data.mask_end_of_document or config.data.pack == "best_fit",
             isolate_documents=config.data.isolate_documents,
         )
+        self._slices = slice_ranges(config)
         self._windows = {each.sliding_window for each in config.model.kinds_of_layers.values()}
         no_mask = not runs_ring(config.parallel) and why_a_mask(config.model, mesh.device.type) is None
-        self._blocks = config.data.isolate_documents and no_mask
+        self._blocks = config.data.isolate_documents and no_mask and len(self._slices) == 1
+
+    def _microbatches(
+        self, consumed: int, index: int, num_microbatches: int
+    ) -> Iterable[tuple[MicrobatchContext, Counts | None]]:
+        context, count = self._microbatch(consumed, index, num_microbatches)
+        if len(self._slices) == 1:
+            return [(context, count)]
+        counts: list[Counts | None] = [None] * len(self._slices)
+        if self._is_last:
+            mask = self._source.loss_mask(self._source.ordinals(consumed, index, num_microbatches))
+            counts = [float(mask[:, places.start : places.stop].sum()) for places in self._slices]
+        return zip(sliced(context, self._slices), counts, strict=True)
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, float | None]:
         if self._is_first or self._is_last:

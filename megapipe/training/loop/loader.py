@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +186,9 @@ class Loader(ABC):
         """Load the step that starts after `consumed` samples."""
         num_samples = self._plan.size(consumed)
         num_microbatches = num_samples // self._share
-        loaded = [self._microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
+        loaded = [
+            each for index in range(num_microbatches) for each in self._microbatches(consumed, index, num_microbatches)
+        ]
         counts = tuple(count for _, count in loaded if count is not None)
         return StepBatch([context for context, _ in loaded], num_samples, counts)
 
@@ -202,6 +204,12 @@ class Loader(ABC):
         """
         with Prefetcher(self.load, (self._plan if plan is None else plan).cursors(consumed)) as loaded:
             yield loaded
+
+    def _microbatches(
+        self, consumed: int, index: int, num_microbatches: int
+    ) -> Iterable[tuple[MicrobatchContext, Counts | None]]:
+        """Return what `_microbatch` returns, for each slice of its samples if there are several."""
+        return [self._microbatch(consumed, index, num_microbatches)]
 
     @abstractmethod
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, Counts | None]:

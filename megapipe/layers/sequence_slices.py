@@ -1,0 +1,178 @@
+"""Attention of samples that pass the layers in slices, one after another (Sun et al. 2024, Seq1F1B, arXiv 2406.03488,
+section 3.2).
+
+The queries of a slice see its own keys and those of the slices before it, which are kept from forward to backward.
+Backwards run in the reverse order: that of a slice adds to the gradients of earlier slices' keys and values, in fp32,
+and takes what the later ones have added to those of its own. Pieces are those of a ring (`layers.context_parallel`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.layers.attention import Attention
+from megapipe.layers.attention_pieces import Seen, Weighing, piece_backward, piece_forward, sink_gradient, with_sinks
+from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.context_parallel import merge, seen_and_weighed
+from megapipe.spec.token_order import Piece, Visibility, slice_pieces
+
+
+@dataclass
+class SliceCache:
+    """What the slices of one micro-batch share, by attention and number of a slice.
+
+    blocks: keys and values [2, b, kv heads, s, d], from the forward of a slice to its backward; those of the last
+    slice are read by no other. gradients: of these, in fp32 (fp64 for fp64), from the last slice's backward to the
+    slice's own.
+    """
+
+    blocks: dict[Attention, dict[int, Tensor]] = field(default_factory=dict)
+    gradients: dict[Attention, dict[int, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One slice of the samples of a micro-batch. ranges: places of the tokens of all slices. number: of this one."""
+
+    ranges: Sequence[range]
+    number: int
+    cache: SliceCache
+
+    @property
+    def places(self) -> range:
+        """Places of its tokens in their samples."""
+        return self.ranges[self.number]
+
+    @property
+    def whole(self) -> int:
+        """Tokens of a whole sample."""
+        return self.ranges[-1].stop
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no slice follows."""
+        return self.number == len(self.ranges) - 1
+
+    def mix(
+        self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext
+    ) -> Tensor:
+        """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d] and of key and value [b, s, kv
+        heads, 1, d], all of this slice."""
+        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        sinks = attention.own_sinks(context.tape)
+        once = SlicePass(self, attention, replace(context, tape=None))
+        mixed: Tensor = _Sliced.apply(query, key, value, sinks, once)
+        if self.is_last and not context.training:
+            self.cache.blocks.pop(attention, None)
+        return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class SlicePass:
+    """One slice through one attention."""
+
+    slice: Slice
+    attention: Attention
+    context: MicrobatchContext
+
+    def work(self, block: Tensor) -> Iterator[tuple[int, Tensor, Piece, Seen, Weighing]]:
+        """Yield the pieces: the number of a slice, its keys and values, what of them is seen and how it is weighed.
+
+        block: keys and values of this slice.
+        """
+        own, attention, device = self.slice, self.attention, block.device
+        visibility = Visibility(True, attention.window, self.context.document_starts is not None)
+        earlier = self._of(own.cache.blocks)
+        for number in range(own.number + 1):
+            places = own.ranges[number]
+            keys = torch.arange(places.start, places.stop, device=device)
+            for piece in slice_pieces(visibility, own.places, places):
+                queries = torch.arange(piece.queries.start, piece.queries.stop, device=device) + own.places.start
+                how = seen_and_weighed(attention, self.context, piece, queries, keys, own.whole)
+                yield number, block if number == own.number else earlier[number], piece, *how
+
+    def keep(self, block: Tensor) -> None:
+        """Keep this slice's keys and values for the slices after it."""
+        if not self.slice.is_last:
+            self._of(self.slice.cache.blocks)[self.slice.number] = block
+
+    def gradients(self, block: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
+        """Return by slice, up to this one, the gradients of keys and values so far; this one's leave the cache."""
+        number, found = self.slice.number, self._of(self.slice.cache.gradients)
+        if self.slice.is_last:
+            shape = (2, *block.shape[1:3])
+            for earlier, places in enumerate(self.slice.ranges[:-1]):
+                found[earlier] = block.new_zeros((*shape, len(places), block.shape[-1]), dtype=dtype)
+        self._of(self.slice.cache.blocks).pop(number, None)
+        own = found.pop(number, None)
+        return {**found, number: torch.zeros_like(block, dtype=dtype) if own is None else own}
+
+    def _of(self, kept: dict[Attention, dict[int, Tensor]]) -> dict[int, Tensor]:
+        return kept.setdefault(self.attention, {})
+
+
+class _Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: SlicePass) -> Tensor:
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        block = torch.stack([key, value])
+        if query.untyped_storage().nbytes() > query.numel() * query.element_size():
+            query = query.clone(memory_format=torch.contiguous_format)  # a part of the projection, which it would keep
+        # In memory as the output projection wants it: tokens before heads.
+        mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+        mixed = mixed.transpose(1, 2)
+        log_sum = torch.full(query.shape[:3], -math.inf, dtype=wide, device=query.device)
+        for _, (keys, values), piece, seen, weighing in once.work(block):
+            rows = slice(piece.queries.start, piece.queries.stop)
+            merge(
+                mixed[:, :, rows], log_sum[:, :, rows], *piece_forward(query[:, :, rows], keys, values, seen, weighing)
+            )
+        if sinks is not None:
+            mixed, log_sum = with_sinks(mixed, log_sum, sinks)
+        mixed = mixed.to(query.dtype)
+        once.keep(block)
+        ctx.save_for_backward(query, block, sinks, mixed, log_sum)
+        ctx.once = once
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, block, sinks, mixed, log_sum = ctx.saved_tensors
+        once: SlicePass = ctx.once
+        dquery = torch.zeros_like(query, dtype=log_sum.dtype)
+        pieces = list(once.work(block))
+        found = once.gradients(block, log_sum.dtype)
+        for number, (keys, values), piece, seen, weighing in pieces:
+            rows = slice(piece.queries.start, piece.queries.stop)
+            parts = [each[:, :, rows] for each in (gradient, query, mixed, log_sum)]
+            part = piece_backward(parts[0], parts[1], keys, values, parts[2], parts[3], seen, weighing)
+            dquery[:, :, rows] += part[0]
+            found[number][0] += part[1]
+            found[number][1] += part[2]
+        dkey, dvalue = found[once.slice.number].to(block.dtype)
+        dsinks = None if sinks is None else sink_gradient(gradient, mixed, log_sum, sinks)
+        return dquery.to(query.dtype), dkey, dvalue, dsinks, None
+
+
+def sliced(context: MicrobatchContext, ranges: Sequence[range]) -> list[MicrobatchContext]:
+    """Return a context for each slice of the samples of a micro-batch; ranges: places of its tokens."""
+    if len(ranges) == 1:
+        return [context]
+    cache = SliceCache()
+    device = None if context.ordinals is None else context.ordinals.device
+    return [
+        replace(
+            context,
+            **{
+                name: None if (whole := getattr(context, name)) is None else whole[:, places.start : places.stop]
+                for name in ("tokens", "labels", "loss_mask", "document_starts")
+            },
+            token_numbers=torch.arange(places.start, places.stop, device=device),
+            slice=Slice(ranges, number, cache),
+        )
+        for number, places in enumerate(ranges)
+    ]
