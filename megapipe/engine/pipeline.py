@@ -422,6 +422,11 @@ def _schedule(
         schedule = build(name, ranks, microbatches, **run, **options)
     else:
         schedule = fit_for_training(given, ranks, microbatches, **run)
+    if schedule.header.slices > 1:
+        raise EngineError(
+            f"schedule {schedule.header.name} passes sequences in {schedule.header.slices} slices, which only megapipe's "
+            "own models can attend over; use a schedule of whole samples, such as 1f1b"
+        )
     if schedule.header.updates_per_step > 1 and holding.optimizer.clip_norm is not None:
         raise PipelineError(
             f"schedule {schedule.header.name} updates after every micro-batch, before the norm of the step's "

@@ -51,7 +51,7 @@ class LayoutCosts:
     attention: the path that attention takes. alignment: rows of a padded vocabulary shard are multiples of it.
     shard: as in `UnitCosts`. device: type of the ranks' devices. On a GPU the backward of a dropout recomputes its
     mask, and attention within documents takes lists of blocks in place of a mask. tensor_rank, context_rank: this
-    rank's coordinates, on which only kernel calls depend.
+    rank's coordinates, on which only kernel calls depend. slices, slice: as in `MicrobatchShape`.
     """
 
     config: PretrainConfig
@@ -63,6 +63,8 @@ class LayoutCosts:
     device: str = "cpu"
     tensor_rank: int = 0
     context_rank: int = 0
+    slices: tuple[range, ...] = ()
+    slice: int = 0
 
     @property
     def tensor(self) -> int:
@@ -151,11 +153,11 @@ class LayoutCosts:
         """Return the shape for a layer without products in fp8. model: the layer's own."""
         config = self.config
         parallel, recompute = config.parallel, config.recompute
-        isolates = config.data.isolate_documents
-        blocks = isolates and why_a_mask(config.model, self.device) is None
+        isolates, in_slices = config.data.isolate_documents, bool(self.slices)
+        blocks = isolates and not in_slices and why_a_mask(config.model, self.device) is None
         # On a GPU only flash attention shares keys among heads, which takes neither fp32 nor a mask.
         masked = isolates or (model.sliding_window or self.tokens) < self.tokens
-        in_pieces = model.why_pieces is not None
+        in_pieces = model.why_pieces is not None or in_slices
         grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1 and not in_pieces
         return MicrobatchShape(
             copy(model),  # of its own: ops are cached by shape, and a configuration may change
@@ -176,6 +178,8 @@ class LayoutCosts:
             document_blocks=blocks,
             stored_masks=self.device == "cpu",
             repeats_keys=self.device != "cpu" and grouped and not blocks and (masked or self.precision == "fp32"),
+            slices=self.slices,
+            slice=self.slice,
             tensor_rank=self.tensor_rank,
             context_rank=self.context_rank,
         )
@@ -185,6 +189,11 @@ class LayoutCosts:
         in two halves."""
         shape = self.shape(layer, predictions)
         return saved_bytes(_ops(layer.kind, shape), shape.recompute, split=split)
+
+    def handed(self, layer: LayerSpec) -> tuple[int, int]:
+        """Return the bytes that later slices of a sample read of a layer, and those of their gradients."""
+        ops = self.ops(layer)
+        return sum(op.handed for op in ops), sum(op.handed_gradient for op in ops)
 
     def pending(self, layer: LayerSpec, predictions: int | None = None) -> int:
         """Return what is left of `kept` between the halves of a split backward, with the gradients that the input half

@@ -15,6 +15,7 @@ import numpy as np
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts, merged, repeated, scalar_exchanges
+from megapipe.layout.slices import slice_ranges
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, layers_of
 from megapipe.layout.table import LayoutTable
 from megapipe.layout.units import StateBytes, Unit, UnitCosts, layer_units
@@ -131,7 +132,7 @@ class RankPrediction:
                 slots += header.activation_slots[stage]
             if stage < len(ranks) - 1 and ranks[stage + 1] != ranks[stage]:
                 slots += header.gradient_slots[stage]
-        return slots * self.costs.stream
+        return slots * max(costs.stream for costs in self._of_slices)
 
     @cached_property
     def timeline(self) -> Held[Bytes]:
@@ -144,16 +145,17 @@ class RankPrediction:
         rows = np.concatenate([self.schedule.sections[name][self.pipeline_rank] for name in sections])  # type: ignore[index]
         header, units = self.schedule.header, self.costs.of_units
         known = sorted(set(self.predictions or ()))
-        variants = [0] if self.predictions is None else [known.index(each) for each in self.predictions]
+        variants = [known.index(each) for each in self.predictions or ()] or range(header.slices)
         return Walk(header, [rows], self.recomputed, variants, gradient_buffers(header, units, self.units))
 
     @cached_property
     def _sizes(self) -> Sizes:
         """Bytes of the tensors that the walk counts. A message from another rank stays in its slot, and does not count
         as an activation."""
-        walk, costs, units = self._walk, self.costs, self.costs.of_units
-        sizes = Sizes(walk.num_places, walk.num_variants, costs.stream, 0 if self.over_gloo else costs.stream)
-        for variant, predictions in enumerate(sorted(set(self.predictions)) if self.predictions else [None]):
+        walk, units = self._walk, self.costs.of_units
+        streams = [costs.stream for costs in self._of_slices]
+        sizes = Sizes(walk.num_places, walk.num_variants, streams, 0 if self.over_gloo else max(streams))
+        for variant, (costs, predictions, _) in enumerate(self._microbatches):
             for (stage, unit), layer in self.layers.items():
                 place, stream = walk.place(stage, unit), costs.stream
                 split = walk.calls[Kind.BACKWARD_INPUT, stage, unit] > 0
@@ -169,10 +171,11 @@ class RankPrediction:
                     sizes.of[Tensor.PENDING, place, variant] -= stream
                 for kind, phase in PHASES.items():
                     sizes.of[NEEDED[kind], place, variant] = costs.temporaries(layer, phase, predictions)
+                sizes.of[[Tensor.HANDED, Tensor.HANDED_GRADIENTS], place, variant] = costs.handed(layer)
         for (stage, unit), own in self.units.items():
             elements = units.elements(own)
-            sizes.of[Tensor.WEIGHTS :, walk.place(stage, unit), 0] = (
-                elements * ELEMENT_BYTES[costs.precision],
+            sizes.of[Tensor.WEIGHTS : Tensor.HANDED, walk.place(stage, unit), 0] = (
+                elements * ELEMENT_BYTES[self.costs.precision],
                 elements * FULL_BYTES,
                 units.summand_bytes(own, self.over_gloo),
                 self.in_host_of((stage, unit)),
@@ -216,8 +219,8 @@ class RankPrediction:
             forwards = calls[Kind.FORWARD, *place] + calls[Kind.RECOMPUTE, *place]
             backwards = {phase: calls[kind, *place] for kind, phase in PHASES.items()}
             repeated_parts = self.costs.shape(layer).recompute
-            for predictions, times in self._microbatches.items():
-                for use in (use for op in self.costs.ops(layer, predictions) for use in op.uses):
+            for costs, predictions, times in self._microbatches:
+                for use in (use for op in costs.ops(layer, predictions) for use in op.uses):
                     again = use.part in repeated_parts
                     all_forwards = forwards + again * (backwards["backward"] + backwards["input half"])
                     found[use.op, "forward"] += use.calls * all_forwards * times // count
@@ -225,21 +228,28 @@ class RankPrediction:
                         found[use.op, phase] += use.backward_calls * each * times // count
         return +found
 
+    @cached_property
+    def _of_slices(self) -> tuple[LayoutCosts, ...]:
+        """Costs of each slice of a sample; of whole samples where the schedule passes these."""
+        if self.schedule.header.slices == 1:
+            return (self.costs,)
+        ranges = slice_ranges(self.costs.config)
+        return tuple(replace(self.costs, slices=ranges, slice=number) for number in range(len(ranges)))
+
     @property
-    def _microbatches(self) -> Counter[int | None]:
-        """Number of micro-batches of a step by their `predictions`."""
-        count = self.schedule.header.num_microbatches
-        return Counter([None] * count if self.predictions is None else self.predictions)
+    def _microbatches(self) -> list[tuple[LayoutCosts, int | None, int]]:
+        """Micro-batches of a step that cost the same: their costs, `predictions` and number."""
+        if self.predictions is None:
+            return [(costs, None, self.schedule.header.whole_microbatches) for costs in self._of_slices]
+        return [(self.costs, each, count) for each, count in sorted(Counter(self.predictions).items())]
 
     def _within_layers(self) -> Iterator[Mapping[str, list[Exchange]]]:
         calls = self._walk.calls
         for (stage, unit), layer in self.layers.items():
             again = calls[Kind.RECOMPUTE, stage, unit] > 0
             halves = calls[Kind.BACKWARD_WEIGHT, stage, unit] > 0
-            for predictions, times in self._microbatches.items():
-                once = self.costs.within_layer(
-                    layer, forwards=2 if again else 1, halves=halves, predictions=predictions
-                )
+            for costs, predictions, times in self._microbatches:
+                once = costs.within_layer(layer, forwards=2 if again else 1, halves=halves, predictions=predictions)
                 yield _times(once, times)
 
     def _of_states(self) -> Iterator[Mapping[str, list[Exchange]]]:
@@ -273,13 +283,13 @@ class RankPrediction:
         return repeated(found, header.updates_per_step)
 
     def _links(self) -> list[Exchange]:
-        header, costs, mine = self.schedule.header, self.costs, self.own_stages
+        header, mine = self.schedule.header, self.own_stages
         last = len(header.stages) - 1
         sends = sum(stage < last and stage + 1 not in mine for stage in mine)
         sends += sum(stage > 0 and stage - 1 not in mine for stage in mine)
-        width = ELEMENT_BYTES[costs.precision]
-        message = Exchange("send", costs.stream // width, width, sends)
-        return repeated([message], header.num_microbatches)
+        width = ELEMENT_BYTES[self.costs.precision]
+        messages = [Exchange("send", costs.stream // width, width, sends) for costs in self._of_slices]
+        return repeated(messages, header.whole_microbatches)
 
     def _scalars(self) -> dict[str, list[Exchange]]:
         """Return the exchanges of numbers. Schedules that never flush reduce norms in a separate group."""

@@ -44,7 +44,8 @@ class Tensor(IntEnum):
     split backward. INPUT: what is kept of layers that are recomputed together. BACKWARD, INPUT_HALF, WEIGHT_HALF: peak
     bytes within such an action beyond those before it. WEIGHTS, GRADIENTS: whole ones, where they are sharded or in
     host memory. SUMMANDS: memory of a sum of gradients until it ends. STATE: optimizer state that an update reads
-    from host memory.
+    from host memory. HANDED: what later slices of a sample read, which a recomputed layer keeps from its forward to
+    its recomputation. HANDED_GRADIENTS: what they add to, from the last slice's backward to the slice's own.
     """
 
     KEPT = 0
@@ -57,10 +58,12 @@ class Tensor(IntEnum):
     GRADIENTS = 7
     SUMMANDS = 8
     STATE = 9
+    HANDED = 10
+    HANDED_GRADIENTS = 11
 
 
-NOTHING, STREAM, SENT = 0, 1, 2
-"""Places in the flat list of sizes that belong to no layer."""
+NOTHING, SENT, STREAM = 0, 1, 2
+"""Places in the flat list of sizes that belong to no layer; streams of further variants of a micro-batch follow."""
 NEEDED: Final = {
     Kind.BACKWARD: Tensor.BACKWARD,
     Kind.BACKWARD_INPUT: Tensor.INPUT_HALF,
@@ -88,14 +91,15 @@ class Sizes:
 
     Args:
         num_places, num_variants: of the walk.
-        stream: bytes of the residual stream of a micro-batch, which one stage leaves to the next one.
+        stream: bytes of the residual stream of a micro-batch, which one stage leaves to the next one; by variant.
         sent: bytes of a message that is kept until it has left; 0 where messages are copied.
     """
 
-    def __init__(self, num_places: int, num_variants: int, stream: int, sent: int) -> None:
-        self._all = np.zeros(3 + len(Tensor) * num_places * num_variants)
-        self._all[[STREAM, SENT]] = stream, sent
-        self.of: Bytes = self._all[3:].reshape(len(Tensor), num_places, num_variants)
+    def __init__(self, num_places: int, num_variants: int, stream: int | Sequence[int], sent: int) -> None:
+        layers = STREAM + num_variants
+        self._all = np.zeros(layers + len(Tensor) * num_places * num_variants)
+        self._all[SENT], self._all[STREAM:layers] = sent, stream
+        self.of: Bytes = self._all[layers:].reshape(len(Tensor), num_places, num_variants)
 
     @property
     def flat(self) -> Bytes:
@@ -166,7 +170,7 @@ class Walk:
         self._variant_of = np.array(variant_of)
         rows = [each[kind_mask(each[:, KIND], *ACTING)] for each in rows]
         self._cut(np.concatenate(rows), np.array([len(each) for each in rows]))
-        self._symbols = 3 + np.arange(len(Tensor)) * self.num_places * self.num_variants
+        self._symbols = STREAM + self.num_variants + np.arange(len(Tensor)) * self.num_places * self.num_variants
         self._weights = self._of_weights()
         self._sent = self._of_messages()
         states, moved = self._of_moves()
@@ -256,7 +260,8 @@ class Walk:
     def _symbol(self, tensor: Tensor, rows: Ints) -> Ints:
         """Return where the flat list has the sizes of one tensor of the places of some steps."""
         found: Ints = self._symbols[tensor] + self._place[rows] * self.num_variants
-        return found + self._variant[rows] if tensor < Tensor.WEIGHTS else found
+        of_microbatch = tensor < Tensor.WEIGHTS or tensor > Tensor.STATE
+        return found + self._variant[rows] if of_microbatch else found
 
     def _changes(self, puts: Sequence[tuple[Ints, Ints, Ints]]) -> _Changes:
         """Return what changes where tensors by number (second) take a new size (third) at steps (first)."""
@@ -307,7 +312,7 @@ class Walk:
         again = (kind == Kind.FORWARD) & inside[self._place[rows]]
         new[again] = np.where(opens[self._place[rows[again]]], self._symbol(Tensor.INPUT, rows[again]), NOTHING)
         own = rows, self._place[rows] * count + self._microbatch[rows], new
-        return self._changes([own, moved, *self._passed_on()])
+        return self._changes([own, moved, *self._passed_on(), *self._handed_on(inside)])
 
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
@@ -322,7 +327,29 @@ class Walk:
             gone = (self._kind[rows] == send) | ((self._stage[rows] == end[0]) & (self._unit[rows] == end[1]))
             owner = self.num_places + 2 * self._rank[rows] + direction
             number = owner * self._num_microbatches + self._microbatch[rows]
-            found.append((rows, number, np.where(gone, NOTHING, STREAM)))
+            found.append((rows, number, np.where(gone, NOTHING, STREAM + self._variant[rows])))
+        return found
+
+    def _handed_on(self, recomputed: Mask) -> list[tuple[Ints, Ints, Ints]]:
+        """Return what slices of a sample read of earlier ones, where the layer's own is recomputed, and its gradients,
+        numbered after all that is passed on. The last slice's backward makes the gradients of all others."""
+        slices, count = self._header.slices, self._num_microbatches
+        if slices == 1:
+            return []
+        number = (self.num_places + 2 * (1 + int(self._rank.max()))) * count + self._place * count + self._microbatch
+        last = self._microbatch % slices == slices - 1
+        rows = self._rows(Kind.FORWARD, Kind.RECOMPUTE)
+        rows = rows[recomputed[self._place[rows]] & ~last[rows]]
+        forward = self._kind[rows] == Kind.FORWARD
+        found = [(rows, number[rows], np.where(forward, self._symbol(Tensor.HANDED, rows), NOTHING))]
+        shift = self.num_places * count
+        rows = self._rows(Kind.BACKWARD)
+        own, ends = rows[~last[rows]], rows[last[rows]]
+        found.append((own, number[own] + shift, np.full(len(own), NOTHING)))
+        for earlier in range(1, slices):
+            variant = self._variant_of[(self._microbatch[ends] - earlier) % len(self._variant_of)]
+            size = self._symbols[Tensor.HANDED_GRADIENTS] + self._place[ends] * self.num_variants + variant
+            found.append((ends, number[ends] - earlier + shift, size))
         return found
 
     @cached_property

@@ -35,7 +35,7 @@ from megapipe.spec.ops import (
     passes,
 )
 from megapipe.spec.parameters import Init, ParameterSpec
-from megapipe.spec.token_order import TokenOrder, Visibility, order_of, pieces
+from megapipe.spec.token_order import TokenOrder, Visibility, order_of, pieces, slice_pieces
 
 CAUSAL_SHARE = 0.5
 """Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
@@ -134,12 +134,15 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
             collectives.append(Collective("context", "send", block, width, hops, hops))
             collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
     channels = model.head_dim + model.value_dim
-    pairs = 2 * shape.micro_size * model.num_heads * shape.sequence_length * _seen_keys(shape) * channels
+    pairs = 2 * shape.micro_size * model.num_heads * shape.passing_length * _seen_keys(shape) * channels
+    handed = 2 * shape.tokens * keys * head_dim if shape.slice + 1 < len(shape.slices) else 0
     return Op(
         "attention",
         weights=(*_norm_weights(model), *sinks),
         saves=tuple(saves),
         weight_needs=(*needs, *(gradient("sinks", heads * width) for _ in sinks)),
+        handed=handed * width,
+        handed_gradient=handed * FULL_BYTES,
         # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
         # 2023, arXiv 2401.10241, table 1).
         flops=Flops(pairs, 2 * pairs),
@@ -181,7 +184,9 @@ def _attended(
     query, key = (micro_size * length * count * model.head_dim for count in (heads, keys))
     keys_copied = unfused and micro_size > 1 and keys > 1
     queries_copied = keys_copied or (heads > keys and (unfused or keys > 1))
-    if model.kv_latent_size is not None and changed:
+    if shape.slices:  # queries by themselves; keys and values in one tensor that later slices read too
+        elements = (query + 2 * key) * (1 + keeps_projected)
+    elif model.kv_latent_size is not None and changed:
         elements = operand_elements(model, micro_size * length * heads, unfused=unfused, copied=keys_copied)
     elif shape.repeats_keys:
         projected = 0 if (changed or keys > 1) and not keeps_projected else query + 2 * key
@@ -207,9 +212,9 @@ def _is_unfused(shape: MicrobatchShape) -> bool:
 
 
 def _in_pieces(shape: MicrobatchShape) -> bool:
-    """Return whether attention computes its weights piece by piece and keeps none: in a ring, and where the model asks
-    for it."""
-    return _is_ring(shape) or shape.model.why_pieces is not None
+    """Return whether attention computes its weights piece by piece and keeps none: in a ring, in slices, and where the
+    model asks for it."""
+    return _is_ring(shape) or bool(shape.slices) or shape.model.why_pieces is not None
 
 
 def _is_ring(shape: MicrobatchShape) -> bool:
@@ -274,6 +279,9 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
         return
     causal = not isinstance(model, BertModelConfig) and keys == shape.sequence_length
     share = CAUSAL_SHARE if causal else 1.0
+    if causal and shape.slices:  # all earlier keys, and half of its own
+        places = shape.slices[shape.slice]
+        share = (places.start + CAUSAL_SHARE * len(places)) / keys
     query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
     moved = 2 * query + 2 * (query * model.kv_heads // model.num_heads)
     # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, one of them the scores again.
@@ -308,6 +316,9 @@ def _num_pieces(shape: MicrobatchShape) -> int:
     if not _is_ring(shape):
         order, size, rank = "contiguous", 1, 0
     visibility = Visibility(not bert, shape.model.sliding_window, masked=bert or shape.isolate_documents)
+    if shape.slices:
+        queries = shape.slices[shape.slice]
+        return sum(len(slice_pieces(visibility, queries, keys)) for keys in shape.slices[: shape.slice + 1])
     return sum(
         len(pieces(visibility, order, rank, key_rank, size, shape.sequence_length // size)) for key_rank in range(size)
     )

@@ -80,7 +80,7 @@ def chunk_rows(num_columns: int, element_bytes: int) -> int:
 
 def all_tokens(shape: MicrobatchShape) -> int:
     """Return the tokens of the micro-batch over all context ranks."""
-    return shape.micro_size * shape.sequence_length
+    return shape.micro_size * shape.passing_length
 
 
 def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:

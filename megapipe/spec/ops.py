@@ -33,7 +33,8 @@ class MicrobatchShape:
     isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a mask.
     fp8: matrix products of blocks are in fp8; tensorwise_fp8: with scales that the tensor ranks agree on.
     stored_masks: dropout keeps its mask for the backward (on a GPU the kernels recompute it). repeats_keys: attention
-    needs a key and value head for each query head. tensor_rank, context_rank: this rank's place among those ranks, on
+    needs a key and value head for each query head. slices: places of the tokens of each slice of a sample, () for
+    whole samples; slice: the number of this one. tensor_rank, context_rank: this rank's place among those ranks, on
     which only kernel calls depend.
     """
 
@@ -57,6 +58,8 @@ class MicrobatchShape:
     tensorwise_fp8: bool = False
     stored_masks: bool = True
     repeats_keys: bool = False
+    slices: tuple[range, ...] = ()
+    slice: int = 0
     tensor_rank: int = 0
     context_rank: int = 0
 
@@ -67,8 +70,13 @@ class MicrobatchShape:
 
     @property
     def local_length(self) -> int:
-        """Tokens of a sample on the tensor ranks of one context rank."""
-        return self.sequence_length // self.context
+        """Tokens of a sample, or of its slice, on the tensor ranks of one context rank."""
+        return self.passing_length // self.context
+
+    @property
+    def passing_length(self) -> int:
+        """Tokens of a sample that pass together: all, or those of the slice."""
+        return len(self.slices[self.slice]) if self.slices else self.sequence_length
 
     @cached_property
     def tokens(self) -> int:
@@ -236,9 +244,9 @@ class Op(NamedTuple):
     weights: parameters, named by their path in the layer. gathered: its weights that tensor ranks hold whole see the
     tokens of all of them also under sequence parallelism, so that their gradients need no sum. saves: what its
     backward reads. weight_needs: what the weight half of a split backward reads, gradients included. copies: what the
-    forward copies for that half. kernels: returns its executed work, which only estimates of time ask for. uses: calls
-    of ops of the kernel registry.
-    moments: returns the peaks of tensors that exist only within its backward.
+    forward copies for that half. handed, handed_gradient: what later slices of the sample read until the backward, and
+    its gradient, which they add to. kernels: returns its executed work, which only estimates of time ask for. uses:
+    calls of ops of the kernel registry. moments: returns the peaks of tensors that exist only within its backward.
     """
 
     name: str
@@ -247,6 +255,8 @@ class Op(NamedTuple):
     saves: tuple[Value, ...] = ()
     weight_needs: tuple[Value, ...] = ()
     copies: tuple[Value, ...] = ()
+    handed: int = 0
+    handed_gradient: int = 0
     flops: Flops = NO_FLOPS
     collectives: tuple[Collective, ...] = ()
     kernels: Callable[[], tuple[Kernel, ...]] = no_kernels
