@@ -72,7 +72,11 @@ class ModelTable:
     def of(cls, config: PretrainConfig, layout: StageLayout, mesh: Mesh, kernels: Registry = OPS) -> "ModelTable":
         """Return the table of a GPT or BERT. kernels: which backends run the layers' ops."""
         family, tensor, seed = family_of(config), mesh.group("tensor"), config.training.seed
-        boundary = residual_stream(config, config.batch.micro_size, len(slice_ranges(config)[-1]))
+        lengths = tuple(map(len, slice_ranges(config)))
+        boundary = residual_stream(config, config.batch.micro_size, max(lengths))
+        if len(set(lengths)) > 1:
+            slices = tuple(length // config.parallel.sequence_shards for length in lengths)
+            boundary = tuple(replace(spec, slices=slices) for spec in boundary)
         return cls(
             layout.layers,
             layout.ranges,

@@ -423,9 +423,9 @@ def _schedule(
     else:
         schedule = fit_for_training(given, ranks, microbatches, **run)
     if schedule.header.slices > 1:
-        raise EngineError(
-            f"schedule {schedule.header.name} passes sequences in {schedule.header.slices} slices, which only megapipe's "
-            "own models can attend over; use a schedule of whole samples, such as 1f1b"
+        raise PipelineError(
+            f"schedule {schedule.header.name} passes sequences in {schedule.header.slices} slices, over which only "
+            "megapipe's own models attend; use a schedule of whole samples, such as 1f1b"
         )
     if schedule.header.updates_per_step > 1 and holding.optimizer.clip_norm is not None:
         raise PipelineError(

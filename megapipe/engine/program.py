@@ -180,19 +180,27 @@ class Program:
 
     def _send_activation(self, action: Action) -> Closure:
         key, sender = (action.stage, action.microbatch), self._transfers.send_activation[action.stage]
-        return lambda step: sender.send(step.activations.pop(key))
+        part = self._part(action)
+        return lambda step: sender.send(step.activations.pop(key), part)
 
     def _send_gradient(self, action: Action) -> Closure:
         key, sender = (action.stage, action.microbatch), self._transfers.send_gradient[action.stage]
-        return lambda step: sender.send(step.gradients.pop(key))
+        part = self._part(action)
+        return lambda step: sender.send(step.gradients.pop(key), part)
 
     def _receive_activation(self, action: Action) -> Closure:
         slots, slot = self._transfers.receive_activation[action.stage], action.slot
-        return lambda step: slots.post(slot)
+        part = self._part(action)
+        return lambda step: slots.post(slot, part)
 
     def _receive_gradient(self, action: Action) -> Closure:
         slots, slot = self._transfers.receive_gradient[action.stage], action.slot
-        return lambda step: slots.post(slot)
+        part = self._part(action)
+        return lambda step: slots.post(slot, part)
+
+    def _part(self, action: Action) -> int:
+        """Return the number of the slice of a sample that an action is for."""
+        return action.microbatch % self._header.slices
 
     def _gather_weights(self, action: Action) -> Closure:
         state, copy = self._state(action), self._copy(action)

@@ -1,5 +1,6 @@
 """A model as the engine runs it: stages of units, with tuples of tensors between them."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,11 +16,24 @@ from megapipe.spec.dtypes import ContextAttention
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that crosses a stage boundary: known at build time, so that no handshake is needed."""
+    """A tensor that crosses a stage boundary: known at build time, so that no handshake is needed.
+
+    slices: tokens (axis 1) of each slice of a sample, if these differ; shape is that of the largest.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
+    slices: tuple[int, ...] = ()
+
+    def of_slice(self, number: int) -> tuple[int, ...]:
+        """Return the shape of the message of a slice."""
+        return (self.shape[0], self.slices[number], *self.shape[2:]) if self.slices else self.shape
+
+    def within(self, buffer: Tensor, number: int) -> Tensor:
+        """Return the message of a slice in the memory of a buffer of the largest one."""
+        shape = self.of_slice(number)
+        return buffer if shape == self.shape else buffer.flatten()[: math.prod(shape)].view(shape)
 
     def allocate(self, device: torch.device) -> Tensor:
         """Return an uninitialized buffer of this shape and type."""

@@ -246,8 +246,8 @@ class _WatchedSlots(ReceiveSlots):
         self._slots = slots
         self._stopwatch = stopwatch
 
-    def post(self, slot: int) -> None:
-        self._slots.post(slot)
+    def post(self, slot: int, part: int = 0) -> None:
+        self._slots.post(slot, part)
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
         return self._stopwatch.wait(lambda: self._slots.take(slot))

@@ -29,8 +29,8 @@ class ReceiveSlots(ABC):
     """Receive buffers of one boundary. A slot is posted, awaited, and free again when the schedule reuses it."""
 
     @abstractmethod
-    def post(self, slot: int) -> None:
-        """Start receiving the next message of the link into `slot`."""
+    def post(self, slot: int, part: int = 0) -> None:
+        """Start receiving the next message of the link into `slot`; part: number of its slice of a sample."""
 
     @abstractmethod
     def take(self, slot: int) -> tuple[Tensor, ...]:
@@ -55,22 +55,29 @@ class BufferSlots(ReceiveSlots):
 
     def __init__(self, boundary: Boundary, num_slots: int, device: torch.device) -> None:
         self._link = boundary.link
+        self._specs = boundary.specs
         self._buffers = [tuple(spec.allocate(device) for spec in boundary.specs) for _ in range(num_slots)]
+        self._messages = list(self._buffers)
         self._pending: dict[int, list[Transfer]] = {}
 
-    def post(self, slot: int) -> None:
-        self._pending[slot] = [self._link.receive(buffer) for buffer in self._buffers[slot]]
+    def post(self, slot: int, part: int = 0) -> None:
+        self._messages[slot] = _within(self._specs, self._buffers[slot], part)
+        self._pending[slot] = [self._link.receive(message) for message in self._messages[slot]]
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
         for transfer in self._pending.pop(slot):
             transfer.wait()
-        return self._buffers[slot]
+        return self._messages[slot]
 
     def release(self) -> None:
         """The buffers are this engine's alone."""
 
     def without_peer(self) -> ReceiveSlots:
-        return NoiseSlots(self._buffers)
+        return NoiseSlots(self._buffers, self._specs)
+
+
+def _within(specs: Sequence[TensorSpec], buffers: tuple[Tensor, ...], part: int) -> tuple[Tensor, ...]:
+    return tuple([spec.within(buffer, part) for spec, buffer in zip(specs, buffers, strict=True)])
 
 
 class LentSlots(ReceiveSlots):
@@ -79,13 +86,14 @@ class LentSlots(ReceiveSlots):
     def __init__(self, boundary: Boundary, num_slots: int) -> None:
         self._link = boundary.link
         self._num_slots = num_slots
-        self._specs = [spec.allocate(torch.device("meta")) for spec in boundary.specs]
+        self._specs = boundary.specs
+        self._largest = tuple(spec.allocate(torch.device("meta")) for spec in boundary.specs)
         self._loans: dict[int, list[Loan]] = {}
 
-    def post(self, slot: int) -> None:
+    def post(self, slot: int, part: int = 0) -> None:
         for loan in self._loans.get(slot, ()):
             loan.give_back()
-        self._loans[slot] = [self._link.borrow(spec) for spec in self._specs]
+        self._loans[slot] = [self._link.borrow(like) for like in _within(self._specs, self._largest, part)]
 
     def release(self) -> None:
         for loans in self._loans.values():
@@ -98,29 +106,32 @@ class LentSlots(ReceiveSlots):
 
     def without_peer(self) -> ReceiveSlots:
         """Slots in memory of their own: the link lends its memory for messages alone."""
-        return NoiseSlots(
-            [tuple(torch.empty_like(spec, device="cpu") for spec in self._specs) for _ in range(self._num_slots)]
-        )
+        buffers = [
+            tuple(torch.empty_like(each, device="cpu") for each in self._largest) for _ in range(self._num_slots)
+        ]
+        return NoiseSlots(buffers, self._specs)
 
 
 class NoiseSlots(ReceiveSlots):
     """Slots that are filled with random numbers, which give experts realistic loads; integers are 0."""
 
-    def __init__(self, buffers: Sequence[tuple[Tensor, ...]]) -> None:
-        self._buffers = buffers
+    def __init__(self, buffers: Sequence[tuple[Tensor, ...]], specs: Sequence[TensorSpec]) -> None:
+        self._buffers, self._specs = list(buffers), specs
+        self._messages = list(buffers)
 
-    def post(self, slot: int) -> None:
-        """Do nothing: no message is expected."""
+    def post(self, slot: int, part: int = 0) -> None:
+        """Expect no message."""
+        self._messages[slot] = _within(self._specs, self._buffers[slot], part)
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
         """Fill the slot's buffers and return them."""
         with torch.no_grad():
-            for buffer in self._buffers[slot]:
+            for buffer in self._messages[slot]:
                 if buffer.is_floating_point():
                     buffer.uniform_(-1.0, 1.0)  # of torch's generator, which decides nothing in a run
                 else:
                     buffer.zero_()
-        return self._buffers[slot]
+        return self._messages[slot]
 
     def release(self) -> None:
         """The buffers belong to others."""
@@ -139,15 +150,15 @@ class Sender:
     def __init__(self, boundary: Boundary) -> None:
         self._link = boundary.link
         self._specs = boundary.specs
-        self._agreed = [(torch.Size(spec.shape), spec.dtype) for spec in boundary.specs]
         self._in_flight: deque[tuple[Transfer, Tensor]] = deque()
 
-    def send(self, tensors: tuple[Tensor, ...]) -> None:
-        """Start sending; each tensor is kept alive until it has left.
+    def send(self, tensors: tuple[Tensor, ...], part: int = 0) -> None:
+        """Start sending; each tensor is kept alive until it has left. part: number of its slice of a sample.
 
         Raises ValueError for other tensors than the receiver expects: its memory has their shapes and types.
         """
-        if [(tensor.shape, tensor.dtype) for tensor in tensors] != self._agreed:
+        agreed = [(torch.Size(spec.of_slice(part)), spec.dtype) for spec in self._specs]
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != agreed:
             raise ValueError(
                 f"the stage returned {described(tensors)}, but declared {described(self._specs)} when it was built; "
                 "its forward must always return the same shapes and types (under autocast: convert its result)"
@@ -174,7 +185,7 @@ class Sender:
 
 
 class _Dropping(Sender):
-    def send(self, tensors: tuple[Tensor, ...]) -> None:
+    def send(self, tensors: tuple[Tensor, ...], part: int = 0) -> None:
         """Keep the tensors for as long as messages are kept; no rank receives them."""
         self._in_flight += ((FINISHED, tensor.detach()) for tensor in tensors)
         while len(self._in_flight) > self._link.edge.slots:

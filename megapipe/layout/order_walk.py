@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_options
+from megapipe.layout.slices import unplanned
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
-from megapipe.schedules import Kind, Options, Schedule, order
+from megapipe.schedules import Kind, Options, Schedule, ScheduleError, order
 from megapipe.schedules.actions import STAGE, VERSION, Ints, Rows, rows_of
 from megapipe.schedules.gathers import last_additions, residences
 from megapipe.schedules.lowering import Spans, lower
@@ -52,6 +53,8 @@ class Order(NamedTuple):
     def of(cls, config: PretrainConfig, num_microbatches: int) -> "Order":
         """Return the order that a configuration names, for the micro-batches of one replica."""
         schedule = config.schedule
+        if problems := unplanned(config):
+            raise ScheduleError(problems[0])
         options = tuple(sorted(schedule_options(config).items()))
         return cls(schedule.name, options, config.parallel.pipeline, num_microbatches, schedule.receive_ahead)
 

@@ -51,6 +51,16 @@ def token_flops(config: PretrainConfig) -> np.ndarray:
     return found
 
 
+def unplanned(config: PretrainConfig) -> list[str]:
+    """Return why times of this run's schedule cannot be planned, if it passes sequences in slices."""
+    if (count := num_slices(config)) == 1:
+        return []
+    return [
+        f"schedule {config.schedule.file or config.schedule.name} passes sequences in {count} slices, whose times are not "
+        "planned; use whole sequences, such as 1f1b (megapipe plan dry-run checks the memory of slices)"
+    ]
+
+
 def _between(cuts: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(*pair) for pair in pairwise(cuts))
 
@@ -89,9 +99,11 @@ def slice_problems(config: PretrainConfig) -> list[str]:
             f"use {max(unit * count, length // even * even)} or {max(unit * count, -(-length // even) * even)}",
         ),
     ]
+    found = [(reason, fix) for wrong, reason, fix in refused if wrong]
+    if not found and min(map(len, slice_ranges(config))) < unit:
+        found = [(f"equal work leaves less than {unit} tokens for one of them", "use longer samples or fewer slices")]
     return [
         f"schedule {name} passes sequences in {count} slices, but {reason}; {fix}, or use a schedule of whole "
         "sequences, such as 1f1b"
-        for wrong, reason, fix in refused
-        if wrong
+        for reason, fix in found
     ]

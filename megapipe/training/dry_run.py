@@ -21,10 +21,12 @@ from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.stage import Stage, TensorSpec, described, unit_states
 from megapipe.kernels.ops import OPS
 from megapipe.layers.context import BertContext, MicrobatchContext
+from megapipe.layers.sequence_slices import sliced
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches
 from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.layout.scheduling import schedule_name
+from megapipe.layout.slices import slice_ranges
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import LayoutTable
 from megapipe.models.families import family_of
@@ -180,13 +182,14 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
         )
     starts = torch.empty((size, tokens), dtype=torch.int64, device=META) if config.data.isolate_documents else None
     whole_starts = torch.empty((size, whole), dtype=torch.int64, device=META) if held.gathers else None
-    return MicrobatchContext(
+    whole_sample = MicrobatchContext(
         **shared,
         labels=torch.empty((size, tokens), dtype=torch.int64, device=META),
         loss_mask=torch.empty((size, tokens), device=META),
         document_starts=starts,
         whole_document_starts=whole_starts if starts is not None else None,
     )
+    return sliced(whole_sample, slice_ranges(config))[0]
 
 
 def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stage], layout: StageLayout) -> Coordinate:

@@ -14,6 +14,7 @@ from megapipe.layout.hardware.description import Hardware, HostLink, hardware_de
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import num_stages, stage_ranks
+from megapipe.layout.slices import unplanned
 from megapipe.layout.stages import Keyed, StageLayout, predictions_of
 from megapipe.layout.table import LayoutTable, moves_to_host, undecided
 from megapipe.layout.validation import run_problems
@@ -126,7 +127,7 @@ def lay_run(
     config = with_data(config, world_size)
     placement = Placement(hardware, MeshShape.of(config.parallel).sizes, node_order)
     config, _ = with_named_precision(config, (node.device for node in placement.nodes))
-    problems = run_problems(config, placement.num_ranks)
+    problems = run_problems(config, placement.num_ranks) or unplanned(config)
     if moves_to_host(config):
         problems += [
             f"offload: hardware {hardware.name!r} does not describe the link between {node.device.name} and host "
