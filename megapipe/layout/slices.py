@@ -55,8 +55,9 @@ def unplanned(config: PretrainConfig) -> list[str]:
     """Return why times of this run's schedule cannot be planned, if it passes sequences in slices."""
     if (count := num_slices(config)) == 1:
         return []
+    name = config.schedule.file or config.schedule.name
     return [
-        f"schedule {config.schedule.file or config.schedule.name} passes sequences in {count} slices, whose times are not "
+        f"schedule {name} passes sequences in {count} slices, whose times are not "
         "planned; use whole sequences, such as 1f1b (megapipe plan dry-run checks the memory of slices)"
     ]
 

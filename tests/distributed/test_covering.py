@@ -139,6 +139,11 @@ LATENTS: Change = {
         "layer_pattern": ("base", "whole"),
     }
 }
+SLICES: Change = {
+    "model": {"max_positions": 64, **SINKS["model"]},
+    "data": {"sequence_length": 64},
+    "schedule": {"slices": 3, "slice_split": "flops"},
+}
 SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
 MIXED = [
     pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
@@ -175,6 +180,14 @@ MIXED = [
     pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS, marks=RARE),
     pytest.param({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS, marks=RARE),
     pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
+    pytest.param({"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"}, SLICES, marks=SLOW),
+    pytest.param({"schedule": "seq1f1b", "data": "2", "zero": "3", "documents": "isolated"}, SLICES, marks=RARE),
+    pytest.param(
+        {"schedule": "seq1f1b", "model": "gpt2", "tensor": "2", "sequence": "on", "recompute": "selective"},
+        {**SLICES, "model": {"max_positions": 64}, "batch": PAIRS_OF_SAMPLES},
+        marks=SLOW,
+    ),
+    pytest.param({"schedule": "seq1f1b", "precision": "bf16", "recompute": "logits"}, SLICES, marks=RARE),
 ]
 """Llamas whose blocks differ, and encoders."""
 SCALARS = 4096
@@ -242,7 +255,7 @@ def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
 ) -> None:
     case = {**BASE, "model": "llama", **case}
     config = changed(config_of(case, *corpora), change)
-    kept = {group: fields for group, fields in change.items() if group in ("model", "data")}
+    kept = {group: fields for group, fields in change.items() if group in ("model", "data", "batch")}
     alone = changed(config_of(oracle_of(case), *corpora), kept)
     validate(config, world_size(case))
     (oracle,) = run_threads(sizes_of(alone), run_layout, alone)

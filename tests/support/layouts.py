@@ -41,6 +41,7 @@ def parallel(**sizes: Any) -> Change:
 def _schedules() -> dict[str, Change]:
     found: dict[str, Change] = {name: {"schedule": {"name": name}} for name in GENERATORS}
     found["pipedream"] = {**found["pipedream"], "optimizer": {"clip_norm": None}}
+    found["seq1f1b"] = {"schedule": {"name": "seq1f1b", "slices": 2}}
     found["1f1b in halves"] = {"schedule": {"name": "1f1b", "two_bp": True}}
     return found
 
@@ -141,7 +142,8 @@ RULES = (
 )
 
 
-AXES = {feature: tuple(value for value in values if value not in OTHER_ORDERS) for feature, values in FEATURES.items()}
+LEFT_OUT = (*OTHER_ORDERS, "seq1f1b")
+AXES = {feature: tuple(value for value in values if value not in LEFT_OUT) for feature, values in FEATURES.items()}
 BASE = {feature: values[0] for feature, values in AXES.items()}
 """Every feature at its first value."""
 
@@ -182,11 +184,11 @@ def sizes_of(config: PretrainConfig) -> dict[str, int]:
 def adds_in_one_order(case: Mapping[str, str]) -> bool:
     """Whether no sum is reordered, so that all numbers are those of one process bit for bit.
 
-    Sums are reordered where ranks share them (data, tensor, context), and where the gradient of the output projection
-    is found chunk by chunk.
+    Sums are reordered where ranks share them (data, tensor, context), where samples come in slices, and where the
+    gradient of the output projection is found chunk by chunk.
     """
     alone = all(case.get(dimension, "1").startswith("1") for dimension in ("data", "tensor", "context"))
-    return alone and case["recompute"] != "logits"
+    return alone and case["recompute"] != "logits" and case["schedule"] != "seq1f1b"
 
 
 def oracle_of(case: Mapping[str, str]) -> dict[str, str]:

@@ -9,13 +9,14 @@ from megapipe.schedules import GENERATORS, Kind, Schedule, build, order, rank_co
 from tests.docs.figures import head, row, sentence, table
 
 PAGE = "docs/schedule_table.md"
-RANKS, MICROBATCHES, CHUNKS = 8, 32, 2
+RANKS, MICROBATCHES, CHUNKS, SLICES = 8, 32, 2, 4
 EQUAL = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
 IDEAL = 3 * MICROBATCHES
 FORWARD = INPUT = WEIGHT = 1 / CHUNKS
 PRINTED: dict[str, tuple[str, Callable[[], float] | None, str]] = {
     "gpipe": ("(p-1)/m", lambda: (RANKS - 1) / MICROBATCHES, "1811.06965"),
     "1f1b": ("(p-1)/m", lambda: (RANKS - 1) / MICROBATCHES, "2104.04473"),
+    "seq1f1b": ("(p-1)/(s m)", lambda: (RANKS - 1) / (SLICES * MICROBATCHES), "2406.03488"),
     "interleaved_1f1b": ("(p-1)/(v m)", lambda: (RANKS - 1) / (CHUNKS * MICROBATCHES), "2104.04473"),
     "modular": ("(p-1)/(v m)", lambda: (RANKS - 1) / (CHUNKS * MICROBATCHES), "2106.02679"),
     "zb_h1": ("(p-1)v(F + I - W)", lambda: (RANKS - 1) * CHUNKS * (FORWARD + INPUT - WEIGHT) / IDEAL, "2401.10241"),
@@ -52,7 +53,7 @@ def held(compute: Schedule) -> float:
     ranks = range(compute.header.num_ranks)
     rows = ([action.kind for part in ("prologue", "body") for action in compute.actions(part, rank)] for rank in ranks)  # type: ignore[arg-type]
     most = max(int(np.cumsum([change.get(kind, 0) for kind in kinds]).max()) for kinds in rows)
-    return most * compute.header.num_ranks / len(compute.header.stages)
+    return most * compute.header.num_ranks / len(compute.header.stages) / compute.header.slices
 
 
 @table(PAGE, "schedules as printed")
