@@ -162,17 +162,13 @@ def sliced(context: MicrobatchContext, ranges: Sequence[range]) -> list[Microbat
     """Return a context for each slice of the samples of a micro-batch; ranges: places of its tokens."""
     if len(ranges) == 1:
         return [context]
-    cache = SliceCache()
+    cache, found = SliceCache(), []
     device = None if context.ordinals is None else context.ordinals.device
-    return [
-        replace(
-            context,
-            **{
-                name: None if (whole := getattr(context, name)) is None else whole[:, places.start : places.stop]
-                for name in ("tokens", "labels", "loss_mask", "document_starts")
-            },
-            token_numbers=torch.arange(places.start, places.stop, device=device),
-            slice=Slice(ranges, number, cache),
-        )
-        for number, places in enumerate(ranges)
-    ]
+    for number, places in enumerate(ranges):
+        numbers = torch.arange(places.start, places.stop, device=device)
+        part = replace(context, token_numbers=numbers, slice=Slice(ranges, number, cache))
+        for name in ("tokens", "labels", "loss_mask", "document_starts"):
+            if (whole := getattr(context, name)) is not None:
+                setattr(part, name, whole[:, places.start : places.stop])
+        found.append(part)
+    return found

@@ -44,7 +44,7 @@ def token_flops(config: PretrainConfig) -> np.ndarray:
         model = config.model.of_kind(layer.variant)
         window = model.sliding_window or length
         for op in layer_ops(layer.kind, MicrobatchShape(model, sequence_length=length)):
-            each = total_flops([op]).forward / length
+            each: float | np.ndarray = total_flops([op]).forward / length
             if op.name == "attention":  # it counts a window, or all keys, for every query
                 each = each / min(window, length) * np.minimum(np.arange(1, length + 1), window)
             found += each
