@@ -48,6 +48,11 @@ class Bar(NamedTuple):
     slice: int = -1
 
     @property
+    def shade(self) -> int:
+        """Chunk, or slice if there are several: later ones are lighter."""
+        return max(self.chunk, self.slice)
+
+    @property
     def label(self) -> str:
         """Micro-batch, and slice if there are several; "" for actions of none."""
         return (
@@ -194,8 +199,9 @@ def _idle(simulation: Simulation) -> str:
 
 def _bar(bar: Bar, scale: float) -> str:
     x, y, width = LEFT + bar.start * scale, TOP + bar.rank * ROW_HEIGHT, (bar.end - bar.start) * scale
-    colour = fill(bar.kind, bar.chunk)
-    label = "" if width < 7 * len(bar.label) + 2 else bar.label
+    colour = fill(bar.kind, bar.shade)
+    labels = bar.label, bar.label.partition(":")[0]  # the micro-batch alone where its slice does not fit
+    label = next((each for each in labels if width >= 7 * len(each) + 2), "")
     text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2:
         text += f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="4" fill="#1d2430"/>'
@@ -213,8 +219,9 @@ def legend(bars: list[Bar], y: int, x: int) -> list[str]:
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill(kind, 0)}"/>')
         parts.append(f'<text x="{x + 20}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
         x += 36 + 7 * len(NAMES[kind])
-    if len({bar.chunk for bar in bars}) > 1:
-        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">lighter: later chunks of the rank</text>')
+    if len({bar.shade for bar in bars}) > 1:
+        later = "slices of a sequence" if any(bar.slice > 0 for bar in bars) else "chunks of the rank"
+        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">lighter: later {later}</text>')
         x += 240
     if any(bar.step % 2 for bar in bars):
         parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">dark edge: every other step</text>')

@@ -164,7 +164,7 @@ def _axis(first: float, last: float, scale: float, bottom: int) -> list[str]:
 
 def _bar(bar: Bar, first: float, scale: float, offset: int, height: int) -> str:
     x, y = LEFT + (bar.start - first) * scale, TOP + bar.rank * _row_height() + offset
-    width, colour = (bar.end - bar.start) * scale, fill(bar.kind, bar.chunk)
+    width, colour = (bar.end - bar.start) * scale, fill(bar.kind, bar.shade)
     parts = [f"<title>{escape(f'{NAMES[bar.kind]}, {bar.text}, {bar.start:.4g} to {bar.end:.4g} ms')}</title>"]
     if bar.wait > 0:
         middle, begin = y + height / 2, x - bar.wait * scale

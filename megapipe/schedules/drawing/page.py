@@ -333,7 +333,7 @@ def html_page(
 
 def _row(line: int, bar: Bar, note: str) -> list[Any]:
     """The fields that the page names, in its order."""
-    colour = fill(bar.kind, bar.chunk)
+    colour = fill(bar.kind, bar.shade)
     times = round(bar.start, 9), round(bar.end, 9), round(bar.wait, 9)
     place = line, bar.rank, bar.lane, int(bar.kind), bar.stage, bar.label, bar.step
     return [*place, *times, int(bar.critical), bar.text, note, colour, ink(colour)]
