@@ -74,10 +74,18 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "BLOOM": (replace(GPT2_SHAPE, positions="alibi", embedding_norm=True), {}),
     "latents": (replace(WIDE, num_kv_heads=None, kv_latent_size=24, query_latent_size=32, rotary_head_size=8), {}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
+    "slices": (
+        replace(WIDE, max_positions=64, sliding_window=40),
+        {
+            "schedule": {"name": "seq1f1b", "slices": 3, "slice_split": "flops"},
+            "data": {"sequence_length": 64},
+            "parallel": {"pipeline": 2},
+        },
+    ),
     **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-28:]
+LATE_OPTIONS = tuple(OPTIONS)[-29:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never

@@ -24,8 +24,9 @@ from megapipe.schedules.registry import GENERATORS, Options
 from tests.planner.search.runs import machine, run, runs
 from tests.schedules.support import fewest_microbatches
 
-BOUNDED = [name for name in GENERATORS if name != "dualpipe_v"]
-"""A search takes all backwards of dualpipe_v for halves; its whole ones may take less, by 0.2% of a step."""
+BOUNDED = [name for name in GENERATORS if name not in ("dualpipe_v", "seq1f1b")]
+"""A search takes all backwards of dualpipe_v for halves; its whole ones may take less, by 0.2% of a step. Slices are
+not planned."""
 
 
 @st.composite
