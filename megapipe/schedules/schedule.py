@@ -55,7 +55,8 @@ class Sections:
 class Header:
     """The properties of a schedule, apart from its actions.
 
-    ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. ``tied_groups`` lists, per tied
+    ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. Stages of one part of the model
+    (:attr:`holders`) keep equal weights: their gradients are summed before each update. ``tied_groups`` lists, per tied
     weight, the stages that hold a use of it; group g follows the state units of each (:meth:`tied_unit`).
     Micro-batches and versions count from the body's step: step t adds ``t * num_microbatches`` and
     ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
@@ -165,6 +166,30 @@ class Header:
         return found
 
     @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages that hold its part of the model, ascending."""
+        found: dict[int, list[int]] = {}
+        for stage, place in enumerate(self.stages):
+            found.setdefault(place.part, []).append(stage)
+        return tuple(tuple(found[place.part]) for place in self.stages)
+
+    @cached_property
+    def shared(self) -> Mask:
+        """Whether other stages hold the part of each stage too, shape [stages]."""
+        return np.array([len(holders) > 1 for holders in self.holders], dtype=np.bool_)
+
+    @cached_property
+    def reduced(self) -> Mask:
+        """Whether the gradients of each stage are summed over replicas or holders of its part, shape [stages]."""
+        reduced: Mask = self.shared | self.data_parallel
+        return reduced
+
+    @property
+    def model_copies(self) -> int:
+        """Largest number of stages that hold one part of the model."""
+        return max(map(len, self.holders))
+
+    @cached_property
     def stages_sharing(self) -> tuple[int, ...]:
         """Per stage, the number of stages of the same copy of the model on its rank, including itself. A stage has
         an equal share of that copy's layers on the rank."""
@@ -213,6 +238,12 @@ class Header:
     def tied_group(self, stage: int, unit: int) -> int:
         """Tied group of a state unit of a stage, negative for a unit of the stage's own."""
         return unit - len(self.stage_states[stage])
+
+    def summing_ranks(self, stage: int, unit: int) -> frozenset[int]:
+        """Pipeline ranks over which the gradients of a state unit of a stage are summed."""
+        group = self.tied_group(stage, unit)
+        stages = self.tied_groups[group] if group >= 0 else self.holders[stage]
+        return frozenset(self.stages[each].rank for each in stages)
 
 
 class Origin(NamedTuple):

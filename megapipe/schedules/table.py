@@ -162,6 +162,12 @@ class Table:
         """Number of state units of each row's stage, without tied weights."""
         return np.array([len(units) for units in self.header.stage_states], dtype=np.int64)[self.stage]
 
+    @cached_property
+    def shared_reductions(self) -> Ints:
+        """Rows that sum gradients over all stages that hold one part of the model, on other ranks too."""
+        rows = self.rows_with(Kind.REDUCE_GRADIENTS)
+        return rows[self.header.shared[self.stage[rows]]]
+
     def is_kind(self, *kinds: Kind) -> Mask:
         """Which rows have one of the kinds."""
         return kind_mask(self.kind, *kinds)

@@ -50,6 +50,8 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
     for stage in stages:
         if stage not in visited:
             raise ScheduleError(f"{routes}: stage {stage} is on no route; add it to one")
+    for holders in header.holders:
+        _check_holders(header, holders)
     for group in header.tied_groups:
         if not group or not set(group) <= set(stages):
             raise ScheduleError(f"{tied}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
@@ -67,6 +69,25 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
             f"{header.num_microbatches} micro-batches cannot be divided evenly into {header.updates_per_step} updates"
         )
         raise ScheduleError(f"{header.name}: {counts}")
+
+
+def _check_holders(header: Header, holders: tuple[int, ...]) -> None:
+    """Raise ScheduleError unless the stages that hold one part of the model can keep equal weights."""
+    what = f"{header.name}: stages {', '.join(map(str, holders))} all hold part {header.stages[holders[0]].part}"
+    if len({header.stages[stage].rank for stage in holders}) < len(holders):
+        raise ScheduleError(f"{what}, two of them on one rank; a rank needs one stage for both routes")
+    for name, values in (
+        ("units", header.units_per_stage),
+        ("versions", header.versions_per_stage),
+        ("state units", header.stage_states),
+    ):
+        if any(values[stage] != values[holders[0]] for stage in holders):
+            raise ScheduleError(f"{what} and have different {name}; give them the same")
+    if len(holders) > 1 and header.updates_per_step > 1:
+        raise ScheduleError(
+            f"{what}, but it updates {header.updates_per_step} times per step, so that every update would wait for all "
+            "of them; give each part one stage"
+        )
 
 
 def _placed(name: str, origin: Origin | None, key: str) -> str:
