@@ -9,7 +9,7 @@ from megapipe.layout.batch_plan import BatchPlan
 from megapipe.schedules import Schedule, ScheduleError, check_microbatches, rank_costs, simulate
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import check_assignment
-from megapipe.schedules.build import read_file
+from megapipe.schedules.build import check_one_route, read_file
 from megapipe.schedules.registry import Options, find_generator
 
 STEPS_COMPARED = 8
@@ -105,9 +105,10 @@ def _named_problems(config: PretrainConfig, share: int) -> list[str]:
     generator = find_generator(name)
     chunks = num_stages(config) // pipeline
     try:
-        generator.placement(pipeline, chunks)
+        placement = generator.placement(pipeline, chunks)
     except ScheduleError as error:
         return [f"schedule.chunks: {error} ({name})"]
+    check_one_route(name, len(placement.routes))
     per_step = config.batch.global_size // share
     policy = generator.policy_of(pipeline, per_step, schedule_options(config))
     return _asynchronous_problems(config, policy.updates_per_step)

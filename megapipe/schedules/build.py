@@ -88,7 +88,7 @@ def order(
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
     check_microbatches(name, num_ranks, num_microbatches, **options)
     generator = find_generator(name)
-    placement = generator.placement(num_ranks, generator.number_of_chunks(options))
+    placement = generator.placed(num_ranks, options)
     arguments = generator.arguments(generator.order_options, options)
     policy = generator.policy_of(num_ranks, num_microbatches, options)
     units = _checked_units(units_per_stage, len(placement.stages))
@@ -265,6 +265,15 @@ def fit_for_training(
         schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
     validate(schedule)
     return schedule
+
+
+def check_one_route(name: str, num_routes: int) -> None:
+    """Raise ScheduleError if training cannot run a schedule, because its micro-batches take several routes."""
+    if num_routes > 1:
+        raise ScheduleError(
+            f"{name} runs micro-batches on {num_routes} routes, over copies of the model; training does not sum the "
+            "gradients of copies, but schedules can be simulated, validated and drawn; choose one with a single route"
+        )
 
 
 def _check_route(header: Header) -> None:

@@ -352,8 +352,8 @@ class Dependencies:
     def collective_needs(self) -> Needs:
         """Rows that need a collective's result, against the start of that collective on each rank that takes part.
 
-        Scalars start without waiting, but their sum needs the sums of tied gradients, and of gradients over the holders
-        of a part, and so do updates.
+        Scalars start without waiting, but their sum needs the sums of tied gradients, and of those over all holders of
+        a part, and so do updates.
         """
         table, header = self.table, self.table.header
         counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)

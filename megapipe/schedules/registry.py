@@ -185,6 +185,10 @@ class Generator:
             raise ScheduleError(f"{self.name} needs at least 1 chunk on each rank, got {chunks}")
         return chunks
 
+    def placed(self, num_ranks: int, options: Options) -> StagePlacement:
+        """Return where the stages are. Raises ScheduleError for a wrong number of chunks."""
+        return self.placement(num_ranks, self.number_of_chunks(options))
+
     def arguments(self, names: tuple[str, ...], options: Options) -> dict[str, Any]:
         """Return the given options that have one of the names; the number of chunks is always given."""
         given: dict[str, Any] = {**options, "chunks": self.number_of_chunks(options)}

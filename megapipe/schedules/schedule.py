@@ -56,8 +56,8 @@ class Header:
     """The properties of a schedule, apart from its actions.
 
     ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. Stages of one part of the model
-    (:attr:`holders`) keep equal weights: their gradients are summed before each update. ``tied_groups`` lists, per tied
-    weight, the stages that hold a use of it; group g follows the state units of each (:meth:`tied_unit`).
+    (:attr:`holders`) keep equal weights: their gradients are summed before each update. ``tied_groups`` lists, per
+    tied weight, the stages that hold a use of it; group g follows the state units of each (:meth:`tied_unit`).
     Micro-batches and versions count from the body's step: step t adds ``t * num_microbatches`` and
     ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
     ``k + versions_per_stage[s]`` over it, so a stage keeps that many copies and its gradients are
@@ -92,9 +92,12 @@ class Header:
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Weight versions that each rank keeps."""
+        """Copies of its layers' weights that each rank keeps: versions, of each copy of the model that it works on."""
+        own = [self.stages_on(rank) for rank in range(self.num_ranks)]
         return tuple(
-            max(self.versions_per_stage[stage] for stage in self.stages_on(rank)) for rank in range(self.num_ranks)
+            max(self.versions_per_stage[stage] for stage in stages)
+            * len({self.stages[stage].replica for stage in stages})
+            for stages in own
         )
 
     @property

@@ -17,6 +17,7 @@ from megapipe.schedules.measured.overlay import Overlay, lay_over
 from megapipe.schedules.measured.traces import read_rank, read_run, write_rank
 from megapipe.schedules.simulation import CostPlace
 from megapipe.schedules.states import StateTable, StateUnit
+from tests.schedules.support import TRAINED
 from tests.schedules.test_drawing import browser_path
 from tests.schedules.traces import STEP_APART, pause, write_trace
 
@@ -36,7 +37,7 @@ def overlay_of(directory: Path, step: int | None = None) -> Overlay:
 
 
 @pytest.mark.parametrize("data_parallel", [False, True])
-@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_run_that_goes_as_predicted_parts_nowhere(tmp_path: Path, name: str, data_parallel: bool) -> None:
     schedule = scheduled(name, data_parallel=data_parallel)
     costs = rank_costs(schedule.header, **TIMES, link=Link(latency=0.5))

@@ -12,10 +12,11 @@ from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches
 from megapipe.layout.scheduling import schedule_name
-from megapipe.schedules import GENERATORS, build, order
+from megapipe.schedules import build, order
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.text import dumps
 from megapipe.training.validation import validate
+from tests.schedules.support import TRAINED
 
 
 def make(**groups: dict[str, Any]) -> PretrainConfig:
@@ -164,7 +165,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None:
     """Of a schedule in a file too, whatever it is called."""
-    for name in GENERATORS:
+    for name in TRAINED:
         splits = find_generator(name).splits
         config = make(
             schedule={"name": name},

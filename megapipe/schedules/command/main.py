@@ -87,10 +87,10 @@ def _validate(flags: argparse.Namespace) -> None:
     print(f"{header.name} is valid, of class {header.numerical_class}; gradients are added {order}")
     for key, values in numbers.items():
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
-    if any(place.replica for place in schedule.header.stages):
+    if header.model_copies > 1:
         print(
-            "  note: training does not accept this schedule, because it does not sum the gradients of several copies "
-            "of a model"
+            "  note: training does not accept this schedule, because it does not sum the gradients of the "
+            f"{header.model_copies} copies of the model"
         )
     most = max(report.links)
     if most > STREAMS_PER_PRIORITY:
@@ -134,7 +134,7 @@ def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulati
         "peak_activations": list(simulation.peak_activations),
         "pending_weight_halves": list(simulation.pending_weight_halves),
         "weight_versions": list(simulation.weight_versions),
-        "gradient_buffers": header.gradient_buffers,
+        "gradient_buffers": header.gradient_buffers * header.model_copies,
         "weight_gathers": list(simulation.weight_gathers),
         "exposed_communication": simulation.makespan - ideal_links.makespan,
     }

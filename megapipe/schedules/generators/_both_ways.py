@@ -1,5 +1,4 @@
-"""Orders in which micro-batches run through the ranks in both directions, so that one direction's fill the idle time of
-the other's."""
+"""Orders in which micro-batches run through the ranks in both directions: each fills the idle time of the other."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Sections:
     arXiv 2107.06925, section 3.1; its forward doubling and backward halving are not used).
 
     For p ranks and m micro-batches, with backwards as long as forwards, the idle part of the makespan is
-    (p - 2) / (2m + p - 2), table 2 of the paper; with backwards twice as long and m = p, it is (p - 2) / (1.5m + p - 2).
+    (p - 2) / (2m + p - 2), table 2 of the paper; with backwards twice as long and m = p, (p - 2) / (1.5m + p - 2).
     Rank r holds p / 2 + 1 + min(r, p - 1 - r) micro-batches.
     """
     return merged(num_ranks, num_microbatches, bidirectional(num_ranks, 2))

@@ -74,7 +74,7 @@ def _in_one_order(table: Table, rows: Rows, anchor: Ints) -> tuple[Rows, Ints]:
 
 
 def _summed(table: Table, row: Rows) -> tuple[int, int, int]:
-    """What a reduction of a shared part sums, by the first stage that holds it: the stage, the unit, the micro-batch."""
+    """Return what a reduction of a shared part sums: the first stage that holds it, the unit, the micro-batch."""
     return table.header.holders[row[STAGE]][0], int(row[UNIT]), int(row[MICROBATCH])
 
 

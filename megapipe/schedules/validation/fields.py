@@ -55,6 +55,12 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
     for group in header.tied_groups:
         if not group or not set(group) <= set(stages):
             raise ScheduleError(f"{tied}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
+        apart = {other for stage in group for other in header.holders[stage]} - set(group)
+        if apart:
+            raise ScheduleError(
+                f"{tied}: tied group {list(group)} leaves out stage {min(apart)}, which holds the same part of the "
+                "model as one of them; add it"
+            )
         if header.updates_per_step > 1 and len({header.stages[stage].rank for stage in group}) > 1:
             raise ScheduleError(
                 f"{tied} updates {header.updates_per_step} times per step, but stages {list(group)} on "
@@ -85,8 +91,8 @@ def _check_holders(header: Header, holders: tuple[int, ...]) -> None:
             raise ScheduleError(f"{what} and have different {name}; give them the same")
     if len(holders) > 1 and header.updates_per_step > 1:
         raise ScheduleError(
-            f"{what}, but it updates {header.updates_per_step} times per step, so that every update would wait for all "
-            "of them; give each part one stage"
+            f"{what}, but it updates {header.updates_per_step} times per step, so that every update would wait for "
+            "all of them; give each part one stage"
         )
 
 

@@ -132,7 +132,7 @@ def _one_after_another(table: Table, flushes: bool) -> Needs:
 
 
 def host_waits(table: Table) -> Needs:
-    """The row after a step's scalars needs the scalars and gradient sums of all ranks: the engine reads them at once."""
+    """The row after a step's scalars needs the scalars and sums of all ranks: the engine reads them at once."""
     scalars = table.rows_with(Kind.REDUCE_SCALARS)
     following = scalars[scalars + 1 < table.offsets[table.rank[scalars] + 1]] + 1
     needed = np.concatenate([scalars, _sums_over_ranks(table)])
