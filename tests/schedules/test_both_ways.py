@@ -12,6 +12,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.schedules import ScheduleError, build, dumps, loads, lower, order, rank_costs, simulate, validate
 from megapipe.schedules.states import StateTable
 from megapipe.training.validation import validate as validate_run
+from tests.schedules import streams
 from tests.schedules.interpreter import run
 from tests.schedules.interpreter_state import Broken
 from tests.schedules.serial import serial
@@ -81,10 +82,11 @@ def both_ways():
 
 
 def trains_alike(schedule):
-    """Whether the interpreter ends in the weights of one process."""
+    """Whether it runs on GPUs, and the interpreter ends in the weights of one process."""
     try:
+        streams.run(schedule, 1)
         return run(schedule, 2, ordered=False) == serial(schedule.header, 2, ordered=False)
-    except Broken:
+    except (Broken, streams.Hang, streams.Mismatch):
         return False
 
 
@@ -132,7 +134,7 @@ def test_an_order_without_symmetry_starts_sums_alike():
     first = next(line for line in text.splitlines() if line.startswith("rank 1:"))
     changed = lower(loads(text.replace(first, "rank 1: F2.1 F1.0 B1.0 B2.1")))
     validate(changed)
-    assert run(changed, 2, ordered=False) == serial(changed.header, 2, ordered=False)
+    assert trains_alike(changed)
 
 
 def test_a_sum_over_holders_takes_its_time_before_updates():
