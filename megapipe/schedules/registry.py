@@ -81,7 +81,8 @@ class Generator:
         held: for the planner: ``(num_ranks, num_microbatches, chunks, options)`` -> a lower bound of the micro-batches
             of each chunk that ranks hold at their peak, shape [ranks, chunks].
         looped: the schedule of the same order with several chunks.
-        search: the layouts with which a search tries the schedule without being asked.
+        search: the layouts with which a search tries the schedule without being asked; "never" if training does not
+            run it.
         paper: the paper that plans for this schedule alone.
 
     The function, ``order``, takes ``(num_ranks, num_microbatches)`` and options by keyword, ``chunks`` among them. Its
@@ -117,7 +118,7 @@ class Generator:
     settle: "Callable[[int, int, Options], Options] | None" = None
     held: Callable[[int, int, int, Options], Floats] | None = None
     looped: str = ""
-    search: Literal["all", "promising", "none"] = "none"
+    search: Literal["all", "promising", "none", "never"] = "none"
     paper: str = ""
     order: Callable[..., Sections] = field(init=False)
 

@@ -33,8 +33,8 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 NEVER_FLUSHING = ("2bw", "pipedream")
 
 
-BOTH_WAYS = ("bitpipe", "chimera")
-"""Schedules that hold each part of the model on two ranks."""
+BOTH_WAYS = tuple(name for name in GENERATORS if GENERATORS[name].search == "never")
+"""Schedules that hold each part of the model on two ranks, which training refuses."""
 TRAINED = tuple(name for name in GENERATORS if name not in BOTH_WAYS)
 
 

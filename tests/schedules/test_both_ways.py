@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.pipeline import Pipeline
+from megapipe.planner.search.space import SearchSpace
 from megapipe.schedules import ScheduleError, build, dumps, loads, lower, order, rank_costs, simulate, validate
 from megapipe.schedules.states import StateTable
 from megapipe.training.validation import validate as validate_run
+from tests.engine.library_models import SAMPLE, adoptable, loss, solo
 from tests.schedules import streams
 from tests.schedules.interpreter import run
 from tests.schedules.interpreter_state import Broken
@@ -150,7 +153,10 @@ def test_sharded_gradients_of_shared_parts_are_refused():
 
 
 @pytest.mark.parametrize("name", sorted(PASSES))
-def test_training_and_planning_refuse_both_ways(name):
+def test_training_planning_and_the_library_refuse_both_ways(name):
+    assert name in SearchSpace(schedules=(name,)).problems()[0]
+    with pytest.raises(ScheduleError, match="2 routes, over copies of the model; training does not sum"):
+        Pipeline(adoptable(8), solo(), loss=loss, sample=SAMPLE, microbatches=2, schedule=name)
     config = PretrainConfig(model=ModelConfig(num_layers=8, hidden_size=64, num_heads=4, max_positions=128))
     config.data = replace(config.data, prefix="shard", sequence_length=128)
     config = replace(

@@ -6,7 +6,7 @@ from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
 
-@schedule("bitpipe", "C", placement=bidirectional_v, chunks=4, check=require_whole_rounds)
+@schedule("bitpipe", "C", placement=bidirectional_v, chunks=4, check=require_whole_rounds, search="never")
 def bitpipe(num_ranks: int, num_microbatches: int) -> Sections:
     """Two stages a rank in a V for each of two directions: half of Chimera's bubble, twice its transfers (BitPipe,
     arXiv 2410.19367, section 3).

@@ -6,7 +6,7 @@ from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
 
-@schedule("chimera", "C", placement=bidirectional, chunks=2, check=require_whole_rounds)
+@schedule("chimera", "C", placement=bidirectional, chunks=2, check=require_whole_rounds, search="never")
 def chimera(num_ranks: int, num_microbatches: int) -> Sections:
     """1F1B in both directions at once: every other micro-batch runs up the ranks, which hold the model twice (Chimera,
     arXiv 2107.06925, section 3.1; its forward doubling and backward halving are not used).

@@ -58,24 +58,21 @@ def _in_one_order(table: Table, rows: Rows, anchor: Ints) -> tuple[Rows, Ints]:
     first rank that takes part. rows: in the order of their anchors."""
     header, turn = table.header, np.arange(len(rows))
     by_ranks: dict[frozenset[int], dict[int, list[int]]] = {}
+    summed: dict[int, tuple[int, int, int]] = {}
     for index in np.flatnonzero(header.shared[rows[:, STAGE]]).tolist():
-        stage, unit = rows[index, [STAGE, UNIT]].tolist()
-        own = by_ranks.setdefault(header.summing_ranks(stage, unit), {})
-        own.setdefault(int(header.stage_ranks[stage]), []).append(index)
+        stage, unit, microbatch = rows[index, [STAGE, UNIT, MICROBATCH]].tolist()
+        summed[index] = header.holders[stage][0], unit, microbatch
+        by_rank = by_ranks.setdefault(header.summing_ranks(stage, unit), {})
+        by_rank.setdefault(int(header.stage_ranks[stage]), []).append(index)
     for by_rank in by_ranks.values():
         first, *others = (by_rank[rank] for rank in sorted(by_rank))
-        turns = {_summed(table, rows[index]): index for index in first}
+        turns = {summed[index]: index for index in first}
         for own in others:
-            turn[own] = [turns[_summed(table, rows[index])] for index in own]
+            turn[own] = [turns[summed[index]] for index in own]
             in_turn = np.array(own)[np.argsort(turn[own])]
             anchor[in_turn] = np.maximum.accumulate(anchor[in_turn])
     order = np.lexsort((turn, anchor))
     return rows[order], anchor[order]
-
-
-def _summed(table: Table, row: Rows) -> tuple[int, int, int]:
-    """Return what a reduction of a shared part sums: the first stage that holds it, the unit, the micro-batch."""
-    return table.header.holders[row[STAGE]][0], int(row[UNIT]), int(row[MICROBATCH])
 
 
 def _last_gradient_rows(table: Table) -> Ints:

@@ -45,8 +45,8 @@ def check_collectives(table: Table, *, flushes: bool) -> None:
     """
     header = table.header
     group = np.where(table.is_kind(Kind.REDUCE_TIED), table.unit - table.num_states, 0)
-    first = np.array([holders[0] for holders in header.holders])[table.stage]
-    group = np.where(table.is_kind(Kind.REDUCE_GRADIENTS), first * header.most_states + table.unit, group)
+    holder = np.array([holders[0] for holders in header.holders])[table.stage]
+    group = np.where(table.is_kind(Kind.REDUCE_GRADIENTS), holder * header.most_states + table.unit, group)
     identity = (group * len(Kind) + table.kind) * table.num_microbatches + table.microbatch
     for members in collectives_by_group(table, flushes=flushes):
         for rows in members[1:]:

@@ -54,7 +54,7 @@ def held(compute: Schedule) -> float:
     ranks = range(compute.header.num_ranks)
     rows = ([action.kind for part in ("prologue", "body") for action in compute.actions(part, rank)] for rank in ranks)  # type: ignore[arg-type]
     most = max(int(np.cumsum([change.get(kind, 0) for kind in kinds]).max()) for kinds in rows)
-    return most * compute.header.num_ranks / len(compute.header.stages)
+    return most * compute.header.num_ranks * compute.header.model_copies / len(compute.header.stages)
 
 
 @table(PAGE, "schedules as printed")
