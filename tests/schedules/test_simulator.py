@@ -47,7 +47,7 @@ def test_no_run_beats_its_bounds(schedule, latency, transfer, blocking, steps):
         link=Link(latency, transfer), blocking_sends=blocking,
     )  # fmt: skip
     run = simulate(schedule, costs, steps)
-    ranks = [place.rank for place in schedule.header.stages]
+    ranks = [schedule.rank_of(stage) for stage in schedule.header.routes[0]]
     hops = 2 * sum(here != there for here, there in pairwise(ranks))
     split = run.table.is_kind(Kind.BACKWARD_INPUT).any()
     chain = (2 if split else 3) * schedule.header.num_ranks + hops * (latency + transfer)
