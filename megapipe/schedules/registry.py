@@ -83,6 +83,7 @@ class Generator:
         looped: the schedule of the same order with several chunks.
         search: the layouts with which a search tries the schedule without being asked.
         paper: the paper that plans for this schedule alone.
+        text: the schedule as a file for any number of ranks and micro-batches, for users to start from.
 
     The function, ``order``, takes ``(num_ranks, num_microbatches)`` and options by keyword, ``chunks`` among them. Its
     docstring explains the schedule, and its first paragraph is the summary.
@@ -119,6 +120,7 @@ class Generator:
     looped: str = ""
     search: Literal["all", "promising", "none"] = "none"
     paper: str = ""
+    text: str = ""
     order: Callable[..., Sections] = field(init=False)
 
     def __call__(self, order: Order) -> Order:
