@@ -205,7 +205,11 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         )  # fmt: skip
         print("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)))
     print(
-        "\nsteps: simulated; schedules that never flush run several. time/step: longest time of a rank over the steps."
+        "\nbubble: idle time over ideal time, counted on each rank from its first forward; over the makespan, it is "
+        "b / (1 + b)"
+    )
+    print(
+        "steps: simulated; schedules that never flush run several. time/step: longest time of a rank over the steps."
     )
     print("activations: micro-batches on the fullest rank; weights: versions + gradient buffers; exposed: time that")
     print("transfers between ranks and weight gathers add to a step")
