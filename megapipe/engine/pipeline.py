@@ -43,6 +43,7 @@ from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.build import check_one_route, fit_for_training, read_file
 from megapipe.schedules.offload import Offload
+from megapipe.schedules.parameters import FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.states import StateTable
@@ -414,7 +415,9 @@ def _schedule(
 ) -> tuple[Schedule, tuple[range, ...]]:
     """Return the lowered schedule, and the layers of each stage."""
     ranks = mesh.size("pipeline")
-    given = _from_file(name, options) if is_schedule_file(name) else None
+    given = (
+        read_file(Path(name), FileParameters(ranks, microbatches, dict(options))) if is_schedule_file(name) else None
+    )
     if given is None:
         stages, routes = find_generator(name).placed(ranks, options)
         check_one_route(name, len(routes))
@@ -431,15 +434,6 @@ def _schedule(
             "gradients is known; turn clipping off with OptimizerConfig(clip_norm=None)"
         )
     return schedule, ranges
-
-
-def _from_file(path: str, options: Options) -> Schedule:
-    if options:
-        raise PipelineError(
-            f"schedule {path} is a file, which takes no options, but {', '.join(options)} was given; leave it out, "
-            "or name a schedule"
-        )
-    return read_file(Path(path))
 
 
 def _ranges(num_layers: int, num_stages: int, num_ranks: int, by_hand: Sequence[int] | None) -> tuple[range, ...]:

@@ -84,6 +84,7 @@ class Generator:
         search: the layouts with which a search tries the schedule without being asked; "never" if training does not
             run it.
         paper: the paper that plans for this schedule alone.
+        text: the schedule as a file for any number of ranks and micro-batches, for users to start from.
 
     The function, ``order``, takes ``(num_ranks, num_microbatches)`` and options by keyword, ``chunks`` among them. Its
     docstring explains the schedule, and its first paragraph is the summary.
@@ -120,6 +121,7 @@ class Generator:
     looped: str = ""
     search: Literal["all", "promising", "none", "never"] = "none"
     paper: str = ""
+    text: str = ""
     order: Callable[..., Sections] = field(init=False)
 
     def __call__(self, order: Order) -> Order:

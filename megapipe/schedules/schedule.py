@@ -9,7 +9,19 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import MICROBATCH, VERSION, Action, Ints, Kind, Mask, Rows, empty_rows
+from megapipe.schedules.actions import (
+    KIND,
+    MICROBATCH,
+    STAGE,
+    UNIT,
+    VERSION,
+    Action,
+    Ints,
+    Kind,
+    Mask,
+    Rows,
+    empty_rows,
+)
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.states import WHOLE_STATES, StateTable, StateUnit, whole_units
 
@@ -251,12 +263,26 @@ class Header:
 
 class Origin(NamedTuple):
     """The text that a schedule was read from, and the numbers of its lines: of each rank in each section, and of the
-    first header line of each key."""
+    first header line of each key. words: each rank's actions in each section, with line and column of each."""
 
     source: str
     text: tuple[str, ...]
     lines: dict[tuple[SectionName, int], int]
     header: dict[str, int]
+    words: dict[tuple[SectionName, int], tuple[Rows, Rows]]
+
+    def place_of(self, section: SectionName, rank: int, row: Rows, earlier: int, period: int) -> tuple[int, int]:
+        """Return line and column of a row of a rank's section, unrolled or lowered: that of the rank, and column 0,
+        where lowering added it. earlier: rows of the same action before it; period: micro-batches of a step."""
+        rows, places = self.words[section, rank]
+        same = (rows[:, [KIND, STAGE]] == row[[KIND, STAGE]]).all(axis=1)
+        same &= (rows[:, UNIT] == -1) | (rows[:, UNIT] == row[UNIT])
+        same &= (row[MICROBATCH] - rows[:, MICROBATCH]) % period == 0
+        found = places[same]
+        if not len(found):
+            return self.lines[section, rank], 0
+        line, column = found[min(earlier, len(found) - 1)].tolist()
+        return line, column
 
 
 @dataclass(frozen=True, eq=False)

@@ -233,6 +233,12 @@ def test_the_merged_trace_has_a_process_a_rank_and_one_for_its_prediction(traced
     forwards = [event for event in document["traceEvents"] if event["name"] == "forward"]
     assert len(forwards) == 2 * 4 * 8
     assert {round(event["dur"]) for event in forwards} == {4000}
+    tracks = {(event["pid"], event["tid"]) for event in document["traceEvents"] if event["ph"] == "X"}
+    lanes = [event for event in document["traceEvents"] if event["name"] == "thread_name"]
+    assert sorted((event["pid"], event["tid"]) for event in lanes) == sorted(tracks)
+    for kind in ("send activation", "receive activation", "send gradient", "receive gradient"):
+        ranks = [event["pid"] for event in document["traceEvents"] if event["name"] == kind]
+        assert len(ranks) == 2 * 3 * 8, "three links, measured and predicted"
     assert document["otherData"]["layout"] == {"data": 1, "pipeline": 4, "tensor": 1}
 
 
