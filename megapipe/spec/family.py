@@ -19,7 +19,7 @@ from megapipe.config.errors import nearest
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.spec.layers import model_layers
-from megapipe.spec.parameters import ParameterSpec
+from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
 BUILT_IN = "megapipe.spec.families"
 Step = Literal[
@@ -283,7 +283,10 @@ class Family:
 
     def places(self, model: ModelConfig) -> Iterator[ParameterPlace]:
         """Yield where every parameter of a model is. Raises FamilyError for a parameter that has no place."""
-        specs = {spec.name: (layer, spec) for layer in model_layers(model) for spec in layer.parameters.values()}
+        specs: dict[str, tuple[LayerSpec, ParameterSpec]] = {}
+        for layer in model_layers(model):
+            for spec in layer.parameters.values():
+                specs.setdefault(spec.name, (layer, spec))
         for layer, spec in specs.values():
             own = model.of_kind(layer.variant)
             path = spec.name.removeprefix(f"{layer.name}.")

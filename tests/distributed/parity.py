@@ -104,7 +104,7 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
         path = folder / model_type
         config: PretrainConfig
         if "bert" in model_type:
-            theirs: nn.Module = bert_of(norm_position="post" if model_type == "bert" else "pre").theirs
+            theirs: nn.Module = bert_of(form="post" if model_type == "bert" else "pre").theirs
         else:
             theirs = case_of(cases[model_type]).theirs
         tame(theirs)

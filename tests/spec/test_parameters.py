@@ -131,7 +131,7 @@ def test_layers_are_in_order_and_a_tied_head_uses_the_word_embedding() -> None:
     ]
     assert all(spec.name == f"{each.name}.{path}" for each in untied for path, spec in each.parameters.items())
     assert tied[-1].parameters["output.weight"] is tied[0].parameters["word.weight"]
-    assert tied_names(tied) == ("embedding.word.weight",)
+    assert tied_names(tied) == (("embedding.word.weight",),)
     assert tied_stages(tied, [range(2), range(2, 4), range(4, 5)]) == ((0, 2),)
     assert tied_names(untied) == ()
 
