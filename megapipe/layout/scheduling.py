@@ -138,7 +138,7 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
         )
     if isinstance(config.model, BertModelConfig) and config.model.shared_blocks and config.parallel.pipeline > 1:
         problems.append(
-            "model.shared_blocks is true, but ranks have a copy of the shared weights each, which this schedule updates "
+            "model.shared_blocks is true, but each rank has a copy of the shared weights, which this schedule updates "
             "at different times; set model.shared_blocks false, or use 2bw"
         )
     return problems
