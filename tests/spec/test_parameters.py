@@ -136,6 +136,14 @@ def test_layers_are_in_order_and_a_tied_head_uses_the_word_embedding() -> None:
     assert tied_names(untied) == ()
 
 
+def test_shared_blocks_are_one_tied_weight_on_every_stage_with_a_block() -> None:
+    layers = model_layers(BertModelConfig(num_layers=3, shared_blocks=True))
+    words, block = tied_names(layers)
+    assert words == ("embedding.word.weight",)
+    assert block == tuple(spec.name for spec in layers[1].parameters.values())
+    assert tied_stages(layers, [range(1), range(1, 3), range(3, 5)]) == ((0, 2), (1, 2))
+
+
 def test_only_what_multiplies_or_embeds_is_decayed_and_only_block_matrices_are_matrices() -> None:
     for model in (ModelConfig(), llama(qk_norm=True, bias="all")):
         for spec in unique_parameters(model_layers(model)).values():
