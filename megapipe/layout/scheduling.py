@@ -5,6 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.schedules import Schedule, ScheduleError, check_microbatches, rank_costs, simulate
@@ -158,6 +159,11 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
         problems.append(
             "model.tie_embeddings is true, but the tied weight is on the first and the last rank, which this schedule "
             "updates at different times; set model.tie_embeddings false, or use 2bw"
+        )
+    if isinstance(config.model, BertModelConfig) and config.model.shared_blocks and config.parallel.pipeline > 1:
+        problems.append(
+            "model.shared_blocks is true, but each rank has a copy of the shared weights, which this schedule updates "
+            "at different times; set model.shared_blocks false, or use 2bw"
         )
     return problems
 

@@ -52,7 +52,7 @@ def unit_seconds(elements: int, shards: int, stage: int) -> dict[Kind, float]:
 def expected(config: PretrainConfig) -> dict[tuple[int, int, int], float]:
     """Seconds by kind, stage and state unit, without tied weights."""
     found, layout, zero = {}, StageLayout.of(config), config.zero
-    tied = tied_names(layout.layers)
+    tied = [name for names in tied_names(layout.layers) for name in names]
     for stage, members in enumerate(layout.ranges):
         units: list[tuple[int, int]] = []
         for layer in members:
