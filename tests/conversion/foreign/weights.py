@@ -27,7 +27,9 @@ MODELS = {
     "mistral": ModelConfig(
         **SIZES, **DECODER, bias="none", sliding_window=9, rope_scaling=RopeScaling(kind="linear", factor=2.0)
     ),
-    "qwen_moe": ModelConfig(**SIZES, **DECODER, bias="qkv", num_experts=4, expert_balance_rate=0.0, **GATED),
+    "qwen_moe": ModelConfig(
+        **SIZES, **DECODER, **GATED, num_kv_heads=2, bias="qkv", num_experts=4, expert_balance_rate=0.0
+    ),
     "sigmoids": ModelConfig(**SIZES, **DECODER, bias="none", **SIGMOIDS),
     "biased_experts": ModelConfig(**SIZES, num_experts=3, router_bias=True, expert_balance_rate=0.0),
     "bert": BertModelConfig(**SIZES, norm_position="pre"),
