@@ -12,7 +12,7 @@ from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches
 from megapipe.layout.scheduling import schedule_name
-from megapipe.schedules import build, order
+from megapipe.schedules import GENERATORS, build, order
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.text import dumps
 from megapipe.training.validation import validate
