@@ -14,14 +14,15 @@ class Compute:
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:
         self._stages = {stage: setting.stage() for stage in schedule.header.stages_on(setting.rank)}
-        self._split = any(a.kind == Kind.BACKWARD_INPUT for a in schedule.actions("body", setting.rank))
+        halves = (a for a in schedule.actions("body", setting.rank) if a.kind == Kind.BACKWARD_INPUT)
+        self._split = {(action.stage, action.microbatch) for action in halves}
         self._alive: dict[tuple[int, int], tuple[Tensor, Tensor, SplitTape | None]] = {}
 
     def run(self, action: Action, incoming: Tensor) -> Tensor | None:
         """Do a compute action and return what a neighbour takes. incoming: the input, or the output's gradient."""
         key = (action.stage, action.microbatch)
         if action.kind == Kind.FORWARD:
-            leaf, tape = incoming.detach().requires_grad_(), SplitTape() if self._split else None
+            leaf, tape = incoming.detach().requires_grad_(), SplitTape() if key in self._split else None
             y = self._stages[action.stage](leaf, tape)
             self._alive[key] = leaf, y, tape
             return y

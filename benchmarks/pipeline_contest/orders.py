@@ -39,11 +39,11 @@ class Race:
     @property
     def takes_halves(self) -> bool:
         """Its backwards are split."""
-        return self.name in ("interleaved_zero_bubble", "zb_v")
+        return self.name in ("interleaved_zero_bubble", "zb_v", "dualpipe_v")
 
     def stages_on(self, rank: int, num_ranks: int) -> tuple[int, ...]:
         """Stages of a rank, ascending."""
-        if self.peer is peer.ScheduleZBVZeroBubble:
+        if self.peer in (peer.ScheduleZBVZeroBubble, peer.ScheduleDualPipeV):
             return rank, 2 * num_ranks - 1 - rank
         return tuple(range(rank, num_ranks * self.chunks, num_ranks))
 
@@ -56,6 +56,7 @@ RACES = {
         Race("interleaved_1f1b", peer.ScheduleInterleaved1F1B, 2),
         Race("interleaved_zero_bubble", peer.ScheduleInterleavedZeroBubble, 2),
         Race("zb_v", peer.ScheduleZBVZeroBubble, 2),
+        Race("dualpipe_v", peer.ScheduleDualPipeV, 2),
     )
 }
 

@@ -1,9 +1,9 @@
 """Configuration that BERT runs add to GPT runs: model options, sentence pairs and masking."""
 
-from dataclasses import dataclass, field, fields
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, ClassVar, Literal, Self
 
-from megapipe.config.field_types import Bound, Fraction, NaturalInt, PositiveFloat, PositiveInt, TokenCount
+from megapipe.config.field_types import Bound, Fraction, NaturalInt, PositiveFloat, PositiveInt, Size, TokenCount
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig
 
@@ -28,6 +28,11 @@ class BertModelConfig(ModelConfig):
     token_types: NaturalInt = 2
     """Number of learned vectors for the parts of a sample, of which each token adds that of its part: 2 for sentence
     pairs (BERT), 1 for the same vector everywhere (RoBERTa), 0 for none (ModernBERT)."""
+    embedding_size: Size | None = None
+    """Width of the embeddings, of their norm and of the head for hidden tokens, if it is not hidden_size: a linear
+    layer after the embeddings makes hidden_size of it (ALBERT); null means hidden_size without that layer."""
+    shared_blocks: bool = False
+    """Use the weights of one block for all blocks (ALBERT). Their gradients are summed."""
     norm_epsilon: PositiveFloat = 1e-12
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     scale_residual_init: bool = False
@@ -42,8 +47,24 @@ class BertModelConfig(ModelConfig):
     sentence_head: bool = True
     """Add a pooler and a two-way classifier that is trained on the sentence pairs of data.pairs."""
 
+    @property
+    def of_embedding(self) -> Self:
+        if self.embedding_size is None:
+            return self
+        return replace(self, hidden_size=self.embedding_size, embedding_size=None)
+
     def problems(self) -> list[str]:
         found = super().problems()
+        if self.shared_blocks and self.layer_pattern:
+            found.append(
+                "model.shared_blocks is true with model.layer_pattern; blocks that share weights are alike: leave "
+                "model.layer_pattern out, or set model.shared_blocks to false"
+            )
+        if self.shared_blocks and self.num_experts is not None:
+            found.append(
+                f"model.shared_blocks is true with model.num_experts {self.num_experts}; each block balances experts "
+                "of its own: set model.num_experts to null, or model.shared_blocks to false"
+            )
         if self.norm_position not in ("pre", "post"):
             found.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
         for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None)):

@@ -326,6 +326,11 @@ class ModelConfig:
         return {name: self.of_kind(name) for name in names}
 
     @property
+    def of_embedding(self) -> Self:
+        """A model that is as wide as the embeddings of this one."""
+        return self
+
+    @property
     def kv_heads(self) -> int:
         """Number of key and value heads, with the default resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads

@@ -349,7 +349,8 @@ class ScheduleConfig:
         found = bound_problems(self, "schedule")
         if not self.file:
             return found
-        options = (each for each in fields(self) if each.name not in ("file", "receive_ahead", "slice_split"))
+        open_to_files = ("file", "receive_ahead", "chunks", "group_size", "max_pending", "slice_split")
+        options = (each for each in fields(self) if each.name not in open_to_files)
         return found + [
             f"schedule.{each.name} is {getattr(self, each.name)!r}, and the schedule is the file {self.file}, which "
             f"defines it completely: leave schedule.{each.name} out, or name a schedule instead of the file"

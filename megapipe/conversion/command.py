@@ -121,7 +121,7 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
         "--layer-names",
         choices=["local", "transformer_engine"],
         default="local",
-        help="names of a layer's norms, by Megatron-LM's --transformer-impl (local)",
+        help="names of a layer's norms and experts, by Megatron-LM's --transformer-impl (local)",
     )
 
 

@@ -2,9 +2,11 @@
 
 `latest_checkpointed_iteration.txt` names the newest `iter_0000010/`. In it, `mp_rank_TT[_PPP]/model_optim_rng.pt`
 contains the arguments and the state of that rank's layers, as `model` or, in an interleaved schedule, as `model0`,
-`model1`..., with layers numbered from 0 in each.
+`model1`..., with layers numbered from 0 in each. With expert parallelism, the folder's name ends with the expert rank,
+whose experts are numbered from 0, too.
 """
 
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.storage import DISK, on_failure, writing
@@ -31,18 +33,25 @@ from megapipe.conversion.formats import (
 from megapipe.conversion.megatron_model import (
     IterationFolder,
     ParameterLocation,
+    arguments_in,
     arguments_of,
+    check_expressible,
     check_tensor_size,
+    kind_of_keys,
+    layers_prefix,
     merged,
     merged_shape,
     model_of_arguments,
+    notes_of_arguments,
+    padded,
     padded_rows,
     places,
 )
-from megapipe.conversion.sandbox import Sandbox, TensorPlace
+from megapipe.conversion.sandbox import InertObject, Sandbox, TensorPlace
+from megapipe.spec.parameters import ParameterSpec
 
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(.+\D)(\d+))")
 _TIED_COPY = "output_layer.weight"
 
 
@@ -52,77 +61,114 @@ class MegatronTorchSource:
     def __init__(self, path: Path, allow_pickle: bool) -> None:
         self._folder = iteration_folder(path)
         self._sandbox = Sandbox(allow_pickle, self._folder)
-        self._archives: dict[tuple[int, int], Archive] = {}
+        self._archives: dict[tuple[int, int, int], Archive] = {}
         with on_failure(self.close):
             self._open()
             self._check_version()
-            model = model_of_arguments(self._archives[0, 0].value, self._archives[0, 0].path)
-            self._tensor_size = max(tensor for tensor, _ in self._archives) + 1
-            check_tensor_size(model, self._tensor_size)
-            self._shards = self._found(places(model), model)
-            self.contents = Contents(model, tuple(self._stored(places(model))))
+            first = self._archives[0, 0, 0]
+            kind = kind_of_keys(key for archive in self._archives.values() for key in _keys_of(archive))
+            model = model_of_arguments(first.value, first.path, kind)
+            self._sizes = [max(each) + 1 for each in zip(*self._archives, strict=True)]
+            check_tensor_size(model, self._sizes[0])
+            self._check_experts(model, arguments_in(first.value, first.path))
+            self._places = places(model)
+            self._shards = self._found(model)
+            notes = notes_of_arguments(first.value, first.path, kind)
+            self.contents = Contents(model, tuple(self._stored()), notes=notes)
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
-        spec = self._specs[tensor.name].spec
-        shards = self._shards[tensor.name]
-        if spec.partition_axis is None:
-            archive, place = shards[0]
-            whole = archive.tensor(place).reshape(spec.shape)
+        place = self._places[tensor.name]
+        if place.expert is None:
+            whole = self._piece(tensor.name, 0)
         else:
-            parts = []
-            for archive, place in shards:
-                rows = archive.tensor(place)
-                shape = list(spec.shape)
-                shape[spec.partition_axis] = -1
-                parts.append(rows.reshape(shape))
-            whole = torch.cat(parts, spec.partition_axis) if len(parts) > 1 else parts[0]
-            whole = whole.narrow(spec.partition_axis, 0, spec.shape[spec.partition_axis])
+            first = index[0] if index else slice(0, place.num_pieces)
+            whole = torch.stack([self._piece(tensor.name, piece) for piece in range(first.start, first.stop)])
+            index = (slice(0, len(whole)), *index[1:])
         return whole[index].clone() if index else whole.contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        return [problem for archive, place in self._shards[tensor.name] for problem in archive.verify(place)]
+        pieces = range(self._places[tensor.name].num_pieces)
+        shards = (shard for piece in pieces for shard in self._shards[tensor.name, piece])
+        return [problem for archive, place in shards for problem in archive.verify(place)]
 
     def close(self) -> None:
         for archive in self._archives.values():
             archive.close()
         self._sandbox.close()
 
+    def _piece(self, name: str, piece: int) -> Tensor:
+        """Return a parameter, or the part of one expert, from its shards."""
+        spec, shards = self._places[name].piece, self._shards[name, piece]
+        if spec.partition_axis is None:
+            archive, place = shards[0]
+            return archive.tensor(place).reshape(spec.shape)
+        parts = []
+        for archive, place in shards:
+            shape = list(spec.shape)
+            shape[spec.partition_axis] = -1
+            parts.append(archive.tensor(place).reshape(shape))
+        whole = torch.cat(parts, spec.partition_axis) if len(parts) > 1 else parts[0]
+        return whole.narrow(spec.partition_axis, 0, spec.shape[spec.partition_axis])
+
     def _open(self) -> None:
+        by_experts = False
         for folder in sorted(self._folder.glob("mp_rank_*")):
             match = _RANK.fullmatch(folder.name)
             if match is None:
-                raise CheckpointError(f"{folder}: expert-parallel checkpoints cannot be converted")
-            rank = int(match[1]), int(match[2] or 0)
-            self._archives[rank] = Archive(folder / ARCHIVE, self._sandbox)
+                raise CheckpointError(f"{folder} is not the folder of a tensor, pipeline and expert rank")
+            archive = Archive(folder / ARCHIVE, self._sandbox)
+            if not self._archives and isinstance(archive.value, dict) and match[2] is not None and match[3] is None:
+                described = archive.value.get("args")
+                sizes = described.state if isinstance(described, InertObject) else {}
+                by_experts = (
+                    sizes.get("pipeline_model_parallel_size") == 1 != sizes.get("expert_model_parallel_size", 1)
+                )
+            stage, expert = (None, match[2]) if by_experts else (match[2], match[3])
+            self._archives[int(match[1]), int(stage or 0), int(expert or 0)] = archive
         if not self._archives:
             raise CheckpointError(f"{self._folder} contains no mp_rank_*/{ARCHIVE}")
         sizes = [max(place) + 1 for place in zip(*self._archives, strict=True)]
-        for rank in ((tensor, pipeline) for tensor in range(sizes[0]) for pipeline in range(sizes[1])):
+        for rank in itertools.product(*map(range, sizes)):
             if rank not in self._archives:
+                expert = f" of expert rank {rank[2]}" if sizes[2] > 1 else ""
                 raise CheckpointError(
-                    f"{self._folder} has no file of tensor rank {rank[0]} of pipeline rank {rank[1]}; copy the whole "
-                    "folder"
+                    f"{self._folder} has no file of tensor rank {rank[0]} of pipeline rank {rank[1]}{expert}; copy "
+                    "the whole folder"
                 )
             if not isinstance(self._archives[rank].value, dict):
                 raise DamagedCheckpointError(f"{self._archives[rank].path} contains no model state", "unreadable")
 
     def _check_version(self) -> None:
-        version = self._archives[0, 0].value.get("checkpoint_version", 0)
+        version = self._archives[0, 0, 0].value.get("checkpoint_version", 0)
         if version != 3.0:
             raise CheckpointError(
-                f"{self._archives[0, 0].path} has checkpoint_version {version}; only 3.0 can be read: load and save "
-                "it with a newer Megatron-LM"
+                f"{self._archives[0, 0, 0].path} has checkpoint_version {version}; only 3.0 can be read: load and "
+                "save it with a newer Megatron-LM"
             )
 
-    def _found(
-        self, known: Mapping[str, ParameterLocation], model: ModelConfig
-    ) -> dict[str, list[tuple[Archive, TensorPlace]]]:
-        """Map each parameter to its shards, one for each tensor rank."""
-        self._specs = known
-        by_key = {(place.layer, key): name for name, place in known.items() for key in (place.key, place.fused_key)}
-        shards_of: dict[str, list[tuple[Archive, TensorPlace]]] = {}
-        for tensor_rank in range(self._tensor_size):
-            for archive, layer, key, place in self._states(tensor_rank):
+    def _check_experts(self, model: ModelConfig, arguments: Mapping[str, Any]) -> None:
+        """Check that experts are divided evenly over expert ranks, and each expert over all tensor ranks."""
+        tensor, _, experts = self._sizes
+        own = arguments.get("expert_tensor_parallel_size")
+        if model.num_experts is not None and own not in (None, tensor):
+            raise CheckpointError(
+                f"{self._folder}: expert_tensor_parallel_size is {own}, but there are {tensor} tensor ranks; save it "
+                "in Megatron-LM with --ckpt-format torch_dist"
+            )
+        if (model.num_experts or 1) % experts:
+            raise CheckpointError(f"{self._folder}: {model.num_experts} experts are not divisible by {experts} ranks")
+
+    def _found(self, model: ModelConfig) -> dict[tuple[str, int], list[tuple[Archive, TensorPlace]]]:
+        """Map each parameter, or part of one expert (name, number), to its shards, one for each tensor rank."""
+        by_key = {
+            (place.layer, key): (name, piece)
+            for name, place in self._places.items()
+            for piece in range(place.num_pieces)
+            for key in place.keys(piece)
+        }
+        shards_of: dict[tuple[str, int], list[tuple[Archive, TensorPlace]]] = {}
+        for tensor_rank in range(self._sizes[0]):
+            for archive, layer, key, place in self._states(tensor_rank, model):
                 if key == _TIED_COPY and model.tie_embeddings:
                     continue
                 name = by_key.get((layer, key))
@@ -133,55 +179,85 @@ class MegatronTorchSource:
                     )
                 shards = shards_of.setdefault(name, [])
                 if len(shards) != tensor_rank:
-                    raise CheckpointError(f"{archive.path} contains {name} twice, or another tensor rank lacks it")
+                    raise CheckpointError(f"{archive.path} contains {name[0]} twice, or another tensor rank lacks it")
                 shards.append((archive, place))
-        self._check(shards_of, known)
+        self._check(shards_of)
         return shards_of
 
-    def _states(self, tensor_rank: int) -> Iterator[tuple[Archive, int | None, str, TensorPlace]]:
-        """Yield (archive, global layer, key, tensor) for one tensor rank, in the order of the model's layers."""
-        ranks = [self._archives[rank] for rank in sorted(self._archives) if rank[0] == tensor_rank]
-        keys = [key for key in ranks[0].value if re.fullmatch(r"model\d*", str(key))]
-        names = sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))
-        first = 0
-        for name in names:
-            for archive in ranks:
-                state, layers = archive.value.get(name), 0
-                if not isinstance(state, dict):
-                    raise CheckpointError(f"{archive.path} has no {name!r}, but other ranks have it")
-                for key, place in state.items():
-                    match = _LAYER.fullmatch(key)
-                    if match is not None:
-                        layers = max(layers, int(match[1]) + 1)
-                    if isinstance(place, TensorPlace) and not key.endswith("_extra_state"):
-                        layer = None if match is None else first + int(match[1])
-                        yield archive, layer, key if match is None else match[2], place
+    def _states(self, tensor_rank: int, model: ModelConfig) -> Iterator[tuple[Archive, int | None, str, TensorPlace]]:
+        """Yield (archive, global layer, key, tensor) for one tensor rank, in the order of the model's layers.
+
+        Experts have their global numbers in keys. Other parameters are those of the first expert rank.
+        """
+        _, stages, expert_ranks = self._sizes
+        experts, first = (model.num_experts or 1) // expert_ranks, 0
+        in_layer = re.compile(re.escape(layers_prefix(model)) + r"(\d+)\.(.+)")
+        for name in _states_of(self._archives[tensor_rank, 0, 0]):
+            for stage in range(stages):
+                layers = 0
+                for expert_rank in range(expert_ranks):
+                    archive = self._archives[tensor_rank, stage, expert_rank]
+                    state = archive.value.get(name)
+                    if not isinstance(state, dict):
+                        raise CheckpointError(f"{archive.path} has no {name!r}, but other ranks have it")
+                    for key, place in state.items():
+                        match = in_layer.fullmatch(key)
+                        if match is not None:
+                            layers = max(layers, int(match[1]) + 1)
+                        known, is_expert = _of_all_experts(key if match is None else match[2], experts * expert_rank)
+                        if not isinstance(place, TensorPlace) or key.endswith("_extra_state"):
+                            continue
+                        if is_expert or expert_rank == 0:
+                            yield archive, None if match is None else first + int(match[1]), known, place
                 first += layers
 
-    def _check(
-        self, shards_of: Mapping[str, list[tuple[Archive, TensorPlace]]], known: Mapping[str, ParameterLocation]
-    ) -> None:
+    def _check(self, shards_of: Mapping[tuple[str, int], list[tuple[Archive, TensorPlace]]]) -> None:
         """Check that every parameter exists, with the shape that the model requires."""
-        for name, place in known.items():
-            shards = shards_of.get(name, [])
-            if len(shards) != self._tensor_size:
+        tensor_size = self._sizes[0]
+        all_pieces = (
+            (name, piece, place) for name, place in self._places.items() for piece in range(place.num_pieces)
+        )
+        for name, piece, place in all_pieces:
+            shards, spec, key = shards_of.get((name, piece), []), place.piece, place.keys(piece)[0]
+            if len(shards) != tensor_size:
                 raise CheckpointError(
-                    f"{self._folder} lacks {name} ({place.key}) on {self._tensor_size - len(shards)} tensor ranks"
+                    f"{self._folder} lacks {name} ({key}) on {tensor_size - len(shards)} tensor ranks"
                 )
-            spec = place.spec
-            shape = merged_shape(spec, spec.local_shape(self._tensor_size))
+            shape = merged_shape(spec, spec.local_shape(tensor_size))
             for archive, stored in shards:
                 rows_fit = stored.shape[0] >= shape[0] if spec.padded and stored.shape else stored.shape == shape
                 if not rows_fit or stored.shape[1:] != shape[1:] or stored.shape != shards[0][1].shape:
-                    raise CheckpointError(
-                        f"{archive.path}: {place.key} has shape {stored.shape}; the args require {shape}"
-                    )
+                    raise CheckpointError(f"{archive.path}: {key} has shape {stored.shape}; the args require {shape}")
                 if stored.dtype not in DTYPE_NAMES:
-                    raise CheckpointError(f"{archive.path}: {place.key} is {stored.dtype}, which cannot be converted")
+                    raise CheckpointError(f"{archive.path}: {key} is {stored.dtype}, which cannot be converted")
 
-    def _stored(self, known: Mapping[str, ParameterLocation]) -> Iterator[StoredTensor]:
-        for name, place in known.items():
-            yield StoredTensor(name, WEIGHTS, place.spec.shape, DTYPE_NAMES[self._shards[name][0][1].dtype])
+    def _stored(self) -> Iterator[StoredTensor]:
+        for name, place in self._places.items():
+            dtype = DTYPE_NAMES[self._shards[name, 0][0][1].dtype]
+            yield StoredTensor(name, WEIGHTS, place.spec.shape, dtype)
+
+
+def _states_of(archive: Archive) -> list[str]:
+    """Return the names of the model chunks of a rank, in order."""
+    value = archive.value if isinstance(archive.value, dict) else {}
+    names = [key for key in value if re.fullmatch(r"model\d*", str(key))]
+    return sorted(names, key=lambda key: int(key.removeprefix("model") or 0))
+
+
+def _keys_of(archive: Archive) -> Iterator[str]:
+    for name in _states_of(archive):
+        yield from (key for key in archive.value[name] if isinstance(key, str))
+
+
+def _of_all_experts(key: str, first: int) -> tuple[str, bool]:
+    """Return a key of a layer with the global number of its expert, and whether it has one. first: number of the first
+    expert of the rank."""
+    match = _EXPERT.fullmatch(key)
+    if match is None:
+        return key, False
+    if match[2] is not None:
+        return f"{match[1]}local_experts.{int(match[2]) + first}.{match[3]}", True
+    return f"{match[1]}{match[4]}{int(match[5]) + first}", True
 
 
 _VERSION = 3.0
@@ -192,6 +268,7 @@ class MegatronTorchTarget:
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         self._options, self._model = options, contents.model
+        check_expressible(contents.model)
         self._places = places(contents.model)
         check_tensor_size(contents.model, options.tensor)
         stages = options.pipeline * options.chunks
@@ -210,11 +287,12 @@ class MegatronTorchTarget:
                     self._writers[tensor_rank, stage] = self._writer(contents, tensor_rank, stage)
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
+        place = self._places[tensor.name]
         for tensor_rank in range(self._options.tensor):
-            place = self._places[tensor.name]
-            shard = merged(place.spec, self._packed(self._shard(place, values, tensor_rank)))
-            for stage, chunk, key in self._keys(place):
-                self._writers[tensor_rank, stage].add(f"{chunk}.{key}", shard)
+            for piece, each in enumerate([values] if place.expert is None else values):
+                shard = merged(place.piece, self._packed(self._shard(place.piece, each, tensor_rank)))
+                for stage, chunk, key in self._keys(place, piece):
+                    self._writers[tensor_rank, stage].add(f"{chunk}.{key}", shard)
 
     def finish(self) -> list[str]:
         for writer in self._writers.values():
@@ -231,13 +309,12 @@ class MegatronTorchTarget:
             writer.abandon()
         self._folder.abandon()
 
-    def _shard(self, place: ParameterLocation, values: Tensor, tensor_rank: int) -> Tensor:
-        spec, size = place.spec, self._options.tensor
+    def _shard(self, spec: ParameterSpec, values: Tensor, tensor_rank: int) -> Tensor:
+        size = self._options.tensor
         if spec.partition_axis is None:
             return values
         if spec.padded:
-            missing = padded_rows(self._model, size) - values.shape[0]
-            values = nn.functional.pad(values, (0, 0, 0, missing))
+            values = padded(values, padded_rows(self._model, size))
         return values.chunk(size, spec.partition_axis)[tensor_rank]
 
     def _packed(self, shard: Tensor) -> Tensor:
@@ -246,14 +323,14 @@ class MegatronTorchTarget:
             self._buffer = torch.empty(shard.nbytes, dtype=torch.uint8)
         return self._buffer[: shard.nbytes].view(shard.dtype).view(shard.shape).copy_(shard)
 
-    def _keys(self, place: ParameterLocation) -> Iterator[tuple[int, int, str]]:
-        """Yield (stage, chunk, key) of every copy of a parameter on a tensor rank."""
+    def _keys(self, place: ParameterLocation, piece: int) -> Iterator[tuple[int, int, str]]:
+        """Yield (stage, chunk, key) of every copy of a piece of a parameter on a tensor rank."""
         last = self._options.pipeline - 1, self._options.chunks - 1
         if place.layer is not None:
             chunk, rest = divmod(place.layer, self._layers * self._options.pipeline)
             stage, local = divmod(rest, self._layers)
-            key = place.key if self._options.layer_names == "local" else place.fused_key
-            yield stage, chunk, f"decoder.layers.{local}.{key}"
+            key = place.keys(piece)[self._options.layer_names == "transformer_engine"]
+            yield stage, chunk, f"{layers_prefix(self._model)}{local}.{key}"
             return
         is_head = place.spec.name.startswith("head.")
         yield *(last if is_head else (0, 0)), place.key
@@ -267,16 +344,19 @@ class MegatronTorchTarget:
             if tensor.kind != WEIGHTS:
                 raise CheckpointError(f"{tensor.kind} of {tensor.name} cannot be stored in Megatron-LM's torch layout")
             place = self._places[tensor.name]
-            shape = list(place.spec.local_shape(self._options.tensor))
+            shape = list(place.piece.local_shape(self._options.tensor))
             if place.spec.padded:
                 shape[0] = padded_rows(self._model, self._options.tensor) // self._options.tensor
-            for at, chunk, key in self._keys(place):
-                if at == stage:
-                    chunks[chunk][key] = Slot(f"{chunk}.{key}", tensor.dtype, merged_shape(place.spec, tuple(shape)))
+            merged = merged_shape(place.piece, tuple(shape))
+            for piece in range(place.num_pieces):
+                for at, chunk, key in self._keys(place, piece):
+                    if at == stage:
+                        chunks[chunk][key] = Slot(f"{chunk}.{key}", tensor.dtype, merged)
         sizes = self._options.tensor, self._options.pipeline, self._options.chunks
+        grouped = self._options.layer_names == "transformer_engine"
         names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
         value: dict[str, Any] = {
-            "args": arguments_of(contents, *sizes, DTYPES[contents.tensors[0].dtype]),
+            "args": arguments_of(contents, *sizes, DTYPES[contents.tensors[0].dtype], grouped),
             "checkpoint_version": _VERSION,
             "iteration": 0 if contents.run is None else contents.run.step,
             **dict(zip(names, chunks, strict=True)),

@@ -7,7 +7,7 @@ Each parameter of all layers is one tensor whose first axis is the layer. `commo
 import json
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.storage import on_failure, read_json
@@ -25,13 +25,16 @@ from megapipe.conversion.formats import (
     iteration_folder,
 )
 from megapipe.conversion.megatron_model import (
-    LINEAR_LAYERS,
     IterationFolder,
     ParameterLocation,
     arguments_of,
-    merged,
-    merged_shape,
+    check_expressible,
+    kind_of_keys,
+    layers_prefix,
+    linear_layers,
     model_of_arguments,
+    notes_of_arguments,
+    padded,
     padded_rows,
     places,
 )
@@ -39,7 +42,7 @@ from megapipe.conversion.sandbox import Sandbox
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}
-_MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
+_MODEL_KEYS = ("embedding.", "decoder.", "encoder.", "output_layer.", "lm_head.", "pooler.", "binary_head.", "mtp.")
 _CHECKPOINT_VERSION = 3.0
 
 
@@ -57,8 +60,9 @@ class TorchDistSource:
             self._files = DcpFiles(folder, self._sandbox)
             common = Archive(folder / COMMON, self._sandbox)
             common.close()
-            model = model_of_arguments(common.value, folder / COMMON)
-            self._places = places(model)
+            kind = kind_of_keys(self._files.tensors)
+            model = model_of_arguments(common.value, folder / COMMON, kind)
+            self._places, self._prefix = places(model), layers_prefix(model)
             self._keys = {name: self._key(place, folder) for name, place in self._places.items()}
             used = {key for key, _ in self._keys.values()}
             unknown = [key for key in self._files.tensors if key.startswith(_MODEL_KEYS) and key not in used]
@@ -72,14 +76,15 @@ class TorchDistSource:
                     StoredTensor(name, WEIGHTS, place.spec.shape, self._files.tensors[self._keys[name][0]].dtype)
                     for name, place in self._places.items()
                 ),
+                notes=notes_of_arguments(common.value, folder / COMMON, kind),
             )
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
-        spec = self._places[tensor.name].spec
+        place = self._places[tensor.name]
         key, layer = self._keys[tensor.name]
-        rows = tuple(slice(0, extent) for extent in merged_shape(spec, spec.shape))
+        rows = tuple(slice(0, extent) for extent in place.dist_shape)
         stacked = (slice(layer, layer + 1),) if layer is not None else ()
-        whole = self._files.read(key, stacked + rows).reshape(spec.shape)
+        whole = self._files.read(key, stacked + rows).reshape(place.spec.shape)
         return whole[index].clone() if index else whole
 
     def verify(self, tensor: StoredTensor) -> list[str]:
@@ -91,11 +96,11 @@ class TorchDistSource:
 
     def _key(self, place: ParameterLocation, folder: Path) -> tuple[str, int | None]:
         """Return the key of a parameter, and its index on the first axis if layers are stacked."""
-        shape = merged_shape(place.spec, place.spec.shape)
-        key = place.fused_key
-        candidates: list[tuple[str, int | None]] = [(key, None)]
+        shape, first = place.dist_shape, self._prefix
+        candidates: list[tuple[str, int | None]] = [(place.key, None)]
         if place.layer is not None:
-            candidates = [(f"decoder.layers.{key}", place.layer), (f"decoder.layers.{place.layer}.{key}", None)]
+            own = [(f"{first}{place.layer}.{key}", None) for key in place.dist_keys]
+            candidates = [*((f"{first}{key}", place.layer) for key in place.dist_keys), *own]
         for name, layer in candidates:
             stored = self._files.tensors.get(name)
             if stored is None:
@@ -113,8 +118,11 @@ class TorchDistTarget:
     """Writes a new folder in this layout; see `IterationFolder`."""
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
+        check_expressible(contents.model)
         self._model, self._places = contents.model, places(contents.model)
-        arguments = arguments_of(contents, 1, 1, 1, DTYPES[contents.tensors[0].dtype])
+        self._prefix, self._names = layers_prefix(contents.model), options.layer_names
+        grouped = options.layer_names == "transformer_engine"
+        arguments = arguments_of(contents, 1, 1, 1, DTYPES[contents.tensors[0].dtype], grouped)
         self._folder = IterationFolder(path, contents.run)
         with on_failure(self._folder.abandon):
             value = {
@@ -128,22 +136,28 @@ class TorchDistTarget:
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         place = self._places[tensor.name]
-        rows = merged(place.spec, values)
+        rows = values.reshape(place.dist_shape)
         if place.spec.padded:
-            rows = nn.functional.pad(rows, (0, 0, 0, padded_rows(self._model, 1) - rows.shape[0]))
+            rows = padded(rows, padded_rows(self._model, 1))
         if place.layer is None:
             self._writer.add(place.key, rows.shape, (0,) * rows.ndim, rows)
             return
         shape, offsets = (self._model.num_layers, *rows.shape), (place.layer, *(0,) * rows.ndim)
-        self._writer.add(f"decoder.layers.{place.fused_key}", shape, offsets, rows[None])
+        key = place.dist_keys[self._names == "transformer_engine"]
+        self._writer.add(f"{self._prefix}{key}", shape, offsets, rows[None])
 
     def finish(self) -> list[str]:
         # dist_checkpointing requires the extra state of every linear layer; without FP8 it is None.
         count = self._model.num_layers
-        for module in LINEAR_LAYERS:
+        for module in linear_layers(self._model):
+            experts = self._model.num_experts if ".experts." in module else None
             for layer in range(count):
-                self._writer.add_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{count}", [None])
-        if not self._model.tie_embeddings:
+                for at, of in (
+                    [("", "")] if experts is None else [(f".{each}", f".{experts}") for each in range(experts)]
+                ):
+                    shard = f"shard_{layer}{at}_{count}{of}"
+                    self._writer.add_object(f"{self._prefix}{module}._extra_state/{shard}", [None])
+        if not self._model.tie_embeddings or self._model.kind == "bert":
             self._writer.add_object("output_layer._extra_state/shard_0_1", [None])
         self._writer.finish()
         self._folder.write(f"{self._folder.name}/{DIST_CONFIG}", json.dumps({**_BACKEND, **_COMMON_BACKEND}))

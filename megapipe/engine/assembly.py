@@ -33,6 +33,7 @@ from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layout.slices import slice_ranges
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.layout.table import LayerChoice, LayoutTable
+from megapipe.layout.units import tied_unit
 from megapipe.models.families import DTYPES, family_of
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.scaling import clip_coefficient
@@ -41,7 +42,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import WHOLE, Sharding
 from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules.schedule import Header, Schedule
-from megapipe.spec.parameters import LayerSpec, ParameterSpec, tied_names, tied_stages
+from megapipe.spec.parameters import LayerSpec, ParameterSpec, TiedNames, tied_names, tied_stages
 
 BUILDING_SECONDS = 2.0
 """Building a model that takes longer than this prints its progress."""
@@ -175,10 +176,10 @@ class Assembly:
         self._built = built
         self._given_swaps = swaps
         self.rank = mesh.coordinate("pipeline")
-        self._tied_names = tied_names(model.layers)
+        self._tied = tied_names(model.layers)
         self._tied_groups = tied_stages(model.layers, model.ranges)
-        self._tied_states: dict[str, UnitState] = {}
-        self._next_use: dict[str, int] = {}
+        self._tied_states: dict[TiedNames, UnitState] = {}
+        self._next_use: dict[TiedNames, int] = {}
         own = header.stages_on(self.rank)
         self._copies = max(header.versions_per_stage[stage] for stage in own)
         self.stages = {stage: self._stage(stage) for stage in own}
@@ -337,20 +338,22 @@ class Assembly:
         for unit, index in enumerate(self._model.ranges[stage]):
             layer = self._model.layers[index]
             twins = [self._model.build(index) for _ in range(self._copies)]
-            own = [spec for spec in layer.parameters.values() if spec.name not in self._tied_names]
+            tied = [names for names in self._tied if names[0] in _names(layer)]
+            own = [spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied)]
             parts = self._header.states_of(stage, unit)
             for number, specs in zip(parts, _state_parts(own, len(parts)), strict=True):
                 apart = "" if number == parts.start else f".{specs[0].state_unit}"
                 states[number] = self._state(layer.name + apart, specs, self._choice(index).zero)
                 _bind(states[number], twins, layer, use=0)
-            for name in sorted(_names(layer) & set(self._tied_names)):
-                use = self._next_use[name] = self._next_use.get(name, -1) + 1
-                _bind(self._tied_state(name), twins, layer, use)
+            for names in tied:
+                use = self._next_use[names] = self._next_use.get(names, -1) + 1
+                state = self._tied_state(names)
+                _bind(state, twins, layer, use % state.num_uses)
             self._model.bound(index, twins)
             units.append(twins)
-        for group, name in enumerate(self._tied_names):
+        for group, names in enumerate(self._tied):
             if stage in self._header.tied_owners(group) and stage in self._tied_groups[group]:
-                states[self._header.tied_unit(stage, group)] = self._tied_state(name)
+                states[self._header.tied_unit(stage, group)] = self._tied_state(names)
         boundaries, last = self._model.boundaries, len(self._model.ranges) - 1
         return Stage(
             units, states, () if stage == 0 else boundaries[stage - 1], () if stage == last else boundaries[stage]
@@ -359,16 +362,15 @@ class Assembly:
     def _choice(self, index: int) -> LayerChoice:
         return self._holding.choices[index] if self._holding.choices else LayerChoice(0)
 
-    def _tied_state(self, name: str) -> UnitState:
+    def _tied_state(self, names: TiedNames) -> UnitState:
         """Return a tied weight's one state on this rank, with an accumulator for each local use."""
-        if name not in self._tied_states:
+        if names not in self._tied_states:
             ranges = (self._model.ranges[stage] for stage in self._header.stages_on(self.rank))
-            local = (self._model.layers[index] for members in ranges for index in members)
-            uses = [layer for layer in local if name in _names(layer)]
-            spec = next(spec for spec in uses[0].parameters.values() if spec.name == name)
+            unit = tied_unit(names, [self._model.layers[index] for members in ranges for index in members])
             # Gradients of several uses cannot be sharded, only what updates work on.
-            self._tied_states[name] = self._state(name, [spec], min(self._holding.zero.stage, 1), uses=len(uses))
-        return self._tied_states[name]
+            zero_stage = min(self._holding.zero.stage, 1)
+            self._tied_states[names] = self._state(names[0], list(unit.specs), zero_stage, uses=unit.uses)
+        return self._tied_states[names]
 
     def _state(self, name: str, specs: list[ParameterSpec], zero_stage: int, uses: int | None = None) -> UnitState:
         """Return a new state. uses: of a tied weight."""
@@ -440,8 +442,9 @@ class Assembly:
                 parameters = self._model.layers[index].parameters
                 for twin in cast(Sequence[nn.Module], stage.units[unit]):
                     partial_names = frozenset(parameters[path].name for path in shard_sequence(twin, products))
-                    for state in self._header.states_of(number, unit):
-                        stage.states[state].partial = partial_names
+                    own = [stage.states[state] for state in self._header.states_of(number, unit)]
+                    for state in (*own, *self._tied_states.values()):
+                        state.partial |= partial_names
 
     def _use(self, products: Products, layers: Sequence[int]) -> None:
         """Let the linear layers within some layers multiply in another way."""

@@ -41,8 +41,9 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import balance_layers, check_assignment
-from megapipe.schedules.build import fit_for_training, read_file
+from megapipe.schedules.build import check_one_route, fit_for_training, read_file
 from megapipe.schedules.offload import Offload
+from megapipe.schedules.parameters import FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.states import StateTable
@@ -414,8 +415,13 @@ def _schedule(
 ) -> tuple[Schedule, tuple[range, ...]]:
     """Return the lowered schedule, and the layers of each stage."""
     ranks = mesh.size("pipeline")
-    given = _from_file(name, options) if is_schedule_file(name) else None
-    num_stages = ranks * find_generator(name).number_of_chunks(options) if given is None else len(given.header.stages)
+    given = (
+        read_file(Path(name), FileParameters(ranks, microbatches, dict(options))) if is_schedule_file(name) else None
+    )
+    if given is None:
+        stages, routes = find_generator(name).placed(ranks, options)
+        check_one_route(name, len(routes))
+    num_stages = len(stages if given is None else given.header.stages)
     ranges = _ranges(len(plan.specs), num_stages, ranks, layers_per_stage)
     run = _run_of(holding, ranges, mesh.size("data")) | {"tied_groups": tied_stages(plan.specs, ranges)}
     if given is None:
@@ -433,15 +439,6 @@ def _schedule(
             "gradients is known; turn clipping off with OptimizerConfig(clip_norm=None)"
         )
     return schedule, ranges
-
-
-def _from_file(path: str, options: Options) -> Schedule:
-    if options:
-        raise PipelineError(
-            f"schedule {path} is a file, which takes no options, but {', '.join(options)} was given; leave it out, "
-            "or name a schedule"
-        )
-    return read_file(Path(path))
 
 
 def _ranges(num_layers: int, num_stages: int, num_ranks: int, by_hand: Sequence[int] | None) -> tuple[range, ...]:

@@ -367,6 +367,8 @@ class Reductions:
         """
         state.sum_uses(update)
         total = state.gradients_of(update)[0]
+        if self._communicators.tensor is not None:
+            sum_partial_gradients(state, total, self._communicators.tensor)
         step.reductions.append(self._communicators.tied[group].all_reduce(total, async_op=True))
 
     def reduce_scalars(self, step: StepState, update: int) -> None:

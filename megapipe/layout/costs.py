@@ -15,7 +15,7 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.units import UnitCosts
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.spec.attention import why_a_mask
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.layers import layer_ops
@@ -32,7 +32,7 @@ from megapipe.spec.ops import (
     saved_bytes,
     weight_half_bytes,
 )
-from megapipe.spec.parameters import LayerKind, LayerSpec, tied_names
+from megapipe.spec.parameters import LayerKind, LayerSpec, TiedNames, tied_names
 
 _ops = lru_cache(maxsize=4096)(layer_ops)
 
@@ -108,8 +108,8 @@ class LayoutCosts:
         return 2 if pairs else 1
 
     @cached_property
-    def tied(self) -> tuple[str, ...]:
-        """Names of tied weights."""
+    def tied(self) -> tuple[TiedNames, ...]:
+        """Names of each tied weight."""
         return tied_names(self.layers)
 
     @cached_property
@@ -220,10 +220,12 @@ class LayoutCosts:
         ops = self.ops(layer, predictions)
         return exchanges(ops, forwards=forwards if layer.kind == "block" else 1, split=halves)
 
-    def partial_reduction(self, layer: LayerSpec) -> dict[str, list[Exchange]]:
-        """Return what tensor ranks that share the tokens sum before every reduction of a layer's gradient."""
+    def partial_reduction(self, layer: LayerSpec, unit: Unit) -> dict[str, list[Exchange]]:
+        """Return what tensor ranks that share the tokens sum before every reduction of the gradient of a layer's
+        unit."""
         weights = partial_weights(self.ops(layer)) if self.config.parallel.sequence else []
-        elements = sum(spec.num_elements for spec in weights)
+        names = {spec.name for spec in unit.specs}
+        elements = sum(spec.num_elements for spec in weights if layer.parameters[spec.name].name in names)
         return {"tensor": [Exchange("all_reduce", elements, FULL_BYTES)]} if elements else {}
 
 

@@ -1,17 +1,16 @@
 """The lowered schedule of a run."""
 
-from pathlib import Path
 from typing import Any
 
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches
-from megapipe.layout.scheduling import schedule_options
+from megapipe.layout.scheduling import read_schedule, schedule_options
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import LayoutTable
 from megapipe.layout.units import StateUnits
 from megapipe.schedules import Schedule, build
-from megapipe.schedules.build import fit_for_training, read_file
+from megapipe.schedules.build import fit_for_training
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.schedule import Mode
@@ -44,7 +43,7 @@ def build_schedule(
         "offload": offload,
     }
     if config.schedule.file:
-        file = read_file(Path(config.schedule.file))
+        file = read_schedule(config, num_microbatches)
         return fit_for_training(file, config.parallel.pipeline, num_microbatches, **run)
     options = schedule_options(config)
     return build(config.schedule.name, config.parallel.pipeline, num_microbatches, **run, **options)

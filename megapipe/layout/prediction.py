@@ -18,7 +18,7 @@ from megapipe.layout.costs import LayoutCosts, merged, repeated, scalar_exchange
 from megapipe.layout.slices import slice_ranges
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, layers_of
 from megapipe.layout.table import LayoutTable
-from megapipe.layout.units import StateBytes, Unit, UnitCosts, layer_units
+from megapipe.layout.units import StateBytes, Unit, UnitCosts, layer_units, tied_unit
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Held, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Schedule
 from megapipe.schedules.schedule import Header
@@ -79,13 +79,10 @@ class RankPrediction:
                 header.states_of(stage, index), layer_units(layer, tied, self.costs.config.zero), strict=True
             )
         }
-        uses = Counter(spec.name for layer in self.layers.values() for spec in layer.parameters.values())
-        specs = {spec.name: spec for layer in self.layers.values() for spec in layer.parameters.values()}
-        for group, name in enumerate(tied):
+        for group, names in enumerate(tied):
             for stage in header.tied_owners(group):
                 if stage in self.own_stages:
-                    unit = Unit((specs[name],), tied=True, uses=uses[name])
-                    found[stage, header.tied_unit(stage, group)] = unit
+                    found[stage, header.tied_unit(stage, group)] = tied_unit(names, self.layers.values())
         return found
 
     def state_of(self, place: tuple[int, int]) -> StateBytes:
@@ -259,12 +256,15 @@ class RankPrediction:
             if not costs.elements(unit):
                 continue
             reductions, updates = calls[Kind.REDUCE_GRADIENTS, *place], calls[Kind.UPDATE, *place]
-            if not unit.tied:
+            if unit.tied:
+                user = next(each for each in self.layers.values() if unit.specs[0] in each.parameters.values())
+                yield _times(self.costs.partial_reduction(user, unit), self.schedule.header.updates_per_step)
+            else:
                 yield _times(costs.reduction(unit), reductions)
                 yield _times(costs.copies_reduction(unit), 1 if costs.sharded(unit, 2) else reductions)
                 if unit.state_unit == "layer":  # tensor ranks hold different experts, whose gradients are whole
                     layer = self.layers[place[0], self.schedule.header.stage_states[place[0]][place[1]].layer]
-                    yield _times(self.costs.partial_reduction(layer), reductions)
+                    yield _times(self.costs.partial_reduction(layer, unit), reductions)
             if costs.sharded(unit, 1):
                 gathers = calls[Kind.GATHER_WEIGHTS, *place] if costs.sharded(unit, 3) else updates
                 yield _times(costs.gather(unit), gathers)

@@ -1,16 +1,20 @@
 """The schedule that a configuration asks for: whether it can run, and how it is built."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.schedules import Schedule, ScheduleError, check_microbatches, rank_costs, simulate
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import check_assignment
-from megapipe.schedules.build import read_file
+from megapipe.schedules.build import check_one_route, is_for_all_sizes, read_file, read_file_header
+from megapipe.schedules.parameters import FileParameters
 from megapipe.schedules.registry import Options, find_generator
+from megapipe.schedules.schedule import Header
 
 STEPS_COMPARED = 8
 """Steps over which the cost of an eager update is predicted, after as many that fill the pipeline."""
@@ -26,17 +30,33 @@ def schedule_options(config: PretrainConfig) -> Options:
     return cast(Options, options)
 
 
+def read_schedule(config: PretrainConfig, num_microbatches: int) -> Schedule:
+    """Return the schedule in the file of the configuration, for a number of micro-batches. Raises ScheduleError."""
+    sizes = FileParameters(
+        config.parallel.pipeline, num_microbatches, cast(Mapping[str, object], schedule_options(config))
+    )
+    return read_file(Path(config.schedule.file), sizes)
+
+
+def _file_header(config: PretrainConfig) -> Header:
+    """Return the header of the schedule file, which names its stages. Until the number of replicas is known, the
+    micro-batches are those of one."""
+    count = max(1, config.batch.global_size // (config.batch.micro_size * (config.parallel.data or 1)))
+    sizes = FileParameters(config.parallel.pipeline, count, cast(Mapping[str, object], schedule_options(config)))
+    return read_file_header(Path(config.schedule.file), sizes)
+
+
 def schedule_name(config: PretrainConfig) -> str:
     """Return the name of the schedule, for a schedule file the one in its header. Raises ScheduleError."""
     if config.schedule.file:
-        return read_file(Path(config.schedule.file)).header.name
+        return _file_header(config).name
     return config.schedule.name
 
 
 def num_stages(config: PretrainConfig) -> int:
     """Return the number of stages over all pipeline ranks. Raises ScheduleError."""
     if config.schedule.file:
-        return len(read_file(Path(config.schedule.file)).header.stages)
+        return len(_file_header(config).stages)
     generator = find_generator(config.schedule.name)
     return config.parallel.pipeline * generator.number_of_chunks(schedule_options(config))
 
@@ -44,14 +64,14 @@ def num_stages(config: PretrainConfig) -> int:
 def num_slices(config: PretrainConfig) -> int:
     """Return the number of slices of each sequence, 1 if the schedule passes whole ones. Raises ScheduleError."""
     if config.schedule.file:
-        return read_file(Path(config.schedule.file)).header.slices
+        return _file_header(config).slices
     return find_generator(config.schedule.name).number_of_slices(schedule_options(config))
 
 
 def stage_ranks(config: PretrainConfig) -> tuple[int, ...]:
     """Return the pipeline rank of every stage. Raises ScheduleError."""
     if config.schedule.file:
-        return tuple(place.rank for place in read_file(Path(config.schedule.file)).header.stages)
+        return tuple(place.rank for place in _file_header(config).stages)
     chunks = find_generator(config.schedule.name).number_of_chunks(schedule_options(config))
     return _placed(config.schedule.name, config.parallel.pipeline, chunks)
 
@@ -74,20 +94,25 @@ def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[s
 
 def _file_problems(config: PretrainConfig, share: int) -> list[str]:
     """Return why a file does not fit the run: it is for one number of micro-batches. Further checks need the model."""
-    if config.batch.ramp_start is not None:
+    path = config.schedule.file
+    if config.batch.ramp_start is not None and not is_for_all_sizes(Path(path)):
         return [
-            "the schedule is a file, which is for a fixed number of micro-batches per step, but batch.ramp_start "
-            "changes it; leave batch.ramp_start out, or name a schedule"
+            f"the schedule file {path} is for a fixed number of micro-batches per step, but batch.ramp_start changes "
+            "it; leave batch.ramp_start out, name a schedule, or write a file with parameters (format 3)"
         ]
-    header = read_file(Path(config.schedule.file)).header
     per_step = config.batch.global_size // share
+    for size in BatchPlan.of(config.batch).sizes():
+        header = read_schedule(config, size // share).header
     problems = []
     for what, said, here in (
         ("pipeline ranks", header.num_ranks, config.parallel.pipeline),
         ("micro-batches a step", header.whole_microbatches, per_step),
     ):
         if said != here:
-            problems.append(f"the schedule file {config.schedule.file} is for {said} {what}, but this run has {here}")
+            problems.append(
+                f"the schedule file {path} is for {said} {what}, but this run has {here}; change one of the two, or "
+                "write a file with parameters (format 3)"
+            )
     if header.lowered and config.recompute.method != "none":
         problems.append(
             f"recompute.method is {config.recompute.method}, but the schedule file {config.schedule.file} is lowered "
@@ -112,9 +137,10 @@ def _named_problems(config: PretrainConfig, share: int) -> list[str]:
     generator = find_generator(name)
     chunks = num_stages(config) // pipeline
     try:
-        generator.placement(pipeline, chunks)
+        placement = generator.placement(pipeline, chunks)
     except ScheduleError as error:
         return [f"schedule.chunks: {error} ({name})"]
+    check_one_route(name, len(placement.routes))
     per_step = config.batch.global_size // share
     policy = generator.policy_of(pipeline, per_step, schedule_options(config))
     return _asynchronous_problems(config, policy.updates_per_step)
@@ -141,13 +167,18 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
             "model.tie_embeddings is true, but the tied weight is on the first and the last rank, which this schedule "
             "updates at different times; set model.tie_embeddings false, or use 2bw"
         )
+    if isinstance(config.model, BertModelConfig) and config.model.shared_blocks and config.parallel.pipeline > 1:
+        problems.append(
+            "model.shared_blocks is true, but each rank has a copy of the shared weights, which this schedule updates "
+            "at different times; set model.shared_blocks false, or use 2bw"
+        )
     return problems
 
 
 def splits_backwards(config: PretrainConfig) -> bool:
     """Return whether the schedule splits backwards into input and weight halves. Raises ScheduleError."""
     if config.schedule.file:
-        body = read_file(Path(config.schedule.file)).sections.body
+        body = read_schedule(config, _file_header(config).num_microbatches).sections.body
         return any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in body)
     return config.schedule.two_bp or find_generator(config.schedule.name).splits
 
@@ -175,7 +206,7 @@ def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:
 def _flushes(config: PretrainConfig, num_microbatches: int) -> bool:
     """Return whether the schedule ends every step with an empty pipeline."""
     if config.schedule.file:
-        return read_file(Path(config.schedule.file)).flushes
+        return read_schedule(config, num_microbatches).flushes
     generator, options = find_generator(config.schedule.name), schedule_options(config)
     return generator.policy_of(config.parallel.pipeline, num_microbatches, options).flushes
 

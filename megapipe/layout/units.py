@@ -18,7 +18,7 @@ from megapipe.layout.whole_matrices import MatrixPlacement, place
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.ops import Exchange
-from megapipe.spec.parameters import SEGMENT_ALIGNMENT, LayerSpec, ParameterSpec, tied_names
+from megapipe.spec.parameters import SEGMENT_ALIGNMENT, LayerSpec, ParameterSpec, TiedNames, tied_names
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def flat_elements(
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters in one flat buffer: a layer's own, or one tied weight, with the number of its uses here.
+    """Parameters in one flat buffer: a layer's own, or one tied weight, with the gradients of its uses here.
 
     state_unit: which one of its layer, as in `ParameterSpec`.
     """
@@ -74,13 +74,21 @@ class Unit:
     state_unit: str = "layer"
 
 
-def layer_units(layer: LayerSpec, tied: Collection[str], zero: ZeroConfig) -> tuple[Unit, ...]:
+def layer_units(layer: LayerSpec, tied: Collection[TiedNames], zero: ZeroConfig) -> tuple[Unit, ...]:
     """Return the state units of a layer, without the weights that it shares with others: one, or its experts apart."""
-    own = tuple(spec for spec in layer.parameters.values() if spec.name not in tied)
+    own = tuple(spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
     experts = tuple(spec for spec in own if spec.state_unit == "experts")
     if zero.expert_shard_size is None or not experts:
         return (Unit(own),)
     return Unit(tuple(spec for spec in own if spec not in experts)), Unit(experts, state_unit="experts")
+
+
+def tied_unit(names: TiedNames, layers: Iterable[LayerSpec]) -> Unit:
+    """Return the state unit of a tied weight on a rank with these layers, at least one of which uses it."""
+    named = [{spec.name: spec for spec in layer.parameters.values()} for layer in layers]
+    users = [specs for specs in named if names[0] in specs]
+    specs = tuple(users[0][name] for name in names)
+    return Unit(specs, tied=True, uses=1 if specs[0].one_accumulator else len(users))
 
 
 @dataclass(frozen=True)

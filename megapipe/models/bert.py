@@ -18,7 +18,7 @@ from megapipe.layers.context import BertContext, token_numbers
 from megapipe.layers.cross_entropy import MaskedTokenHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
-from megapipe.layers.linear import OnShards, ReplicatedLinear, Shapes, within
+from megapipe.layers.linear import OnShards, OwnTokensLinear, ReplicatedLinear, Shapes, within
 from megapipe.models.gpt import Block, check_declared, make_norm
 from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
@@ -39,6 +39,8 @@ class BertEmbedding(nn.Module):
         self.token_type = TokenTypes(within(shapes, "token_type")) if model.token_types else None
         self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
+        projection = within(shapes, "projection")
+        self.projection = OwnTokensLinear(projection, group) if projection else None
 
     def forward(self, context: BertContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) from the context's tokens and token_types [b, s]."""
@@ -53,7 +55,8 @@ class BertEmbedding(nn.Module):
             hidden = hidden + self.token_type(context.token_types, tape)
         if self.norm is not None:
             hidden = self.norm(hidden, tape)
-        return (self.dropout(hidden, context),)
+        hidden = self.dropout(hidden, context)
+        return (hidden if self.projection is None else self.projection(hidden, tape),)
 
 
 class BertBlock(Block):

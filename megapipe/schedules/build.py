@@ -11,10 +11,11 @@ from megapipe.schedules.building_blocks import Times, split_backwards
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.offload import NOTHING, Offload
+from megapipe.schedules.parameters import UNKNOWN, FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
 from megapipe.schedules.states import WHOLE_STATES, StateTable
-from megapipe.schedules.text import loads
+from megapipe.schedules.text import has_parameters, loads, loads_header
 from megapipe.schedules.validation import check_compute, validate
 
 MOST_FORWARDS = 4_000_000
@@ -88,7 +89,7 @@ def order(
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
     check_microbatches(name, num_ranks, num_microbatches, **options)
     generator = find_generator(name)
-    placement = generator.placement(num_ranks, generator.number_of_chunks(options))
+    placement = generator.placed(num_ranks, options)
     arguments = generator.arguments(generator.order_options, options)
     policy = generator.policy_of(num_ranks, num_microbatches, options)
     units = _checked_units(units_per_stage, len(placement.stages))
@@ -173,24 +174,40 @@ def _checked_tied(tied_groups: Sequence[Sequence[int]], num_stages: int) -> tupl
     return groups
 
 
-def read_file(path: Path) -> Schedule:
+def read_file(path: Path, sizes: FileParameters = UNKNOWN) -> Schedule:
     """Return the schedule in a text file as written: compute actions alone, or lowered.
 
-    Raises ScheduleError for a file that cannot be read, with line and column for text that is not a schedule.
+    sizes: of the run, for a file with parameters. Raises ScheduleError for a file that cannot be read, with line and
+    column for text that is not a schedule.
     """
-    try:
-        text = read_bytes(path, ScheduleError).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ScheduleError(f"cannot read {path}: {why}; choose a text file with a schedule") from None
-    schedule = loads(text, str(path))
+    text = _read_text(path)
+    _check_size(str(path), sizes.ranks, sizes.microbatches)
+    schedule = loads(text, str(path), sizes)
     _check_size(str(path), len(schedule.header.stages), schedule.header.num_microbatches)
     return schedule
 
 
-def load_file(path: Path) -> Schedule:
+def read_file_header(path: Path, sizes: FileParameters) -> Header:
+    """Return the header of the schedule in a text file; the file may refuse a run of these sizes."""
+    return loads_header(_read_text(path), str(path), sizes)
+
+
+def is_for_all_sizes(path: Path) -> bool:
+    """Return whether a schedule file has parameters in the place of numbers of ranks and micro-batches."""
+    return has_parameters(_read_text(path))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_bytes(path, ScheduleError).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"cannot read {path}: {why}; choose a text file with a schedule") from None
+
+
+def load_file(path: Path, sizes: FileParameters = UNKNOWN) -> Schedule:
     """The lowered schedule in a text file. Raises ScheduleError; what is lowered already is not validated."""
-    schedule = read_file(path)
+    schedule = read_file(path, sizes)
     if schedule.header.lowered:
         return schedule
     check_compute(schedule)
@@ -267,6 +284,15 @@ def fit_for_training(
         schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
     validate(schedule)
     return schedule
+
+
+def check_one_route(name: str, num_routes: int) -> None:
+    """Raise ScheduleError if training cannot run a schedule, because its micro-batches take several routes."""
+    if num_routes > 1:
+        raise ScheduleError(
+            f"{name} runs micro-batches on {num_routes} routes, over copies of the model; training does not sum the "
+            "gradients of copies, but schedules can be simulated, validated and drawn; choose one with a single route"
+        )
 
 
 def _check_route(header: Header) -> None:

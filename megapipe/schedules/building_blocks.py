@@ -4,7 +4,7 @@ A generator may use them or do without; the built-in ones show how.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,6 +63,27 @@ def v_shape(num_ranks: int, chunks: int) -> StagePlacement:
     """Place two stages on each rank, down the ranks and back up: rank r has stages r and ``2 * num_ranks - 1 - r``."""
     _require_chunks("v_shape", chunks, 2)
     return _single_route([*range(num_ranks), *reversed(range(num_ranks))])
+
+
+def bidirectional(num_ranks: int, chunks: int) -> StagePlacement:
+    """Place two stages on each rank, of two routes over one model: even micro-batches run down the ranks, odd ones
+    up."""
+    _require_chunks("bidirectional", chunks, 2)
+    return _both_ways(num_ranks, range(num_ranks))
+
+
+def bidirectional_v(num_ranks: int, chunks: int) -> StagePlacement:
+    """Place four stages on each rank: those of `v_shape`, and those of a second route that starts at the last rank."""
+    _require_chunks("bidirectional_v", chunks, 4)
+    return _both_ways(num_ranks, [*range(num_ranks), *reversed(range(num_ranks))])
+
+
+def _both_ways(num_ranks: int, ranks: Sequence[int]) -> StagePlacement:
+    """Place part i of the model on ``ranks[i]`` for even micro-batches, and on the mirrored rank for odd ones."""
+    parts = range(len(ranks))
+    down = tuple(StagePlace(part, 0, ranks[part]) for part in parts)
+    up = tuple(StagePlace(part, 1, num_ranks - 1 - ranks[part]) for part in parts)
+    return StagePlacement((*down, *up), (tuple(parts), tuple(part + len(parts) for part in parts)))
 
 
 def _require_chunks(name: str, chunks: int, wanted: int) -> None:

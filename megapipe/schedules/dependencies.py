@@ -362,13 +362,15 @@ class Dependencies:
     def collective_needs(self) -> Needs:
         """Rows that need a collective's result, against the start of that collective on each rank that takes part.
 
-        Scalars start without waiting, but their sum needs the tied gradients of every group, and so do updates.
+        Scalars start without waiting, but their sum needs the sums of tied gradients, and of those over all holders of
+        a part, and so do updates.
         """
         table, header = self.table, self.table.header
         counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
         parts = [_against_all(self._counts_users(), counts)]
         if header.updates_per_step == 1:
-            updates, tied = table.rows_with(Kind.UPDATE), table.rows_with(Kind.REDUCE_TIED)
+            updates = table.rows_with(Kind.UPDATE)
+            tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
             scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.num_microbatches)
             place = table.rank[updates] * table.num_updates + table.update[updates]
             first_update = first_row_per(place, updates, scalars.size).reshape(scalars.shape)

@@ -69,6 +69,14 @@ def check_states(schedule: Schedule) -> None:
             f"{header.name} shards weights without data parallelism: there is no rank to gather from; set "
             "data_parallel, or keep weights whole"
         )
+    sharded = header.sharded_gradients | (header.gathered_weights & ~header.host_weights)
+    if header.shared.any() and sharded[header.shared].any():
+        stage = int(np.argmax(header.shared & sharded.any(axis=1)))
+        raise ScheduleError(
+            f"{header.name} shards weights or gradients of stage {stage}, but stages "
+            f"{', '.join(map(str, header.holders[stage]))} hold the same part of the model, and only whole gradients "
+            "are summed over them; keep weights and gradients whole (ZeRO stage 1)"
+        )
     if alone and header.sharded_gradients.any():
         raise ScheduleError(
             f"{header.name} shards gradients without data parallelism: there is no rank to shard them with; set "

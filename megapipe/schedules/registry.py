@@ -83,8 +83,10 @@ class Generator:
         held: for the planner: ``(num_ranks, num_microbatches, chunks, options)`` -> a lower bound of the micro-batches
             of each chunk that ranks hold at their peak, shape [ranks, chunks].
         looped: the schedule of the same order with several chunks.
-        search: the layouts with which a search tries the schedule without being asked.
+        search: the layouts with which a search tries the schedule without being asked; "never" if training does not
+            run it.
         paper: the paper that plans for this schedule alone.
+        text: the schedule as a file for any number of ranks and micro-batches, for users to start from.
 
     The function, ``order``, takes ``(num_ranks, num_microbatches)`` and options by keyword, ``chunks`` among them. If
     it takes ``slices``, its rows number the slices of micro-batch k from ``k * slices`` on (`Header.slices`). Its
@@ -120,8 +122,9 @@ class Generator:
     settle: "Callable[[int, int, Options], Options] | None" = None
     held: Callable[[int, int, int, Options], Floats] | None = None
     looped: str = ""
-    search: Literal["all", "promising", "none"] = "none"
+    search: Literal["all", "promising", "none", "never"] = "none"
     paper: str = ""
+    text: str = ""
     order: Callable[..., Sections] = field(init=False)
 
     def __call__(self, order: Order) -> Order:
@@ -197,6 +200,10 @@ class Generator:
         if slices < 1:
             raise ScheduleError(f"{self.name} needs at least 1 slice of each sequence, got {slices}")
         return slices
+
+    def placed(self, num_ranks: int, options: Options) -> StagePlacement:
+        """Return where the stages are. Raises ScheduleError for a wrong number of chunks."""
+        return self.placement(num_ranks, self.number_of_chunks(options))
 
     def arguments(self, names: tuple[str, ...], options: Options) -> dict[str, Any]:
         """Return the given options that have one of the names; the number of chunks is always given."""

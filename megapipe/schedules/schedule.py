@@ -9,7 +9,19 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import MICROBATCH, VERSION, Action, Ints, Kind, Mask, Rows, empty_rows
+from megapipe.schedules.actions import (
+    KIND,
+    MICROBATCH,
+    STAGE,
+    UNIT,
+    VERSION,
+    Action,
+    Ints,
+    Kind,
+    Mask,
+    Rows,
+    empty_rows,
+)
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.states import WHOLE_STATES, StateTable, StateUnit, whole_units
 
@@ -55,8 +67,9 @@ class Sections:
 class Header:
     """The properties of a schedule, apart from its actions.
 
-    ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. ``tied_groups`` lists, per tied
-    weight, the stages that hold a use of it; group g follows the state units of each (:meth:`tied_unit`).
+    ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. Stages of one part of the model
+    (:attr:`holders`) keep equal weights: their gradients are summed before each update. ``tied_groups`` lists, per
+    tied weight, the stages that hold a use of it; group g follows the state units of each (:meth:`tied_unit`).
     Micro-batches and versions count from the body's step: step t adds ``t * num_microbatches`` and
     ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
     ``k + versions_per_stage[s]`` over it, so a stage keeps that many copies and its gradients are
@@ -93,9 +106,12 @@ class Header:
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Weight versions that each rank keeps."""
+        """Copies of its layers' weights that each rank keeps: versions, of each copy of the model that it works on."""
+        own = [self.stages_on(rank) for rank in range(self.num_ranks)]
         return tuple(
-            max(self.versions_per_stage[stage] for stage in self.stages_on(rank)) for rank in range(self.num_ranks)
+            max(self.versions_per_stage[stage] for stage in stages)
+            * len({self.stages[stage].replica for stage in stages})
+            for stages in own
         )
 
     @property
@@ -172,6 +188,30 @@ class Header:
         return found
 
     @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages that hold its part of the model, ascending."""
+        found: dict[int, list[int]] = {}
+        for stage, place in enumerate(self.stages):
+            found.setdefault(place.part, []).append(stage)
+        return tuple(tuple(found[place.part]) for place in self.stages)
+
+    @cached_property
+    def shared(self) -> Mask:
+        """Whether other stages hold the part of each stage too, shape [stages]."""
+        return np.array([len(holders) > 1 for holders in self.holders], dtype=np.bool_)
+
+    @cached_property
+    def reduced(self) -> Mask:
+        """Whether the gradients of each stage are summed over replicas or holders of its part, shape [stages]."""
+        reduced: Mask = self.shared | self.data_parallel
+        return reduced
+
+    @property
+    def model_copies(self) -> int:
+        """Largest number of stages that hold one part of the model."""
+        return max(map(len, self.holders))
+
+    @cached_property
     def stages_sharing(self) -> tuple[int, ...]:
         """Per stage, the number of stages of the same copy of the model on its rank, including itself. A stage has
         an equal share of that copy's layers on the rank."""
@@ -221,15 +261,35 @@ class Header:
         """Tied group of a state unit of a stage, negative for a unit of the stage's own."""
         return unit - len(self.stage_states[stage])
 
+    def summing_ranks(self, stage: int, unit: int) -> frozenset[int]:
+        """Pipeline ranks over which the gradients of a state unit of a stage are summed."""
+        group = self.tied_group(stage, unit)
+        stages = self.tied_groups[group] if group >= 0 else self.holders[stage]
+        return frozenset(self.stages[each].rank for each in stages)
+
 
 class Origin(NamedTuple):
     """The text that a schedule was read from, and the numbers of its lines: of each rank in each section, and of the
-    first header line of each key."""
+    first header line of each key. words: each rank's actions in each section, with line and column of each."""
 
     source: str
     text: tuple[str, ...]
     lines: dict[tuple[SectionName, int], int]
     header: dict[str, int]
+    words: dict[tuple[SectionName, int], tuple[Rows, Rows]]
+
+    def place_of(self, section: SectionName, rank: int, row: Rows, earlier: int, period: int) -> tuple[int, int]:
+        """Return line and column of a row of a rank's section, unrolled or lowered: that of the rank, and column 0,
+        where lowering added it. earlier: rows of the same action before it; period: micro-batches of a step."""
+        rows, places = self.words[section, rank]
+        same = (rows[:, [KIND, STAGE]] == row[[KIND, STAGE]]).all(axis=1)
+        same &= (rows[:, UNIT] == -1) | (rows[:, UNIT] == row[UNIT])
+        same &= (row[MICROBATCH] - rows[:, MICROBATCH]) % period == 0
+        found = places[same]
+        if not len(found):
+            return self.lines[section, rank], 0
+        line, column = found[min(earlier, len(found) - 1)].tolist()
+        return line, column
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,20 @@ class Table:
 
     def place_of(self, row: int) -> str:
         """Return the rank of a row, and its line if the schedule was read from a text."""
-        return self.place_in(self.section_of(row), int(self.rank[row]))
+        if self.origin is None:
+            return f"rank {self.rank[row]}"
+        return f"rank {self.rank[row]} ({self.origin.source}, line {self.text_place(row)[0]})"
+
+    def text_place(self, row: int) -> tuple[int, int]:
+        """Return line and column of a row in the text that the schedule was read from, counted from 1; column 0 for
+        a row that lowering added, and 0, 0 without a text."""
+        if self.origin is None:
+            return 0, 0
+        first = self.offsets[self.rank[row]]
+        same = [KIND, STAGE, UNIT, MICROBATCH]
+        earlier = int(np.count_nonzero((self.rows[first:row, same] == self.rows[row, same]).all(axis=1)))
+        place = self.section_of(row), int(self.rank[row])
+        return self.origin.place_of(*place, self.rows[row], earlier, self.header.num_microbatches)
 
     def place_in(self, section: SectionName, rank: int) -> str:
         """Return the name of a rank, with its line in a section if the schedule was read from a text."""
@@ -161,6 +174,12 @@ class Table:
     def num_states(self) -> Ints:
         """Number of state units of each row's stage, without tied weights."""
         return np.array([len(units) for units in self.header.stage_states], dtype=np.int64)[self.stage]
+
+    @cached_property
+    def shared_reductions(self) -> Ints:
+        """Rows that sum gradients over all stages that hold one part of the model, on other ranks too."""
+        rows = self.rows_with(Kind.REDUCE_GRADIENTS)
+        return rows[self.header.shared[self.stage[rows]]]
 
     def is_kind(self, *kinds: Kind) -> Mask:
         """Which rows have one of the kinds."""

@@ -20,6 +20,8 @@ line is one unit that is kept whole. Words are those of :mod:`megapipe.schedules
 are several; compute actions joined by a plus sign, ``F0.4+B1.2``, are one action whose rows overlap. A schedule of
 compute actions alone (``lowered no``, the default) can be lowered.
 
+Files of format 3 have parameters in the place of numbers (:mod:`megapipe.schedules.parameters`).
+
 Files of format 1 are read too. Instead of state lines and pools they have ``weight_buffers`` and ``whole_gradients``,
 which shard all units, ``weights_in_host``, and ``zero Z Z ...``, by stage the ZeRO stage of each unit.
 """
@@ -27,7 +29,7 @@ which shard all units, ``weights_in_host``, and ``zero Z Z ...``, by stage the Z
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple
@@ -35,77 +37,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Action, Rows, empty_rows, read_action, write_action
-from megapipe.schedules.errors import ScheduleError, excerpt
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.lines import TextLine, split_lines
+from megapipe.schedules.parameters import STATEMENTS, UNKNOWN, FileParameters, expand
 from megapipe.schedules.promise import Promise
 from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule, SectionName, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome
 from megapipe.schedules.table import Table
 
-
-class Word(NamedTuple):
-    """A word and its column, counted from 1."""
-
-    text: str
-    column: int
-
-
-class TextLine(NamedTuple):
-    """A line that says something: its number from 1, its words, its text without the comment; all the file's lines."""
-
-    source: str
-    number: int
-    words: tuple[Word, ...]
-    text: str
-    file: tuple[str, ...]
-
-    def error(self, word: Word, problem: str) -> ScheduleError:
-        """An error at a word of this line."""
-        place = f"{self.source}, line {self.number}, column {word.column}"
-        return ScheduleError(f"{place}: {problem}", excerpt(self.file, self.number, word.column))
-
-    def expect_length(self, length: int) -> None:
-        """Raise ScheduleError unless the line has that many words."""
-        if len(self.words) > length:
-            raise self.error(self.words[length], f"unexpected {self.words[length].text!r}; remove it")
-        if len(self.words) < length:
-            raise self.error(self.words[-1], f"a value must follow {self.words[0].text!r}")
-
-    def number_at(self, index: int, least: int = 0) -> int:
-        """The whole number at a word; raises ScheduleError where there is none or it is below ``least``."""
-        if index >= len(self.words):
-            raise self.error(self.words[-1], f"a number must follow {self.words[-1].text!r}")
-        word = self.words[index]
-        if re.fullmatch(r"\d{1,9}", word.text) is None or int(word.text) < least:
-            raise self.error(word, f"{word.text!r} is not a whole number of at least {least}")
-        return int(word.text)
-
-    def choice_at(self, index: int, choices: tuple[str, ...]) -> str:
-        """The word at an index, which must be one of ``choices``."""
-        self.expect_length(index + 1)
-        return self.one_of(index, choices)
-
-    def one_of(self, index: int, choices: tuple[str, ...]) -> str:
-        """The word at an index, which must be one of ``choices``; others may follow."""
-        if index >= len(self.words):
-            raise self.error(self.words[-1], f"one of {', '.join(choices)} must follow {self.words[-1].text!r}")
-        word = self.words[index]
-        if word.text not in choices:
-            raise self.error(word, f"{word.text!r} is not one of {', '.join(choices)}")
-        return word.text
-
-
-def split_lines(text: str, source: str) -> Iterator[TextLine]:
-    """The lines that hold more than a comment."""
-    file = tuple(text.split("\n"))
-    for number, raw in enumerate(file, start=1):
-        content = raw.split("#", 1)[0].rstrip()
-        words = tuple(Word(match.group(), match.start() + 1) for match in re.finditer(r"\S+", content))
-        if words:
-            yield TextLine(source, number, words, content.strip(), file)
-
-
 MAGIC: Final = "megapipe schedule"
 FORMAT_VERSION: Final = 2
+WITH_PARAMETERS: Final = 3
+"""The format of files for any number of ranks and micro-batches."""
 
 _NUMBERS: Final = {
     "microbatches": "num_microbatches",
@@ -198,10 +141,11 @@ class HeaderReader:
 
     def __init__(self, first: TextLine) -> None:
         self._version = first.number_at(2)
-        if self._version not in (1, FORMAT_VERSION):
+        if self._version not in (1, FORMAT_VERSION, WITH_PARAMETERS):
             raise first.error(
                 first.words[2],
-                f"format {first.words[2].text} cannot be read; this version reads formats 1 and {FORMAT_VERSION}",
+                f"format {first.words[2].text} cannot be read; this version reads formats 1, {FORMAT_VERSION} and "
+                f"{WITH_PARAMETERS}",
             )
         first.expect_length(3)
         self.lines: dict[str, TextLine] = {}
@@ -219,6 +163,8 @@ class HeaderReader:
         if key not in keys:
             nearest = difflib.get_close_matches(key, keys, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it must be one of {', '.join(keys)}"
+            if self._version < WITH_PARAMETERS and key in STATEMENTS:
+                hint = f"; a file with parameters starts with '{MAGIC} {WITH_PARAMETERS}'"
             raise line.error(line.words[0], f"unknown header line {key!r}{hint}")
         self.lines.setdefault(key, line)
         if key == "stage":
@@ -390,10 +336,11 @@ def dumps(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def loads(text: str, source: str = "schedule") -> Schedule:
+def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) -> Schedule:
     """The schedule that a text describes.
 
-    ``source`` names the text in errors. Raises ScheduleError with line and column of what does not belong.
+    ``source`` names the text in errors. ``sizes`` are those of the run, for a text with parameters. Raises
+    ScheduleError with line and column of what does not belong.
 
     Example:
         >>> from megapipe import build, dumps, loads
@@ -401,33 +348,74 @@ def loads(text: str, source: str = "schedule") -> Schedule:
         >>> loads(dumps(schedule)) == schedule
         True
     """
-    lines = list(split_lines(text, source))
-    if not lines or not lines[0].text.startswith(MAGIC):
-        raise ScheduleError(f"{source}: the first line must be '{MAGIC} {FORMAT_VERSION}'")
-    reader = HeaderReader(lines[0])
+    lines, reader, header = _read_header(text, source, sizes)
     starts = [index for index, line in enumerate(lines) if line.words[0].text in SECTIONS]
-    for line in lines[1 : starts[0] if starts else len(lines)]:
-        reader.read(line)
-    header = reader.finish(source)
-    found: dict[SectionName, tuple[Rows, ...]] = {}
-    numbers: dict[tuple[SectionName, int], int] = {}
+    found: dict[SectionName, list[_Row]] = {}
     for start, end in pairwise([*starts, len(lines)]):
         name = _section_name(lines[start], found)
         found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks, header.slices)
-        numbers |= {(name, rank): line.number for rank, line in enumerate(lines[start + 1 : end])}
     if "body" not in found:
         raise ScheduleError(
             f"{source}: the section 'body' is missing; add a line 'body', and below it 'rank R: ...' for each rank"
         )
     empty = tuple(empty_rows() for _ in range(header.num_ranks))
-    sections = Sections(found.get("prologue", empty), found["body"], found.get("epilogue", empty))
-    keys = {key: line.number for key, line in reader.lines.items()}
-    schedule = Schedule(header, sections, Origin(source, lines[0].file, numbers, keys))
+    rows = {name: tuple(each.rows for each in rows) for name, rows in found.items()}
+    sections = Sections(rows.get("prologue", empty), rows["body"], rows.get("epilogue", empty))
+    placed = {(name, rank): each for name, rows in found.items() for rank, each in enumerate(rows)}
+    origin = Origin(
+        lines[-1].source,
+        lines[0].file,
+        {place: row.number for place, row in placed.items()},
+        {key: line.number for key, line in reader.lines.items()},
+        {place: (row.rows, row.places) for place, row in placed.items()},
+    )
+    schedule = Schedule(header, sections, origin)
     if "class" in reader.lines:
         return schedule
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
     inferred = Promise.of(table, flushes=schedule.flushes).numerical_class
     return replace(schedule, header=replace(header, numerical_class=inferred))
+
+
+def loads_header(text: str, source: str, sizes: FileParameters) -> Header:
+    """The header of a text, without its rows; what a text with parameters requires of the run is not checked."""
+    return _read_header(text, source, sizes, header_only=True)[2]
+
+
+def has_parameters(text: str) -> bool:
+    """Whether a text is for any number of ranks and micro-batches."""
+    first = next(split_lines(text, ""), None)
+    return first is not None and first.text == f"{MAGIC} {WITH_PARAMETERS}"
+
+
+def _read_header(
+    text: str, source: str, sizes: FileParameters, header_only: bool = False
+) -> tuple[list[TextLine], HeaderReader, Header]:
+    """Return the lines of a text, with values in the place of parameters, and what its header says."""
+    lines = list(split_lines(text, source))
+    if not lines or not lines[0].text.startswith(MAGIC):
+        raise ScheduleError(f"{source}: the first line must be '{MAGIC} {FORMAT_VERSION}'")
+    reader, expanded = HeaderReader(lines[0]), None
+    if has_parameters(text):
+        expanded = expand(lines, source, sizes, header_only)
+        lines = expanded.lines
+    elif sizes.options:
+        raise ScheduleError(
+            f"{source} is a file without parameters, which takes no options, but {', '.join(sizes.options)} was "
+            "given; leave it out, name a schedule, or declare the option in a file of format 3"
+        )
+    for line in lines[1:]:
+        if line.words[0].text in SECTIONS:
+            break
+        reader.read(line)
+    header = reader.finish(source)
+    if expanded is not None and header.num_ranks != expanded.num_ranks:
+        raise expanded.ranks.error(
+            expanded.ranks.words[0],
+            f"the run has {expanded.num_ranks} ranks, but the stages are on ranks 0 to {header.num_ranks - 1}; change "
+            "the ranks of the stages",
+        )
+    return lines, reader, header
 
 
 def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:
@@ -445,7 +433,15 @@ def _words(actions: Iterable[Action], slices: int) -> Iterator[str]:
         yield from words if group < 0 else ["+".join(words)]
 
 
-def _section_name(line: TextLine, found: dict[SectionName, tuple[Rows, ...]]) -> SectionName:
+class _Row(NamedTuple):
+    """A rank's row: the number of its line, its actions, and line and column of each, shape [actions, 2]."""
+
+    number: int
+    rows: Rows
+    places: Rows
+
+
+def _section_name(line: TextLine, found: Collection[SectionName]) -> SectionName:
     line.expect_length(1)
     name = next(name for name in SECTIONS if name == line.words[0].text)
     if found and SECTIONS.index(name) <= max(SECTIONS.index(earlier) for earlier in found):
@@ -455,7 +451,7 @@ def _section_name(line: TextLine, found: dict[SectionName, tuple[Rows, ...]]) ->
     return name
 
 
-def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> tuple[Rows, ...]:
+def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> list[_Row]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
             raise line.error(
@@ -469,11 +465,12 @@ def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: 
             f"the section has {len(lines)} rank lines, but the stages are on {num_ranks} ranks; add the line "
             f"'rank {len(lines)}: ...'",
         )
-    return tuple(_read_rank(line, slices) for line in lines)
+    return [_read_rank(line, slices) for line in lines]
 
 
-def _read_rank(line: TextLine, slices: int) -> Rows:
+def _read_rank(line: TextLine, slices: int) -> _Row:
     actions: list[Action] = []
+    places: list[tuple[int, int]] = []
     groups = 0
     for word in line.words[2:]:
         parts = word.text.split("+")
@@ -482,4 +479,9 @@ def _read_rank(line: TextLine, slices: int) -> Rows:
             actions += [read_action(part, slices)._replace(group=group) for part in parts]
         except ScheduleError as error:
             raise line.error(word, str(error)) from None
-    return np.array(actions, dtype=np.int32) if actions else empty_rows()
+        column = word.column
+        for part in parts:
+            places.append((word.line or line.number, column))
+            column += (len(part) + 1) * (word.line == 0)
+    rows = np.array(actions, dtype=np.int32) if actions else empty_rows()
+    return _Row(line.number, rows, np.array(places, dtype=np.int32).reshape(-1, 2))

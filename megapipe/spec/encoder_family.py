@@ -37,12 +37,13 @@ def token_types(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encoder(
-    model_type: str, name: str, *, body: str, norms: dict[str, str], head: Mapping[str, str], **changes: Any
+    model_type: str, name: str, *, body: str, norms: dict[str, str], head: Mapping[str, str | Tensors], **changes: Any
 ) -> Family:
     """Register the family of an encoder like BERT.
 
     name: prefix of transformers' classes. body: prefix of the names of `norms` and of all others outside the heads.
-    head: names of the masked-token head. changes: additions to BERT's entries, or other words.
+    norms: names of the norms, and those that differ from BERT's. head: complete names, of the masked-token head.
+    changes: additions to BERT's entries, or other words.
     """
 
     def architectures(model: ModelConfig) -> list[str]:

@@ -1,6 +1,8 @@
 """Model families of Hugging Face transformers as data: keys of config.json and names of tensors, both ways.
 
 Each file of `megapipe/spec/families` registers one family; all of them are imported when a family is first looked up.
+An installed package lists its families as entry points of the group ``megapipe.families``: the entry point has the
+model_type of the family, and names the module that registers it.
 A key of config.json that a family does not list may change the model's results, so a configuration with it is refused.
 The lists contain the keys that transformers 4 and 5 write; a test changes every key that transformers writes and
 compares logits.
@@ -11,6 +13,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +22,9 @@ from megapipe.config.errors import nearest
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.spec.layers import model_layers
-from megapipe.spec.parameters import ParameterSpec
+from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
+GROUP = "megapipe.families"
 BUILT_IN = "megapipe.spec.families"
 Step = Literal[
     "transposed", "query_key_value", "rotary_pairs", "rotary_last", "stacked", "row", "input_first", "interleaved"
@@ -283,7 +287,10 @@ class Family:
 
     def places(self, model: ModelConfig) -> Iterator[ParameterPlace]:
         """Yield where every parameter of a model is. Raises FamilyError for a parameter that has no place."""
-        specs = {spec.name: (layer, spec) for layer in model_layers(model) for spec in layer.parameters.values()}
+        specs: dict[str, tuple[LayerSpec, ParameterSpec]] = {}
+        for layer in model_layers(model):
+            for spec in layer.parameters.values():
+                specs.setdefault(spec.name, (layer, spec))
         for layer, spec in specs.values():
             own = model.of_kind(layer.variant)
             path = spec.name.removeprefix(f"{layer.name}.")
@@ -355,12 +362,43 @@ def families(kind: str | None = None) -> dict[str, Family]:
     package = import_module(BUILT_IN)
     for module in pkgutil.iter_modules(package.__path__):
         import_module(f"{BUILT_IN}.{module.name}")
+    _package_errors()
     return {name: _FAMILIES[name] for name in sorted(_FAMILIES) if kind in (None, _FAMILIES[name].kind)}
+
+
+@cache
+def _package_errors() -> dict[str, str]:
+    """Import the families of installed packages, and return why some cannot be used, by model_type."""
+    from importlib.metadata import entry_points  # takes long to import
+
+    errors = {}
+    for each in entry_points(group=GROUP):
+        before, problem = dict(_FAMILIES), ""
+        try:
+            each.load()
+        except Exception as error:
+            problem = f"cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}"
+        twice = [name for name, family in before.items() if _FAMILIES[name] is not family]
+        if twice:
+            problem = f"registers {', '.join(twice)} a second time"
+        elif not problem and each.name not in _FAMILIES:
+            problem = f"does not register {each.name!r}"
+        if problem:
+            _FAMILIES.clear()
+            _FAMILIES.update(before)
+            package = each.dist.name if each.dist is not None else each.value
+            errors[each.name] = (
+                f"model_type {each.name!r} of the package {package} cannot be used: {each.value} {problem}; fix or "
+                "uninstall the package"
+            )
+    return errors
 
 
 def family_of(model_type: Any, kind: str | None = None) -> Family:
     """Return the family of a model_type. Raises FamilyError unless it is known and of this kind."""
     known = families(kind)
+    if isinstance(model_type, str) and model_type in _package_errors():
+        raise FamilyError(_package_errors()[model_type])
     if not isinstance(model_type, str) or model_type not in known:
         near = nearest(model_type, known) if isinstance(model_type, str) else ""
         raise FamilyError(

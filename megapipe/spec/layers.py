@@ -15,13 +15,17 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model in order: `embedding`, `blocks.0` to `blocks.{num_layers - 1}`, `head`.
 
     Shapes are the global canonical ones, in which every tensor-parallel shard is one box. With tied embeddings the
-    head's `output.weight` is the spec of the embedding's `word.weight` itself.
+    head's `output.weight` is the spec of the embedding's `word.weight` itself. Shared blocks have the specs of the
+    first one.
     """
     shape = MicrobatchShape(model)
     embedding = _layer("embedding", "embedding", 0, embedding_ops(shape))
     ops = {name: tuple(block_ops(MicrobatchShape(each))) for name, each in model.kinds_of_layers.items()}
     kinds = map(model.kind_of_layer, range(model.num_layers))
-    blocks = (_layer(f"blocks.{index}", "block", index, ops[kind], kind) for index, kind in enumerate(kinds))
+    blocks = [_layer(f"blocks.{index}", "block", index, ops[kind], kind) for index, kind in enumerate(kinds)]
+    if isinstance(model, BertModelConfig) and model.shared_blocks:
+        shared = {path: replace(spec, one_accumulator=True) for path, spec in blocks[0].parameters.items()}
+        blocks = [replace(block, parameters=shared) for block in blocks]
     head = _layer("head", "head", 0, _head_ops(shape))
     if model.tie_embeddings:
         head.parameters["output.weight"] = embedding.parameters["word.weight"]

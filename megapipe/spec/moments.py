@@ -37,6 +37,12 @@ def table_moments(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tu
     return Moment("backward", needed), Moment("weight half", needed)
 
 
+def projection_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
+    """Return those of the projection of the embeddings: the gradients of its input and of its matrix."""
+    source = shape.of_embedding.own_stream
+    return Moment("backward", source + _gradient(shape, _elements(shape, weight))), Moment("input half", source)
+
+
 def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
     """Return those of a head: gradients of the last hidden states and of the output matrix, which the logits' gradient
     makes. columns: of the logits on this rank."""

@@ -7,7 +7,7 @@ recomputed one is replaced by what it is computed from.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -97,6 +97,12 @@ class MicrobatchShape:
     def own_stream(self) -> int:
         """Bytes of the residual stream of the tokens that this rank has between matrix products."""
         return self.stream // self.shards
+
+    @cached_property
+    def of_embedding(self) -> "MicrobatchShape":
+        """The same as wide as the model's embeddings."""
+        narrow = self.model.of_embedding
+        return self if narrow is self.model else replace(self, model=narrow)
 
     def statistics(self, rows: int) -> int:
         """Bytes of the fp32 statistics of `rows` normalised rows: mean and deviation, or the deviation alone."""

@@ -51,6 +51,8 @@ class ParameterSpec:
     state_unit: which of its layer's state units has it, where there are several; the layer's own by default.
     balance_rate: above 0 for what the loss does not train: its gradient is how much more than their share experts were
     given, and an update moves it by this much the other way.
+    one_accumulator: all uses of a tied weight on a rank add to one gradient, not each to its own, which sums of the
+    same bits on any stages would need.
     """
 
     name: str
@@ -62,6 +64,7 @@ class ParameterSpec:
     padded: bool = False
     balance_rate: float = 0.0
     state_unit: Literal["layer", "experts"] = "layer"
+    one_accumulator: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -120,19 +123,31 @@ class LayerSpec:
     variant: str = BASE_KIND
 
 
-def tied_names(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
-    """Return the names of parameters that more than one layer uses, in order of first use."""
-    seen: dict[str, int] = {}
-    for layer in layers:
-        for name in {spec.name for spec in layer.parameters.values()}:
-            seen[name] = seen.get(name, 0) + 1
-    return tuple(name for name, uses in seen.items() if uses > 1)
+TiedNames = tuple[str, ...]
+"""Names of parameters that the same layers use: together one tied weight, which has a copy on each of their ranks."""
+
+
+def tied_names(layers: Sequence[LayerSpec]) -> tuple[TiedNames, ...]:
+    """Return the names of each tied weight, in order of first use: parameters that more than one layer uses."""
+    return tuple(_users(layers).values())
 
 
 def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
     """Return the stages that use each tied weight, in order of first use. ranges[s]: layers of stage s."""
-    groups = []
-    for name in tied_names(tuple(layers)):
-        users = [i for i, layer in enumerate(layers) if any(s.name == name for s in layer.parameters.values())]
-        groups.append(tuple(stage for stage, members in enumerate(ranges) if any(i in members for i in users)))
-    return tuple(groups)
+    return tuple(
+        tuple(stage for stage, members in enumerate(ranges) if any(index in members for index in users))
+        for users in _users(layers)
+    )
+
+
+def _users(layers: Sequence[LayerSpec]) -> dict[tuple[int, ...], TiedNames]:
+    """Return the names of each tied weight by the numbers of the layers that use it."""
+    users: dict[str, tuple[int, ...]] = {}
+    for index, layer in enumerate(layers):
+        for name in dict.fromkeys(spec.name for spec in layer.parameters.values()):
+            users[name] = (*users.get(name, ()), index)
+    found: dict[tuple[int, ...], TiedNames] = {}
+    for name, each in users.items():
+        if len(each) > 1:
+            found[each] = (*found.get(each, ()), name)
+    return found

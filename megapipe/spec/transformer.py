@@ -40,6 +40,7 @@ from megapipe.spec.moments import (
     down_moments,
     gate_moments,
     output_moments,
+    projection_moments,
     table_moments,
     up_moments,
 )
@@ -350,7 +351,9 @@ def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
 
 
 def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of an embedding: rows that are looked up and summed, and a norm if the model has one."""
+    """Yield the ops of an embedding: rows that are looked up and summed, a norm if the model has one, and a projection
+    if the rows are not as wide as the residual stream."""
+    whole, shape = shape, shape.of_embedding
     model, stream = shape.model, shape.own_stream
     encoder = model if isinstance(model, BertModelConfig) else None
     types, unused = (encoder.token_types, encoder.first_position) if encoder else (0, 0)
@@ -372,7 +375,8 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     # Sequence parallelism gathers the gradient of the word embeddings, and their scale changes it; other tables read
     # that of their shard of the sum, and positions its sum over samples, unless they count from the starts of
     # documents, which differ between samples.
-    changed = normalized or model.embedding_dropout > 0
+    projected = whole is not shape
+    changed = normalized or model.embedding_dropout > 0 or projected
     words_apart = shape.sequence_parallel or model.embedding_scale != 1
     words = "gradient of words" if changed or words_apart else OUTPUT_GRADIENT
     handed = [Value(words, shape.stream)]
@@ -393,6 +397,24 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     )
     if normalized:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
+    if projected:
+        yield _projection(whole)
+
+
+def _projection(shape: MicrobatchShape) -> Op:
+    """Return the linear layer from the embeddings to the residual stream. Every tensor rank does it whole."""
+    model, narrow = shape.model, shape.of_embedding
+    weight = matrix("projection.weight", (model.hidden_size, narrow.model.hidden_size), None, model.init_std)
+    source = Value("embeddings", narrow.own_stream)
+    return Op(
+        "projection",
+        weights=(weight, vector("projection.bias", (model.hidden_size,), None, ZEROS)),
+        saves=(source,),
+        weight_needs=(source, Value(OUTPUT_GRADIENT, shape.own_stream)),
+        flops=linear_flops(all_tokens(shape), weight.num_elements),
+        kernels=partial(linear_products, shape, weight, shape.tokens // shape.shards),
+        moments=partial(projection_moments, shape, weight),
+    )
 
 
 def _lookup_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
@@ -441,38 +463,39 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     model = shape.model
     assert isinstance(model, BertModelConfig)
     hidden, rows, tensor, width = model.hidden_size, shape.rows, shape.tensor, shape.width
+    narrow = shape.of_embedding
+    inner = narrow.model.hidden_size
     every_row = shape.micro_size * (shape.sequence_length if shape.predictions is None else shape.predictions)
     states = Value("hidden states", shape.stream)
     if model.norm_position == "pre":
         yield norm(shape, "norm", Value("input", shape.own_stream))
-    wide = rows * hidden * width
-    picked, transformed, activated, normalised = (
-        Value(name, wide) for name in ("picked tokens", "transform", "gelu", "transform norm")
-    )
+    picked = Value("picked tokens", rows * hidden * width)
+    wide = rows * inner * width
+    transformed, activated, normalised = (Value(name, wide) for name in ("transform", "gelu", "transform norm"))
     statistics = Value("transform statistics", shape.statistics(rows))
     yield Op("pick", saves=(states, Value("log-sums", rows * FULL_BYTES)))
-    transform = matrix("transform.weight", (hidden, hidden), None, model.init_std)
+    transform = matrix("transform.weight", (inner, hidden), None, model.init_std)
     yield Op(
         "transform",
-        weights=(transform, *([vector("transform.bias", (hidden,), None, ZEROS)] if model.transform_bias else [])),
+        weights=(transform, *([vector("transform.bias", (inner,), None, ZEROS)] if model.transform_bias else [])),
         gathered=True,
         saves=(picked,),
         weight_needs=(picked, gradient("transform", wide)),
         flops=linear_flops(every_row, transform.num_elements),
         kernels=partial(linear_products, shape, transform, rows),
     )
-    yield Op("gelu", saves=(transformed,), uses=(KernelUse("gelu", hidden),))
+    yield Op("gelu", saves=(transformed,), uses=(KernelUse("gelu", inner),))
     yield Op(
         "transform_norm",
-        weights=norm_weights(model, "transform_norm"),
+        weights=norm_weights(narrow.model, "transform_norm"),
         gathered=True,
         saves=(activated, statistics),
         weight_needs=(activated, statistics, gradient("transform norm", wide)),
-        uses=(KernelUse(model.norm_kind.op, hidden),),
+        uses=(KernelUse(model.norm_kind.op, inner),),
     )
     collectives = _loss_collectives(shape, rows)
     if tensor > 1:
-        collectives += (Collective("tensor", "all_reduce", rows * hidden, width, 0, 1),)
+        collectives += (Collective("tensor", "all_reduce", rows * inner, width, 0, 1),)
         if shape.sequence_parallel:
             collectives += (Collective("tensor", "all_gather", shape.tokens * hidden, width, 1),)
     columns = _columns(shape)
@@ -480,15 +503,15 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     logits = 0 if shape.recompute_logits else rows * min(columns, model.vocabulary_size) * width
     yield Op(
         "output",
-        weights=(bias, *_output_weights(shape)),
+        weights=(bias, *_output_weights(narrow)),
         gathered=True,
         saves=(normalised, Value("logits", logits)),
         weight_needs=(normalised, gradient("logits", rows * columns * width)),
-        flops=linear_flops(every_row, _output_elements(model), shape.recompute_logits),
+        flops=linear_flops(every_row, _output_elements(narrow.model), shape.recompute_logits),
         collectives=collectives,
-        kernels=partial(_output_kernels, shape),
-        uses=(_loss_use(shape, rows),),
-        moments=partial(output_moments, shape, columns),
+        kernels=partial(_output_kernels, narrow),
+        uses=(_loss_use(narrow, rows),),
+        moments=partial(output_moments, narrow, columns),
     )
     if model.sentence_head:
         yield from _sentence_ops(shape, states)

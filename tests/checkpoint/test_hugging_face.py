@@ -35,7 +35,8 @@ from tests.support.meshes import run_threads
 BERTS = {
     "bert": {},
     "bert_without_sentence_head": {"sentence_head": False, "activation": "gelu_tanh"},
-    "megatron_bert": {"norm_position": "pre"},
+    "megatron_bert": {"form": "pre"},
+    "albert": {"form": "shared"},
 }
 LAYOUT = {"tensor": 2, "pipeline": 2}
 
@@ -180,7 +181,7 @@ def test_a_window_longer_than_sequences_is_none(tmp_path: Path, folders: dict[st
         ("qwen2", {"bias": "none"}, "set model.bias to 'qkv'"),
         ("qwen3", {"qk_norm": False}, "set model.qk_norm to True"),
         ("bert", {"num_layers": 1}, "set model.num_layers to 2"),
-        ("bert", {"norm_position": "pre"}, "set model.norm_position to 'post'"),
+        ("bert", {"form": "pre"}, "set model.norm_position to 'post'"),
         ("bert", {"norm_epsilon": 1e-5}, "set model.norm_epsilon to 1e-12"),
         ("bert", {"positions": "rotary"}, "set model.positions to 'learned'"),
         ("bert_without_sentence_head", {"sentence_head": True}, "set model.sentence_head to False"),

@@ -25,7 +25,8 @@ from tests.models.hugging_face import CONFIGS, ENCODERS, case_of
 BERTS = {
     "bert": {},
     "bert_without_sentence_head": {"sentence_head": False, "activation": "gelu_tanh"},
-    "megatron_bert": {"norm_position": "pre"},
+    "megatron_bert": {"form": "pre"},
+    "albert_for_pretraining": {"form": "shared"},
 }
 
 

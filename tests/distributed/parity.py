@@ -36,7 +36,7 @@ from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import validate
 from tests.distributed.layout_cases import FULL, NOTHING, Groups, context, schedule, sequence, zero
 from tests.inference.test_generate import filled_with
-from tests.models.hugging_face import CONFIGS, case_of, gradients_of, tame
+from tests.models.hugging_face import CONFIGS, ENCODERS, case_of, gradients_of, tame
 from tests.models.test_bert_hugging_face import case_of as bert_of
 from tests.support.bert_runs import make_bert_config, write_corpus
 from tests.support.gpt_runs import Shard, assembled, make_config, shards, write_shard
@@ -60,6 +60,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], Groups]] = {
     "data 2, zero 3": ({"data": 2}, zero(3)),
 }
 """Name of a layout -> sizes of its mesh, and what it changes."""
+PAIRED = {"bert": "post", "megatron-bert": "pre", "albert": "shared"}
+"""Families that are trained with sentence pairs -> form of their case."""
 TOLERANCES = {"losses": 1e-5, "gradients": 1e-4, "logits": 1e-3, "text": 0.0}
 """Largest differences, relative to the loss, to a parameter's largest gradient, and to the largest logit."""
 
@@ -85,9 +87,9 @@ class Family(NamedTuple):
 def family_cases() -> dict[str, str]:
     """Return model_type -> the first case of its family."""
     found: dict[str, str] = {}
-    for name, (prefix, _) in CONFIGS.items():
+    for name, (prefix, _) in (CONFIGS | ENCODERS).items():
         found.setdefault(getattr(transformers, f"{prefix}Config").model_type, name)
-    return {**found, "bert": "", "megatron-bert": ""}
+    return {**found, **PAIRED}
 
 
 def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> list[Family]:
@@ -103,15 +105,16 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
     for model_type in model_types:
         path = folder / model_type
         config: PretrainConfig
-        if "bert" in model_type:
-            theirs: nn.Module = bert_of(norm_position="post" if model_type == "bert" else "pre").theirs
+        if model_type in PAIRED:
+            theirs: nn.Module = bert_of(form=PAIRED[model_type]).theirs
         else:
             theirs = case_of(cases[model_type]).theirs
         tame(theirs)
         theirs.save_pretrained(path)
         model: Any = HuggingFaceSource(path).contents.model
         if "bert" in model_type:
-            config = make_bert_config(sentences, model, **groups)
+            alone = replace(sentences, pairs="none")
+            config = make_bert_config(sentences if model_type in PAIRED else alone, model, **groups)
         else:
             if model.num_experts and model.expert_balance_rate:
                 # transformers does not move the router's biases; a rate below any rounding does not either.
@@ -172,6 +175,9 @@ def opened(folder: Path) -> Any:
     theirs = getattr(transformers, kind).from_pretrained(folder, attn_implementation="eager").eval()
     for name, parameter in theirs.named_parameters():
         parameter.requires_grad_("correction_bias" not in name)
+    for module in theirs.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # its row is trained, since its token may also take the place of a hidden one
     return theirs
 
 
@@ -192,20 +198,32 @@ def loss_of(theirs: Any, microbatches: Sequence[MicrobatchContext]) -> Tensor:
             torch.cat([getattr(each, name) for each in microbatches]) for name in ("tokens", "labels", "loss_mask")
         )
         return weighted(theirs(tokens).logits, labels, mask) / mask.sum()
-    terms, counts = torch.zeros(2), torch.zeros(2)
+    terms, counts = [], []
     for each in microbatches:
         assert isinstance(each, BertContext)
         assert each.tokens is not None
         assert each.lengths is not None
         assert each.positions is not None
         visible = (torch.arange(each.tokens.shape[1]) < each.lengths[:, None]).long()
-        found = theirs(input_ids=each.tokens, token_type_ids=each.token_types, attention_mask=visible)
-        logits, pairs = found.prediction_logits, found.seq_relationship_logits
+        given = {"token_type_ids": each.token_types} if "type_vocab_size" in theirs.config else {}
+        if "Roberta" in type(theirs).__name__:
+            # By itself it leaves tokens with the id of padding out when it numbers the others.
+            given["position_ids"] = theirs.config.pad_token_id + 1 + torch.arange(LENGTH).expand_as(each.tokens)
+        found = theirs(input_ids=each.tokens, attention_mask=visible, **given)
+        logits, pairs = heads_of(found)
         rows = logits.gather(1, each.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-        sentences = weighted(pairs, each.sentence_labels, each.sentence_weights)
-        terms = terms + torch.stack([weighted(rows, each.labels, each.loss_mask), sentences])
-        counts += torch.tensor([each.loss_mask.sum(), each.sentence_weights.sum()])  # type: ignore[union-attr]
-    return (terms / counts).sum()
+        sentences = [] if pairs is None else [(pairs, each.sentence_labels, each.sentence_weights)]
+        predicted = [(rows, each.labels, each.loss_mask), *sentences]
+        terms.append(torch.stack([weighted(*one) for one in predicted]))
+        counts.append(torch.stack([weights.sum() for *_, weights in predicted]))  # type: ignore[union-attr]
+    return (sum(terms) / sum(counts)).sum()  # type: ignore[union-attr,return-value]
+
+
+def heads_of(found: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of tokens, and those of sentence pairs if there are any, of what a model returned."""
+    if "prediction_logits" not in found:
+        return found.logits, None
+    return found.prediction_logits, found.sop_logits if "sop_logits" in found else found.seq_relationship_logits
 
 
 def weighted(logits: Tensor, labels: Tensor | None, weights: Tensor | None) -> Tensor:
@@ -220,9 +238,7 @@ def logits_of(theirs: Any) -> Tensor:
     """Return the logits for random tokens; of a BERT those of tokens."""
     tokens = torch.randint(61, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        found = theirs(tokens)
-    logits: Tensor = found.prediction_logits if "prediction_logits" in found else found.logits
-    return logits
+        return heads_of(theirs(tokens))[0]
 
 
 def text_of(theirs: Any) -> list[list[int]]:

@@ -122,6 +122,7 @@ ROBERTA: Change = {
     "model": {"sentence_head": False, "token_types": 1, "first_position": 2},
     "data": {"pairs": "none"},
 }
+ALBERT: Change = {"model": {"embedding_size": 16, "shared_blocks": True}}
 MODERNBERT: Change = {
     "model": {name: value for name, value in vars(MODERN).items() if value != getattr(POST_NORM, name)},
     "data": {"pairs": "none"},
@@ -167,6 +168,16 @@ MIXED = [
         {"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ROBERTA, marks=SLOW
     ),
     pytest.param({"model": "bert", "context": "2 ring", "zero": "3", "data": "2"}, ROBERTA, marks=RARE),
+    pytest.param({"model": "bert", "data": "2", "tensor": "2", "sequence": "on", "zero": "3"}, ALBERT, marks=SLOW),
+    pytest.param(
+        {"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ALBERT, marks=SLOW
+    ),
+    pytest.param({"model": "bert", "context": "2 ring", "recompute": "full"}, ALBERT, marks=RARE),
+    pytest.param(
+        {"model": "bert", "pipeline": "2", "tensor": "2", "precision": "bf16", "offload": "optimizer"},
+        ALBERT,
+        marks=RARE,
+    ),
     pytest.param({"model": "bert", "pipeline": "2", "tensor": "2", "sequence": "on"}, MODERNBERT, marks=SLOW),
     pytest.param({"model": "bert", "context": "2 ring", "schedule": "zb_h1", "pipeline": "2"}, MODERNBERT, marks=SLOW),
     pytest.param(

@@ -18,7 +18,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.layout.hardware.files import PRESETS, read_hardware, written
 from megapipe.planner.command.main import COMMANDS
 from megapipe.planner.command.main import main as plan
-from megapipe.schedules import loads, lower, validate
+from megapipe.schedules import GENERATORS, loads, lower, validate
 from megapipe.schedules.command.main import main as schedule
 from megapipe.training.resilience.signals import ExitCode
 from megapipe.training.validation import validate as validate_run
@@ -160,6 +160,8 @@ def test_every_command_of_the_planner_is_listed() -> None:
 def test_the_schedule_file_is_valid() -> None:
     (text,) = (block for block in code("docs/schedules.md", "") if block.startswith("megapipe schedule 2"))
     assert validate(lower(loads(text))).peak_activations == (2.0, 1.0)
+    (text,) = (block for block in code("docs/schedules.md", "") if block.startswith("megapipe schedule 3"))
+    assert text == GENERATORS["interleaved_1f1b"].text
 
 
 def test_short_copies_of_activations_cost_no_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from megapipe.engine.pipeline import Pipeline
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules import dumps, order
+from megapipe.schedules import GENERATORS, dumps, order
 from megapipe.schedules.actions import Kind
 from tests.engine.library_models import (
     ROWS,
@@ -97,10 +97,14 @@ def test_processes_give_the_same_bits() -> None:
     assert_same_bits(merged(outcomes), plain(layers, 4))
 
 
-def test_a_schedule_file_trains_as_its_named_schedule(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [(dumps(order("zb_v", 2, 6)), {}), (GENERATORS["interleaved_1f1b"].text, {"chunks": 3, "group_size": 3})],
+)
+def test_a_schedule_file_trains_as_its_named_schedule(tmp_path: Path, text: str, options: dict[str, int]) -> None:
     layers, path = adoptable(), tmp_path / "mine.txt"
-    path.write_text(dumps(order("zb_v", 2, 6)), encoding="utf-8")
-    outcomes = run_threads({"pipeline": 2}, train, layers, str(path), 6)
+    path.write_text(text, encoding="utf-8")
+    outcomes = run_threads({"pipeline": 2}, train, layers, str(path), 6, options)
     assert_same_bits(merged(outcomes), plain(layers, 6))
 
 

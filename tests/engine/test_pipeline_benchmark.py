@@ -36,9 +36,10 @@ def test_every_contestant_runs_every_schedule() -> None:
     races: dict[str, dict[str, dict[str, Any]]] = {}
     for figure in found:
         races.setdefault(figure["schedule"], {})[figure["contestant"]] = figure
-    assert set(races) == {"gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb_v"}
+    assert set(races) == {"gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb_v", "dualpipe_v"}
     # What two ranks and four micro-batches allow, in milliseconds, with a stage's forward 1 and backward 2.
     finish = {"gpipe": 15.0, "1f1b": 15.0, "interleaved_1f1b": 27.0, "interleaved_zero_bubble": 25.0, "zb_v": 25.0}
+    finish["dualpipe_v"] = 26.0
     for name, contestants in races.items():
         assert set(contestants) == CONTESTANTS
         for contestant, figure in contestants.items():

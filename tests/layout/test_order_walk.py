@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megapipe.layout.order_walk import FewRanks, Order, ShardedRanks, stage_walk
 from megapipe.layout.walk import Sizes, Tensor
-from megapipe.schedules.registry import GENERATORS, find_generator
+from megapipe.schedules.registry import find_generator
 from megapipe.schedules.states import StateTable
-from tests.schedules.support import chunks_at_once, fewest_microbatches
+from tests.schedules.support import TRAINED, chunks_at_once, fewest_microbatches
 
 MOST_LAYERS = 3
 
@@ -19,7 +19,7 @@ MOST_LAYERS = 3
 @st.composite
 def orders(draw: st.DrawFn, most_ranks: int, most_rounds: int) -> Order:
     """Any schedule with any number of ranks, chunks and micro-batches that it can run."""
-    generator = find_generator(draw(st.sampled_from(sorted(GENERATORS))))
+    generator = find_generator(draw(st.sampled_from(sorted(TRAINED))))
     ranks = draw(st.integers(1, most_ranks))
     options: dict[str, Any] = {}
     if "chunks" in generator.order_options:

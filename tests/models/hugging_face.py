@@ -275,6 +275,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "xlm_roberta": ("XLMRoberta", {**SIZES, **UNDROPPED, "pad_token_id": 3}),
+    "albert": ("Albert", {**SIZES, **UNDROPPED, "num_hidden_layers": 3, "embedding_size": 24}),
 }
 """The same for encoders with one head."""
 

@@ -23,7 +23,8 @@ MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_he
 BATCH, LENGTH, HIDDEN_TOKENS = 3, 40, 6
 LENGTHS = (40, 23, 9)
 PATHS = ("sdpa", "unfused")
-NORMS = ("post", "pre")
+FAMILIES = {"post": "Bert", "pre": "MegatronBert", "shared": "Albert"}
+"""Where norms are, or that blocks share weights -> prefix of transformers' classes."""
 ROUNDED = 1e-5
 """Tolerance where transformers computes rotary angles in fp32."""
 
@@ -34,7 +35,8 @@ class Case(NamedTuple):
 
     @property
     def family(self) -> str:
-        return "bert" if self.model.norm_position == "post" else "megatron-bert"
+        """The model_type in transformers."""
+        return str(self.theirs.config.model_type)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -44,11 +46,11 @@ class Case(NamedTuple):
 def case_of(
     sentence_head: bool = True,
     activation: str = "gelu",
-    norm_position: str = "post",
+    form: str = "post",
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Matrices with std 0.2, so that logits are of order 1 (at 0.02 nearly any model would agree); norms around 1."""
-    family = "Bert" if norm_position == "post" else "MegatronBert"
+    family, narrow = FAMILIES[form], {"embedding_size": 24} if form == "shared" else {}
     config = getattr(transformers, f"{family}Config")(
         vocab_size=97,
         num_hidden_layers=2,
@@ -60,14 +62,19 @@ def case_of(
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         attn_implementation="eager",
+        **narrow,
     )
     theirs = getattr(transformers, family + ("ForPreTraining" if sentence_head else "ForMaskedLM"))(config)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in theirs.named_parameters():
         parameter.data.normal_(0.0, 0.2, generator=generator)
-        if name.endswith(("LayerNorm.weight", "ln.weight")):
+        if name.endswith(("LayerNorm.weight", "ln.weight", "layer_norm.weight")):
             parameter.data.add_(1.0)
-    model = replace(MODEL, sentence_head=sentence_head, activation=activation, norm_position=norm_position)
+    model = replace(MODEL, sentence_head=sentence_head, activation=activation)
+    if form == "pre":
+        model = replace(model, norm_position="pre")
+    elif form == "shared":
+        model = replace(model, shared_blocks=True, embedding_size=24)
     return Case(model, theirs.eval().to(dtype))
 
 
@@ -119,15 +126,15 @@ def their_logits(theirs: torch.nn.Module, context: BertContext) -> tuple[Tensor,
     types = {"token_type_ids": context.token_types} if "type_vocab_size" in theirs.config else {}
     found = theirs(input_ids=context.tokens, attention_mask=visible, **types)
     if "prediction_logits" in found:
-        return found.prediction_logits, found.seq_relationship_logits
+        return found.prediction_logits, found.sop_logits if "sop_logits" in found else found.seq_relationship_logits
     return (found.logits,)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("norm_position", NORMS)
+@pytest.mark.parametrize("form", FAMILIES)
 @pytest.mark.parametrize(("sentence_head", "activation"), [(True, "gelu"), (False, "gelu_tanh")])
-def test_logits_agree(sentence_head: bool, activation: str, norm_position: str, path: str) -> None:
-    case = case_of(sentence_head, activation, norm_position)
+def test_logits_agree(sentence_head: bool, activation: str, form: str, path: str) -> None:
+    case = case_of(sentence_head, activation, form)
     model = replace(case.model, attention=path)
     layers = bound(model, case.weights, torch.float32)
     context = make_context()
@@ -143,9 +150,9 @@ def test_logits_agree(sentence_head: bool, activation: str, norm_position: str, 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("norm_position", NORMS)
-def test_losses_and_gradients_agree_in_double(norm_position: str, path: str) -> None:
-    case = case_of(norm_position=norm_position, dtype=torch.float64)
+@pytest.mark.parametrize("form", FAMILIES)
+def test_losses_and_gradients_agree_in_double(form: str, path: str) -> None:
+    case = case_of(form=form, dtype=torch.float64)
     model = replace(case.model, attention=path)
     layers = bound(model, case.weights, torch.float64)
     context = make_context()

@@ -7,8 +7,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megapipe.checkpoint.correspondence import correspondences
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.conversion.megatron_model import places
 from megapipe.spec.family import FamilyError, family_of
 from tests.layers.bound import all_gradients, bind_model, load, make_context, run
 from tests.models.hugging_face import CONFIGS, Case, case_of, gradients_of, opened
@@ -83,8 +81,3 @@ def test_a_parameter_without_a_place_is_named() -> None:
 def test_an_unknown_family_names_the_nearest() -> None:
     with pytest.raises(FamilyError, match="did you mean 'mistral'"):
         family_of("mistrel")
-
-
-def test_megatron_lm_has_no_place_for_experts() -> None:
-    with pytest.raises(CheckpointError, match=r"model\.num_experts is 4; only dense models can be converted"):
-        places(case_of("mixtral").model)

@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("llama", "gpt2", "qwen3_moe"):
         case_of(name).theirs.save_pretrained(base / name)
     bert_of().theirs.save_pretrained(base / "bert")
-    bert_of(sentence_head=False, norm_position="pre").theirs.save_pretrained(base / "megatron-bert")
+    bert_of(sentence_head=False, form="pre").theirs.save_pretrained(base / "megatron-bert")
     return {path.name: path for path in base.iterdir()}
 
 

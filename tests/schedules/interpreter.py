@@ -29,6 +29,8 @@ class World:
         header = self.schedule.header
         if name[0] == "tied":
             return {header.stages[stage].rank for stage in header.tied_groups[int(str(name[1]))]}
+        if name[0] == "shared":
+            return {place.rank for place in header.stages if place.part == header.stages[int(str(name[1]))].part}
         return set(range(header.num_ranks))
 
     def result(self, name: tuple[object, ...], number: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megapipe.schedules import Action
 from tests.schedules.interpreter_state import Broken, RankState
-from tests.schedules.serial import mix, states_of
+from tests.schedules.serial import first_holder, mix, states_of
 
 
 class Rank(RankState):
@@ -163,6 +163,10 @@ class Rank(RankState):
 
     def reduce_gradients(self, action: Action) -> bool:
         key = ("unit", action.stage, action.unit, self.buffer(action))
+        if self.shared(action.stage):
+            first = first_holder(self.world.schedule.header, action.stage)
+            self.join(("shared", first, action.unit), action, {str(action.stage): self.summed(key)})
+            return True
         self.reduced[key] = mix("reduced", self.summed(key))
         self.whole_gradients.discard((action.stage, action.unit, self.buffer(action)))
         return True
@@ -186,12 +190,14 @@ class Rank(RankState):
     def reduce_scalars(self, action: Action) -> bool:
         """Norms over everything reduced on this rank; tied sums enter when they are there."""
         buffer = self.buffer(action)
-        local = {
-            str((stage, unit)): self.plain_gradient(stage, unit, buffer)
-            if sort == "unit"
-            else (("tied", index), self.collective(("tied", index), action))
-            for (stage, unit), (sort, index, _) in self.names.items()
-        }
+        local: dict[str, object] = {}
+        for (stage, unit), (sort, index, _) in self.names.items():
+            summed = ("tied", index) if sort == "tied" else ("shared", index, unit)
+            local[str((stage, unit))] = (
+                (summed, self.collective(summed, action))
+                if sort == "tied" or self.shared(stage)
+                else self.plain_gradient(stage, unit, buffer)
+            )
         self.join(("scalars",), action, local)
         return True
 
@@ -219,6 +225,9 @@ class Rank(RankState):
         gradient: int | None
         if sort == "tied":
             gradient = self.world.result(("tied", index), self.collective(("tied", index), action))
+        elif self.shared(action.stage):
+            summed = ("shared", index, action.unit)
+            gradient = self.world.result(summed, self.collective(summed, action))
         else:
             gradient = self.plain_gradient(action.stage, action.unit, buffer)
         scalars: int | None = 0

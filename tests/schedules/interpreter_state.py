@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from megapipe.schedules import Action, Kind
-from tests.schedules.serial import Weights, initial, mix, states_of
+from tests.schedules.serial import Weights, first_holder, initial, mix, states_of
 
 if TYPE_CHECKING:
     from tests.schedules.interpreter import World
@@ -26,7 +26,9 @@ class RankState:
         for stage in header.stages_on(rank):
             for unit in header.state_units(stage):
                 tied = header.tied_group(stage, unit)
-                self.names[stage, unit] = ("tied", tied, 0) if tied >= 0 else ("unit", stage, unit)
+                self.names[stage, unit] = (
+                    ("tied", tied, 0) if tied >= 0 else ("unit", first_holder(header, stage), unit)
+                )
         self.weights: Weights = {
             name: [initial(name)] * header.versions_per_stage[stage] for (stage, _), name in self.names.items()
         }
@@ -52,6 +54,11 @@ class RankState:
         self.states_here: set[tuple[int, int]] = set()
         self.meant_for: dict[tuple[tuple[object, ...], int], int] = {}
 
+    def shared(self, stage: int) -> bool:
+        """Whether another stage holds the same part of the model."""
+        stages = self.world.schedule.header.stages
+        return sum(place.part == stages[stage].part for place in stages) > 1
+
     def take(self, sort: str, action: Action) -> int | None:
         """The input or gradient that a chunk starts from; None where it has not arrived."""
         if action.slot >= 0:
@@ -67,7 +74,7 @@ class RankState:
         """What a unit computes with: its own weights, and the tied ones at the stage's first unit."""
         header = self.world.schedule.header
         states = states_of(header, stage, unit)
-        names = [("unit", stage, state) for state in states]
+        names = [("unit", first_holder(header, stage), state) for state in states]
         if unit == 0:
             names += [("tied", group, 0) for group, uses in enumerate(header.tied_groups) if stage in uses]
         values = [self.weights[name][version % len(self.weights[name])] for name in names]
@@ -86,7 +93,7 @@ class RankState:
         held = sum(states[stage][unit].size for stage, unit, _ in (*self.gathered, place))
         if held > self.world.schedule.header.states.weight_pool:
             raise Broken(f"no room: {action}")
-        copies = self.weights["unit", action.stage, action.unit]
+        copies = self.weights["unit", first_holder(self.world.schedule.header, action.stage), action.unit]
         self.gathered[place] = copies[action.version % len(copies)]
         return True
 

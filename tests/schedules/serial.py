@@ -20,6 +20,11 @@ def states_of(header: Header, stage: int, layer: int) -> list[int]:
     return [state for state, unit in enumerate(header.stage_states[stage]) if unit.layer == layer]
 
 
+def first_holder(header: Header, stage: int) -> int:
+    """The first stage with the same part of the model, whose number names its weights."""
+    return next(other for other, place in enumerate(header.stages) if place.part == header.stages[stage].part)
+
+
 def serial(header: Header, steps: int, *, ordered: bool = True) -> Weights:
     """The same steps in one process, one micro-batch after another, from the definition of the training recursion."""
     world = Serial(header, ordered)
@@ -37,11 +42,12 @@ class Serial:
         for stage in range(len(header.stages)):
             for unit in header.state_units(stage):
                 tied = header.tied_group(stage, unit)
-                name = ("tied", tied, 0) if tied >= 0 else ("unit", stage, unit)
+                name = ("tied", tied, 0) if tied >= 0 else ("unit", first_holder(header, stage), unit)
                 self.weights[name] = [initial(name)] * header.versions_per_stage[stage]
 
     def weight(self, stage: int, unit: int, version: int) -> int:
-        names = [("unit", stage, state) for state in states_of(self.header, stage, unit)]
+        first = first_holder(self.header, stage)
+        names = [("unit", first, state) for state in states_of(self.header, stage, unit)]
         if unit == 0:
             names += [("tied", group, 0) for group, uses in enumerate(self.header.tied_groups) if stage in uses]
         return mix(*(self.weights[name][version % len(self.weights[name])] for name in names))
@@ -57,7 +63,11 @@ class Serial:
         reduced: dict[tuple[str, int, int], int] = {}
         for name in self.weights:
             sort, index, unit = name
-            if sort == "unit":
+            holders = [stage for stage in range(len(header.stages)) if first_holder(header, stage) == index]
+            if sort == "unit" and len(holders) > 1:
+                parts = sorted((str(stage), sums["unit", stage, unit]) for stage in holders)
+                reduced[name] = mix(("shared", index, unit), *parts)
+            elif sort == "unit":
                 reduced[name] = (
                     mix("reduced", sums["unit", index, unit]) if header.data_parallel else sums["unit", index, unit]
                 )
@@ -74,7 +84,9 @@ class Serial:
         for stage in range(len(self.header.stages)):
             for unit in self.header.state_units(stage):
                 tied = self.header.tied_group(stage, unit)
-                parts[stage, unit] = reduced["tied", tied, 0] if tied >= 0 else reduced["unit", stage, unit]
+                parts[stage, unit] = (
+                    reduced["tied", tied, 0] if tied >= 0 else reduced["unit", first_holder(self.header, stage), unit]
+                )
         return mix(("scalars",), *sorted((str(key), value) for key, value in parts.items()))
 
     def microbatch(self, microbatch: int, version: int, gradients: dict[tuple[object, ...], list[int]]) -> None:

@@ -115,6 +115,13 @@ class Device:
             group = schedule.header.tied_group(action.stage, action.unit)
             ranks = frozenset(schedule.rank_of(stage) for stage in schedule.header.tied_groups[group])
             self.reductions.append(self.collective(ranks, (group, action.microbatch), self.after_compute()))
+        elif kind == Kind.REDUCE_GRADIENTS:
+            stages = schedule.header.stages
+            part = stages[action.stage].part
+            ranks = frozenset(place.rank for place in stages if place.part == part)
+            if len(ranks) > 1:
+                identity = ("part", part, action.unit, action.microbatch)
+                self.reductions.append(self.collective(ranks, identity, self.after_compute()))
         elif kind == Kind.REDUCE_SCALARS:
             waits = [*self.reductions, *self.after_compute()]
             group = "world" if schedule.flushes else "second world"

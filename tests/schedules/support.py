@@ -37,9 +37,14 @@ OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 NEVER_FLUSHING = ("2bw", "pipedream")
 
 
+BOTH_WAYS = tuple(name for name in GENERATORS if GENERATORS[name].search == "never")
+"""Schedules that hold each part of the model on two ranks, which training refuses."""
+TRAINED = tuple(name for name in GENERATORS if name not in BOTH_WAYS)
+
+
 def fewest_microbatches(name: str, num_ranks: int) -> int:
-    """The fewest that a schedule runs with."""
-    return num_ranks if name in NEVER_FLUSHING else 2 * num_ranks if name == "dualpipe_v" else 1
+    """The fewest that a schedule runs with; those of `BOTH_WAYS` run a multiple of it."""
+    return num_ranks if name in (*NEVER_FLUSHING, *BOTH_WAYS) else 2 * num_ranks if name == "dualpipe_v" else 1
 
 
 def chunks_at_once(name: str) -> int:
@@ -50,7 +55,8 @@ def chunks_at_once(name: str) -> int:
 @st.composite
 def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: int = 6) -> dict[str, Any]:
     """Arguments of ``build`` for the named schedule."""
-    ranks = draw(st.integers(1, max_ranks))
+    both_ways = name in BOTH_WAYS
+    ranks = draw(st.sampled_from(range(2, max_ranks + 1, 2)) if both_ways else st.integers(1, max_ranks))
     fewest = fewest_microbatches(name, ranks)
     options = {option: draw(values) for option, values in OPTIONS.get(name, {}).items() if draw(st.booleans())}
     if GENERATORS[name].takes_two_bp and draw(st.booleans()):
@@ -61,13 +67,20 @@ def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: in
         tied = tied.filter(lambda group: len(group) == 1)
     data_parallel = draw(st.booleans())
     units = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    if both_ways:
+        units = units[: stages // 2] * 2
+        half = stages // 2  # the twin of a stage has the same part of the model, and so the same tied weights
+        tied = tied.map(lambda group: sorted({each % half + twin for each in group for twin in (0, half)}))
+    more = st.integers(0, max(max_microbatches - fewest, 0))
     return options | {
         "num_ranks": ranks,
-        "num_microbatches": fewest + draw(st.integers(0, max(max_microbatches - fewest, 0))),
+        "num_microbatches": fewest + draw(more.map(lambda count: count // ranks * ranks) if both_ways else more),
         "units_per_stage": units,
         "tied_groups": draw(st.lists(tied, max_size=2)),
         "data_parallel": data_parallel,
-        "states": draw(state_tables(units, at_once=chunks_at_once(name))) if data_parallel else WHOLE_STATES,
+        "states": draw(state_tables(units, at_once=chunks_at_once(name)))
+        if data_parallel and not both_ways
+        else WHOLE_STATES,
         "receive_ahead": draw(st.integers(1, 3)),
     }
 
@@ -136,7 +149,7 @@ def schedules(
     if draw(st.booleans()):
         units, again = arguments["units_per_stage"], arguments.get("recompute", ())
         arguments["offload"] = draw(offloads(units, again))
-        if arguments["offload"].optimizer and name not in NEVER_FLUSHING and draw(st.booleans()):
+        if arguments["offload"].optimizer and name not in (*NEVER_FLUSHING, *BOTH_WAYS) and draw(st.booleans()):
             arguments["states"] = draw(state_tables(units, "host", chunks_at_once(name)))
     return build(name, mode=mode, **arguments)
 

@@ -4,10 +4,11 @@ import json
 import os
 import shutil
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import pytest
 
-from megapipe.schedules import GENERATORS, Kind, Link, build, rank_costs, simulate
+from megapipe.schedules import GENERATORS, Kind, Link, Offload, build, rank_costs, simulate
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.drawing.bars import activation_curves, bars_of
 
@@ -46,12 +47,45 @@ def test_trace_has_an_event_for_every_bar():
     run = run_of("1f1b", link=Link(latency=0.25), reduce_scalars=0.5)
     events = json.loads(draw_trace(run))["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
-    assert len(complete) == len(bars_of(run))
-    assert {event["cat"] for event in complete} == {"compute", "transfer", "reduction"}
+    sends = [event for event in complete if event["cat"] == "send"]
+    assert len(complete) == len(bars_of(run)) + len(sends)
+    assert {event["cat"] for event in complete} == {"compute", "send", "receive", "collectives"}
     last = max(event["ts"] + event["dur"] for event in complete)
     assert last == pytest.approx(run.finish * 1000)
-    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"rank 0", "rank 3", "compute"} <= names
+    received = [event for event in complete if event["cat"] == "receive"]
+    for sent, arrived in zip(*(sorted(each, key=message_of) for each in (sends, received)), strict=True):
+        assert (sent["ts"], sent["dur"]) == (arrived["ts"], arrived["dur"])
+        assert abs(sent["pid"] - arrived["pid"]) == 1
+
+
+def message_of(event):
+    kind = event["name"].split()[1]
+    stage = event["args"]["stage"] - (kind == "activation" and event["cat"] == "receive")
+    return kind, stage + (kind == "gradient" and event["cat"] == "receive"), event["args"]["microbatch"]
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_every_track_of_a_trace_is_named(name):
+    """Processes are ranks and threads are lanes, each named once, and no two bars of a stream overlap."""
+    stages = 2 * GENERATORS[name].chunks
+    offload = Offload(((0,),) * stages, 1, GENERATORS[name].chunks == 1 and build(name, 2, 4).flushes)
+    schedule = build(name, 2, 4, data_parallel=True, offload=offload)
+    times = {"reduce_gradients": 0.5, "reduce_scalars": 0.25, "update": 0.5, "offload": 0.3, "offload_state": 0.1}
+    run = simulate(schedule, rank_costs(schedule.header, link=Link(latency=0.25), **times), 2)
+    events = json.loads(draw_trace(run))["traceEvents"]
+    named = [(event["name"], event["pid"], event["tid"], event["args"]) for event in events if event["ph"] == "M"]
+    ranks = {pid: args["name"] for kind, pid, _, args in named if kind == "process_name"}
+    lanes = {(pid, tid): args["name"] for kind, pid, tid, args in named if kind == "thread_name"}
+    assert ranks == {0: "rank 0", 1: "rank 1"}
+    assert len(named) == 2 * len(ranks) + 2 * len(lanes)
+    complete = [event for event in events if event["ph"] == "X"]
+    assert {(event["pid"], event["tid"]) for event in complete} == set(lanes)
+    assert all(event["cat"] == lanes[event["pid"], event["tid"]] and event["dur"] >= 0 for event in complete)
+    assert {"compute", "send", "receive", "collectives", "copy out", "copy in"} == set(lanes.values())
+    for track in lanes:
+        mine = sorted((each["ts"], each["dur"]) for each in complete if (each["pid"], each["tid"]) == track)
+        if lanes[track] in ("compute", "copy out", "copy in"):
+            assert all(start + span <= after + 1e-6 for (start, span), (after, _) in pairwise(mine))
 
 
 def test_terminal_lines_show_the_idle_time():
@@ -75,8 +109,28 @@ def test_page_figures_agree_with_its_bars(name):
         busy[rank] += end - start if lane == "compute" else 0.0
     assert float(figures["first to last action"]) == pytest.approx(data["finish"], rel=1e-5)
     assert float(figures["longest rank"]) <= data["finish"] + 1e-6
-    idle = float(figures["idle from first to last action"].rstrip("%")) / 100
-    assert idle == pytest.approx(data["finish"] / max(busy) - 1, abs=1e-4)
+    share = {title: float(value.rstrip("%")) / 100 for title, value in figures.items() if value.endswith("%")}
+    assert share["idle / ideal time"] == pytest.approx(data["finish"] / max(busy) - 1, abs=1e-4)
+    assert share["idle / makespan"] == pytest.approx(1 - max(busy) / data["finish"], abs=1e-4)
+
+
+def test_pairs_share_a_box_and_chunks_have_a_legend():
+    run = run_of("dualpipe_v", 4, 10, backward_input=1.0, backward_weight=1.0)
+    pairs = [bar for bar in bars_of(run) if bar.part[1] > 1]
+    assert len(pairs) == 2 * len({(bar.rank, bar.drawn) for bar in pairs}) > 0
+    for first, second in zip(pairs[::2], pairs[1::2], strict=True):
+        assert first.drawn == second.drawn == (first.start, second.end)
+        assert (first.part, second.part) == ((0, 2), (1, 2))
+        assert {first.kind, second.kind} == {Kind.FORWARD, Kind.BACKWARD}
+    boxes = {(bar.rank, *bar.drawn) for bar in bars_of(run) if bar.lane == "compute"}
+    for rank in range(4):
+        mine = sorted(box for box in boxes if box[0] == rank)
+        assert all(before[2] <= after[1] + 1e-9 for before, after in pairwise(mine)), "boxes of a rank do not overlap"
+    picture = draw_svg(run)
+    assert "dark to light: chunks 0, 1 of a rank" in picture
+    assert "one above the other: overlapped" in picture
+    assert "idle 10.0% of the ideal time, 9.1% of the makespan" in picture
+    assert "chunks" not in draw_svg(run_of("1f1b"))
 
 
 def test_page_is_self_contained():

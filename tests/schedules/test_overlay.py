@@ -17,6 +17,7 @@ from megapipe.schedules.measured.overlay import Overlay, lay_over
 from megapipe.schedules.measured.traces import read_rank, read_run, write_rank
 from megapipe.schedules.simulation import CostPlace
 from megapipe.schedules.states import StateTable, StateUnit
+from tests.schedules.support import TRAINED
 from tests.schedules.test_drawing import browser_path
 from tests.schedules.traces import STEP_APART, pause, write_trace
 
@@ -36,7 +37,7 @@ def overlay_of(directory: Path, step: int | None = None) -> Overlay:
 
 
 @pytest.mark.parametrize("data_parallel", [False, True])
-@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_run_that_goes_as_predicted_parts_nowhere(tmp_path: Path, name: str, data_parallel: bool) -> None:
     schedule = scheduled(name, data_parallel=data_parallel)
     costs = rank_costs(schedule.header, **TIMES, link=Link(latency=0.5))
@@ -232,6 +233,12 @@ def test_the_merged_trace_has_a_process_a_rank_and_one_for_its_prediction(traced
     forwards = [event for event in document["traceEvents"] if event["name"] == "forward"]
     assert len(forwards) == 2 * 4 * 8
     assert {round(event["dur"]) for event in forwards} == {4000}
+    tracks = {(event["pid"], event["tid"]) for event in document["traceEvents"] if event["ph"] == "X"}
+    lanes = [event for event in document["traceEvents"] if event["name"] == "thread_name"]
+    assert sorted((event["pid"], event["tid"]) for event in lanes) == sorted(tracks)
+    for kind in ("send activation", "receive activation", "send gradient", "receive gradient"):
+        ranks = [event["pid"] for event in document["traceEvents"] if event["name"] == kind]
+        assert len(ranks) == 2 * 3 * 8, "three links, measured and predicted"
     assert document["otherData"]["layout"] == {"data": 1, "pipeline": 4, "tensor": 1}
 
 

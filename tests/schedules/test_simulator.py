@@ -11,7 +11,7 @@ from megapipe.schedules.actions import COMPUTE_KINDS, KIND, STAGE, UNIT
 from megapipe.schedules.simulation import CostPlace, stage_times
 from megapipe.schedules.simulation.costs import TIMED
 from megapipe.schedules.states import StateTable, StateUnit
-from tests.schedules.support import schedules
+from tests.schedules.support import TRAINED, schedules
 
 
 def simulated(name, ranks, microbatches, steps=1, **costs):
@@ -47,7 +47,7 @@ def test_no_run_beats_its_bounds(schedule, latency, transfer, blocking, steps):
         link=Link(latency, transfer), blocking_sends=blocking,
     )  # fmt: skip
     run = simulate(schedule, costs, steps)
-    ranks = [place.rank for place in schedule.header.stages]
+    ranks = [schedule.rank_of(stage) for stage in schedule.header.routes[0]]
     hops = 2 * sum(here != there for here, there in pairwise(ranks))
     split = run.table.is_kind(Kind.BACKWARD_INPUT).any()
     slices = schedule.header.slices
@@ -119,7 +119,7 @@ def test_units_take_the_times_of_their_own_or_the_part_of_their_size():
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(sorted(GENERATORS)), data=st.data())
+@given(name=st.sampled_from(TRAINED), data=st.data())
 def test_every_row_takes_the_time_of_its_own_unit_and_none_goes_without(name: str, data: st.DataObject) -> None:
     """Stages of different layers, some of them dense and experts; a stage's updates take the sum of its units'."""
     stages = 2 * GENERATORS[name].chunks

@@ -104,6 +104,7 @@ BERT: dict[str, dict[str, Any]] = {
     "pre-norm bert with dropout": {"norm_position": "pre", **DROPOUT},
     "pre-norm bert without sentence head": {"norm_position": "pre", "sentence_head": False, **DROPOUT},
     "roberta": {"sentence_head": False, "token_types": 1, "first_position": 2},
+    "albert": {"embedding_size": 16, "shared_blocks": True, **DROPOUT},
     "modernbert": MODERN,
     "modernbert's first block": {**MODERN, "attention_norm": False, "sliding_window": None},
     "modernbert with dropout": {**MODERN, **DROPOUT, "attention_norm": False, "normalization": "layer_norm"},

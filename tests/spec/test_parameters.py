@@ -131,9 +131,17 @@ def test_layers_are_in_order_and_a_tied_head_uses_the_word_embedding() -> None:
     ]
     assert all(spec.name == f"{each.name}.{path}" for each in untied for path, spec in each.parameters.items())
     assert tied[-1].parameters["output.weight"] is tied[0].parameters["word.weight"]
-    assert tied_names(tied) == ("embedding.word.weight",)
+    assert tied_names(tied) == (("embedding.word.weight",),)
     assert tied_stages(tied, [range(2), range(2, 4), range(4, 5)]) == ((0, 2),)
     assert tied_names(untied) == ()
+
+
+def test_shared_blocks_are_one_tied_weight_on_every_stage_with_a_block() -> None:
+    layers = model_layers(BertModelConfig(num_layers=3, shared_blocks=True))
+    words, block = tied_names(layers)
+    assert words == ("embedding.word.weight",)
+    assert block == tuple(spec.name for spec in layers[1].parameters.values())
+    assert tied_stages(layers, [range(1), range(1, 3), range(3, 5)]) == ((0, 2), (1, 2))
 
 
 def test_only_what_multiplies_or_embeds_is_decayed_and_only_block_matrices_are_matrices() -> None:

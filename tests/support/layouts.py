@@ -11,7 +11,7 @@ from typing import Any
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
-from megapipe.schedules import GENERATORS
+from tests.schedules.support import TRAINED
 from tests.support.bert_runs import PRE_NORM, make_bert_config
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config
 
@@ -39,7 +39,7 @@ def parallel(**sizes: Any) -> Change:
 
 
 def _schedules() -> dict[str, Change]:
-    found: dict[str, Change] = {name: {"schedule": {"name": name}} for name in GENERATORS}
+    found: dict[str, Change] = {name: {"schedule": {"name": name}} for name in TRAINED}
     found["pipedream"] = {**found["pipedream"], "optimizer": {"clip_norm": None}}
     found["seq1f1b"] = {"schedule": {"name": "seq1f1b", "slices": 2}}
     found["1f1b in halves"] = {"schedule": {"name": "1f1b", "two_bp": True}}

@@ -16,6 +16,7 @@ from megapipe.schedules import GENERATORS, build, order
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.text import dumps
 from megapipe.training.validation import validate
+from tests.schedules.support import TRAINED
 
 
 def make(**groups: dict[str, Any]) -> PretrainConfig:
@@ -164,7 +165,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None:
     """Of a schedule in a file too, whatever it is called."""
-    for name in GENERATORS:
+    for name in TRAINED:
         splits = find_generator(name).splits
         config = make(
             schedule={"name": name},
@@ -211,6 +212,22 @@ def test_a_schedule_file_is_held_against_the_model_at_once(tmp_path: Path, text:
     file.write_text(dumps(order("1f1b", 2, 4)).replace("name 1f1b", "name mine"), encoding="utf-8")
     validate(config, world_size=2)
     assert schedule_name(config) == "mine"
+
+
+def test_a_file_with_parameters_fits_every_step_of_a_ramp(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(GENERATORS["interleaved_1f1b"].text.replace("\nbody", "\nrequire m >= 4\nbody"))
+    config = make(
+        schedule={"name": str(file), "chunks": 1},
+        parallel={"pipeline": 2},
+        batch={"global_size": 16, "micro_size": 1, "ramp_start": 4, "ramp_samples": 100},
+    )
+    validate(config, world_size=2)
+    with pytest.raises(ConfigError, match=r"line 8, .*: m >= 4 is required, but false with p = 2, m = 2, chunks = 1"):
+        validate(replace(config, batch=replace(config.batch, micro_size=2)), world_size=2)
+    file.write_text(dumps(order("1f1b", 2, 16)))
+    with pytest.raises(ConfigError, match=r"but batch\.ramp_start changes it"):
+        validate(config, world_size=2)
 
 
 def expect_refusal(config: PretrainConfig, refused: bool) -> None:

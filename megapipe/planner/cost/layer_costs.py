@@ -15,13 +15,13 @@ from megapipe.layout.costs import LayoutCosts, scalar_exchanges
 from megapipe.layout.hardware.collectives import GroupLinks, exchange_time, ring_time
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
-from megapipe.layout.units import Unit, layer_units
+from megapipe.layout.units import Unit, layer_units, tied_unit
 from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSeconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.ops import Exchange, Flops
-from megapipe.spec.parameters import LayerSpec
+from megapipe.spec.parameters import LayerSpec, TiedNames
 
 
 def exchanges_seconds(placement: Placement, exchanges: Iterable[Exchange], *names: str) -> float:
@@ -145,12 +145,11 @@ def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> t
 def tied_seconds(run: RunLayout) -> float:
     """Return the seconds to sum the gradients of tied weights over all replicas of the ranks that use them."""
     total = 0.0
-    for name, users in zip(run.tied, run.stages.tied, strict=True):
+    for names, users in zip(run.tied, run.stages.tied, strict=True):
         ranks = sorted({run.ranks[stage] for stage in users})
         group = _tied_group(run, ranks)
         if group.size > 1:
-            spec = next(spec for layer in run.stages.layers for spec in layer.parameters.values() if spec.name == name)
-            elements = run.costs.of_units.elements(Unit((spec,), tied=True))
+            elements = run.costs.of_units.elements(tied_unit(names, run.stages.layers))
             total += group_seconds([Exchange("all_reduce", elements, FULL_BYTES)], group)
     return total
 
@@ -200,14 +199,14 @@ class LayerCost:
 
     compute: seconds of kernels. tensor, context: seconds that a micro-batch waits for other ranks and that kernels do
     not hide. waits_measured: whether these were measured. states: costs of the layer's state units. tied_updates:
-    seconds to update each tied weight that the layer uses, by name.
+    seconds to update each tied weight that the layer uses, by its names.
     """
 
     compute: LayerSeconds
     tensor: PhaseSeconds
     context: PhaseSeconds
     states: tuple[StateSeconds, ...]
-    tied_updates: Mapping[str, float]
+    tied_updates: Mapping[TiedNames, float]
     waits_measured: bool = False
 
     @property
@@ -242,8 +241,9 @@ def layer_cost(
         tensor, context = _as_measured(tensor, context, waits, run.config.parallel.tensor > 1)
     units = layer_units(layer, run.tied, run.config.zero)
     states = tuple(_state_seconds(run, layer, unit, times, assumptions) for unit in units)
-    tied = {spec.name: Unit((spec,), tied=True) for spec in layer.parameters.values() if spec.name in run.tied}
-    updates = {name: times.update(run.config, layer, unit) for name, unit in tied.items()}
+    used = {spec.name for spec in layer.parameters.values()}
+    tied = {names: tied_unit(names, [layer]) for names in run.tied if names[0] in used}
+    updates = {names: times.update(run.config, layer, unit) for names, unit in tied.items()}
     return LayerCost(compute, tensor, context, states, updates, waits is not None)
 
 
@@ -258,7 +258,7 @@ def _state_seconds(
         # A recomputed forward gathers too: three gathers instead of two.
         gather *= 1.5 if recompute_method(run.config, layer.name) == "full" else 1.0
     if unit.state_unit == "layer":  # tensor ranks shard experts, so each has whole gradients of its own
-        partial = run.costs.partial_reduction(layer).get("tensor", [])
+        partial = run.costs.partial_reduction(layer, unit).get("tensor", [])
         reduction += exchanges_seconds(run.placement, partial, "tensor")
     traffic = units.update(unit)
     update = times.update(run.config, layer, unit)
@@ -449,11 +449,11 @@ def each_layer(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
 def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, int], float]:
     """Return the seconds to update each tied weight, by stage and number of the weight. On each rank, the first stage
     that uses the weight updates it. See `stage_costs` for `kinds`."""
-    seconds = {name: time for kind in kinds for name, time in kind.tied_updates.items()}
+    seconds = {names: time for kind in kinds for names, time in kind.tied_updates.items()}
     updates = dict[tuple[int, int], float]()
-    for number, (name, users) in enumerate(zip(run.tied, run.stages.tied, strict=True)):
+    for number, (names, users) in enumerate(zip(run.tied, run.stages.tied, strict=True)):
         first = {run.ranks[stage]: stage for stage in sorted(users, reverse=True)}
-        updates |= {(stage, number): seconds[name] for stage in first.values()}
+        updates |= {(stage, number): seconds[names] for stage in first.values()}
     return updates
 
 

@@ -17,7 +17,7 @@ from megapipe.layout.hardware.description import hardware_device_type
 from megapipe.layout.order_walk import MicrobatchWalk, Order, ShardedRanks, StageBytes, few_ranks, stage_walk
 from megapipe.layout.prediction import PHASES
 from megapipe.layout.stages import Keyed, StageLayout
-from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer_units
+from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer_units, tied_unit
 from megapipe.layout.walk import Bytes, Sizes, Tensor
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import RankMemory
@@ -25,7 +25,7 @@ from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules.actions import Mask
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.spec.parameters import LayerSpec
+from megapipe.spec.parameters import LayerSpec, TiedNames
 
 Floats = npt.NDArray[np.float64]
 RANKS = 4
@@ -137,7 +137,7 @@ class StateSizes:
 
     of_units: UnitCosts
     layers: tuple[LayerSpec, ...]
-    tied: tuple[str, ...]
+    tied: tuple[TiedNames, ...]
     units: tuple[tuple[Unit, ...], ...]
     elements: tuple[int, ...]
     summands: tuple[int, ...]
@@ -183,15 +183,9 @@ class StateSizes:
         """Return the bytes that a rank keeps between steps. present: number of its layers of each kind. versions,
         buffers: numbers of weight versions and of gradient buffers."""
         units = [(unit, count) for group, count in zip(self.units, present, strict=True) for unit in group if count]
-        for name in self.tied:
-            uses = [
-                (spec, count)
-                for layer, count in zip(self.layers, present, strict=True)
-                for spec in layer.parameters.values()
-                if spec.name == name and count
-            ]
-            if uses:
-                units.append((Unit((uses[0][0],), tied=True, uses=sum(count for _, count in uses)), 1))
+        layers = [layer for layer, count in zip(self.layers, present, strict=True) for _ in range(count)]
+        here = {spec.name for layer in layers for spec in layer.parameters.values()}
+        units += [(tied_unit(names, layers), 1) for names in self.tied if names[0] in here]
         states = [(self._of_unit(unit, versions, buffers), count) for unit, count in units]
         parts = (field.name for field in fields(StateBytes))
         return StateBytes(*(sum(getattr(each, part) * count for each, count in states) for part in parts))
@@ -315,7 +309,7 @@ def _sharding(cut: Cut, keyed: Keyed) -> tuple[ShardedRanks | None, ShardedRanks
     # Experts with a state unit of their own are counted here together with the rest of their layer.
     config = replace(run.config, zero=replace(run.config.zero, expert_shard_size=None))
     table = StateUnits(config, one_each, units.replicas).table()
-    filled = [any(spec.name not in run.tied for spec in layer.parameters.values()) for layer in layers]
+    filled = [any(unit.specs for unit in layer_units(layer, run.tied, run.config.zero)) for layer in layers]
     stages = sorted(stage for rank in cut.few for stage in cut.own[rank])
     states = tuple(
         tuple(table.units[kind][0]._replace(layer=layer) for layer, kind in enumerate(cut.kinds[stage]))

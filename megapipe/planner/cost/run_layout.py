@@ -23,7 +23,7 @@ from megapipe.schedules.offload import Offload
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops
-from megapipe.spec.parameters import tied_names
+from megapipe.spec.parameters import TiedNames, tied_names
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunLayout:
     ranks: tuple[int, ...]
     classes: tuple[int, ...]
     kinds: tuple[int, ...]
-    tied: tuple[str, ...]
+    tied: tuple[TiedNames, ...]
 
     @property
     def world_size(self) -> int:
@@ -169,7 +169,7 @@ class _Shape:
     stages: StageLayout
     classes: tuple[int, ...]
     kinds: tuple[int, ...]
-    tied: tuple[str, ...]
+    tied: tuple[TiedNames, ...]
 
 
 def _shape_of(config: PretrainConfig) -> _Shape:

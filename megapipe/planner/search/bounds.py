@@ -25,7 +25,7 @@ from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, lay_out, layers_of, predictions_of
-from megapipe.layout.units import Unit, UnitCosts, layer_units
+from megapipe.layout.units import Unit, UnitCosts, layer_units, tied_unit
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE, Assumptions
 from megapipe.planner.cost.layer_costs import group_seconds, layer_exchange_seconds, shard_groups, side_by_side
@@ -118,8 +118,7 @@ class LayerFigures:
         self._configurations = Configurations(base)
         self._layers = layers_of(base)
         self._embedding, *blocks, self._head = self._layers
-        self._tied = set(tied_names(self._layers))
-        self._specs = {spec.name: spec for layer in self._layers for spec in layer.parameters.values()}
+        self._tied = tied_names(self._layers)
         self._kinds = one_of_each(blocks)
         # Blocks of one kind differ only in their times, if some compute in fp8.
         timed = {(each.variant, is_fp8(base, each.index)): each for each in reversed(blocks)}
@@ -200,7 +199,8 @@ class LayerFigures:
         def lasting(members: Iterable[Unit]) -> float:
             return float(sum(units.state(unit).total for unit in members))
 
-        tied = lasting(Unit((self._specs[name],), tied=True) for name in self._tied)
+        ends = {spec.name for spec in self._head.parameters.values()}
+        tied = lasting(tied_unit(names, [self._head]) for names in self._tied if names[0] in ends)
         sharded = 0
         if units.shards > 1:
             sharded = min(sum(units.elements(unit) for unit in each if units.shards_of(unit) > 1) for each in kinds)

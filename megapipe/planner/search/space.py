@@ -146,7 +146,8 @@ class SearchSpace:
                     f"{', '.join(self.other_schedules)} except on the {PROMISING} most promising divisions of ranks"
                 )
             usable, errors = GENERATORS.loadable()
-            left = [each.name for each in usable if each.name not in (*self.schedules, *self.other_schedules)]
+            tried = (*self.schedules, *self.other_schedules)
+            left = [each.name for each in usable if each.name not in tried and each.search != "never"]
             phrases += [f"schedules {', '.join(left)} (--schedules adds them)"] if left else []
             phrases += map(str, errors)
         if "schedule.chunks" not in pinned:
@@ -360,10 +361,10 @@ def _check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], s
 
 def _unknown(field: str, schedule: str) -> list[str]:
     try:
-        find_generator(schedule)
+        never = find_generator(schedule).search == "never"
     except ScheduleError as error:
         return [f"{field}: {error}"]
-    return []
+    return [f"{field}: training does not run {schedule}, which is for the simulator; leave it out"] if never else []
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[str]:

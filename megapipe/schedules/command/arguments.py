@@ -12,12 +12,14 @@ from megapipe.schedules.build import MOST_FORWARDS, build, load_file, order, rea
 from megapipe.schedules.building_blocks import Times
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.offload import Offload
+from megapipe.schedules.parameters import OPTIONS, FileParameters
 from megapipe.schedules.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
 from megapipe.schedules.states import StateTable
 
 NEVER_FLUSHING_STEPS = 4
+DEFAULT_SIZES: Final = {"ranks": 4, "microbatches": 8}
 STAGE_TIMES: Final = {
     kind.name.lower(): kind
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
@@ -46,12 +48,13 @@ def parser() -> argparse.ArgumentParser:
     _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
     check = commands.add_parser("validate", help="check a schedule file")
     check.add_argument("file", type=Path, help="schedule file; one with compute actions only is lowered first")
+    _sizes(check)
     _json(check)
     for name, text in (
         ("show", "text timeline"),
         ("simulate", "makespan, bubble, activations, weight versions"),
         ("draw", "SVG, interactive HTML or Chrome/Perfetto trace"),
-        ("write", "the schedule as a text file to edit"),
+        ("write", "the schedule as a text file to edit, where possible one for all ranks and micro-batches"),
     ):
         command = commands.add_parser(name, help=text)
         help_text = f"one of {', '.join(GENERATORS)}, or a schedule file such as ./mine.txt"
@@ -60,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
         if name == "draw":
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
         if name == "write":
+            command.set_defaults(ranks=None, microbatches=None)
             command.add_argument(
                 "--lowered", action="store_true", help="with every send, receive, reduction and update written out"
             )
@@ -83,12 +87,17 @@ def _json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="machine-readable output")
 
 
+def _sizes(command: Any) -> None:
+    for name, what in (("ranks", "pipeline ranks"), ("microbatches", "micro-batches per step")):
+        usual = DEFAULT_SIZES[name]
+        command.add_argument(f"--{name}", type=int, default=usual, help=f"{what} (default {usual})")
+    command.add_argument("--chunks", type=int, help="stages on each rank (default 2 for schedules with several)")
+
+
 def _flags(command: argparse.ArgumentParser) -> None:
     _json(command)
     shape = command.add_argument_group("shape")
-    shape.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default 4)")
-    shape.add_argument("--microbatches", type=int, default=8, help="micro-batches per step (default 8)")
-    shape.add_argument("--chunks", type=int, help="stages on each rank (default 2 for schedules with several)")
+    _sizes(shape)
     shape.add_argument("--steps", type=int, help="optimizer steps (default 1; 4 for schedules that never flush)")
     shape.add_argument("--units", type=int, default=1, help="units (layers) in each stage (default 1)")
     shape.add_argument(
@@ -189,7 +198,7 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
                 f"{shown} only changes the actions that lowering adds; pass --lowered too, or leave it out"
             )
     if is_schedule_file(name):
-        schedule = read_file(Path(name))
+        schedule = read_file(Path(name), sizes_of(flags))
         if schedule.header.lowered:
             raise ScheduleError(f"{name} is already lowered; pass --lowered to print it")
         return schedule
@@ -199,13 +208,27 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
     if is_schedule_file(name):
-        return load_file(Path(name))
+        return load_file(Path(name), sizes_of(flags))
     arguments = _arguments(flags, name)
     stages = len(arguments["units_per_stage"])
     return build(
         name, flags.ranks, flags.microbatches, receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages),
         offload=_offload(flags, stages), **arguments,
     )  # fmt: skip
+
+
+def is_short(flags: argparse.Namespace) -> bool:
+    """Whether `write` prints a schedule for all ranks and micro-batches: no flag asks for a particular one."""
+    options = ("ranks", "microbatches", *OPTIONS, "two_bp")
+    unset = all(getattr(flags, name) is None for name in options)
+    return unset and not flags.lowered and not is_schedule_file(flags.schedule)
+
+
+def sizes_of(flags: argparse.Namespace) -> FileParameters:
+    """The ranks, micro-batches and options that the flags give to a file with parameters."""
+    options = {name: getattr(flags, name, None) for name in OPTIONS}
+    given = {name: value for name, value in options.items() if value is not None}
+    return FileParameters(flags.ranks, flags.microbatches, given)
 
 
 def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:

@@ -9,7 +9,17 @@ from typing import Any
 
 from megapipe.schedules.actions import Kind
 from megapipe.schedules.build import load_file
-from megapipe.schedules.command.arguments import STAGE_TIMES, costs_of, order_of, parse, schedule_of, steps_of
+from megapipe.schedules.command.arguments import (
+    DEFAULT_SIZES,
+    STAGE_TIMES,
+    costs_of,
+    is_short,
+    order_of,
+    parse,
+    schedule_of,
+    sizes_of,
+    steps_of,
+)
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.drawing.overlay import draw_overlay_html, draw_overlay_svg, draw_overlay_trace
 from megapipe.schedules.errors import ScheduleError
@@ -18,7 +28,7 @@ from megapipe.schedules.measured.overlay import Overlay, lay_over
 from megapipe.schedules.measured.overlay import figures as overlay_figures
 from megapipe.schedules.measured.overlay import text as overlay_text
 from megapipe.schedules.measured.traces import read_run
-from megapipe.schedules.registry import GENERATORS
+from megapipe.schedules.registry import GENERATORS, find_generator
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, Simulation, simulate, stage_times
 from megapipe.schedules.text import dumps
@@ -65,7 +75,7 @@ def _described(name: str) -> dict[str, str]:
 
 
 def _validate(flags: argparse.Namespace) -> None:
-    schedule = load_file(flags.file)
+    schedule = load_file(flags.file, sizes_of(flags))
     report = validate(schedule)
     numbers = {
         "peak_activations": report.peak_activations,
@@ -87,10 +97,10 @@ def _validate(flags: argparse.Namespace) -> None:
     print(f"{header.name} is valid, of class {header.numerical_class}; gradients are added {order}")
     for key, values in numbers.items():
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
-    if any(place.replica for place in schedule.header.stages):
+    if header.model_copies > 1:
         print(
-            "  note: training does not accept this schedule, because it does not sum the gradients of several copies "
-            "of a model"
+            "  note: training does not accept this schedule, because it does not sum the gradients of the "
+            f"{header.model_copies} copies of the model"
         )
     most = max(report.links)
     if most > STREAMS_PER_PRIORITY:
@@ -135,7 +145,7 @@ def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulati
         "peak_activations": list(simulation.peak_activations),
         "pending_weight_halves": list(simulation.pending_weight_halves),
         "weight_versions": list(simulation.weight_versions),
-        "gradient_buffers": header.gradient_buffers,
+        "gradient_buffers": header.gradient_buffers * header.model_copies,
         "weight_gathers": list(simulation.weight_gathers),
         "exposed_communication": simulation.makespan - ideal_links.makespan,
     }
@@ -196,7 +206,11 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         )  # fmt: skip
         print("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)))
     print(
-        "\nsteps: simulated; schedules that never flush run several. time/step: longest time of a rank over the steps."
+        "\nbubble: idle time over ideal time, counted on each rank from its first forward; over the makespan, it is "
+        "b / (1 + b)"
+    )
+    print(
+        "steps: simulated; schedules that never flush run several. time/step: longest time of a rank over the steps."
     )
     print("activations: micro-batches on the fullest rank; weights: versions + gradient buffers; exposed: time that")
     print("transfers between ranks and weight gathers add to a step")
@@ -218,7 +232,11 @@ def _draw(flags: argparse.Namespace) -> None:
 
 
 def _write(flags: argparse.Namespace) -> None:
+    short = is_short(flags)
+    for name, usual in DEFAULT_SIZES.items():
+        setattr(flags, name, usual if getattr(flags, name) is None else getattr(flags, name))
     text = dumps(schedule_of(flags, flags.schedule) if flags.lowered else order_of(flags, flags.schedule))
+    text = (short and find_generator(flags.schedule).text) or text
     print(json.dumps({"text": text}) if flags.json else text, end="\n" if flags.json else "")
 
 

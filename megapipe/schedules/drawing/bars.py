@@ -1,27 +1,32 @@
 """The bars of a simulated schedule, and pictures of them: SVG, Chrome trace, terminal."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from megapipe.schedules.actions import Kind, describe
+from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.memory import activations_gone, activations_made, rank_shares
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation.simulate import Simulation
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import action_at
 
-COMPUTE, TRANSFER, REDUCTION, COPY_OUT, COPY_IN = "compute", "transfer", "reduction", "copy out", "copy in"
+COMPUTE, SEND, RECEIVE, COLLECTIVES = "compute", "send", "receive", "collectives"
+COPY_OUT, COPY_IN = "copy out", "copy in"
 LANES: Final = {
-    Kind.SEND_ACTIVATION: TRANSFER,
-    Kind.SEND_GRADIENT: TRANSFER,
-    Kind.GATHER_WEIGHTS: REDUCTION,
-    Kind.REDUCE_GRADIENTS: REDUCTION,
-    Kind.REDUCE_TIED: REDUCTION,
-    Kind.REDUCE_SCALARS: REDUCTION,
+    Kind.SEND_ACTIVATION: SEND,
+    Kind.SEND_GRADIENT: SEND,
+    Kind.RECV_ACTIVATION: RECEIVE,
+    Kind.RECV_GRADIENT: RECEIVE,
+    Kind.GATHER_WEIGHTS: COLLECTIVES,
+    Kind.REDUCE_GRADIENTS: COLLECTIVES,
+    Kind.REDUCE_TIED: COLLECTIVES,
+    Kind.REDUCE_COUNTS: COLLECTIVES,
+    Kind.REDUCE_SCALARS: COLLECTIVES,
     Kind.OFFLOAD: COPY_OUT,
     Kind.RELOAD: COPY_IN,
 }
@@ -31,6 +36,8 @@ class Bar(NamedTuple):
     """One action on one lane of a rank.
 
     ``critical`` if the finish hangs on it. A measured action waited for other ranks for ``wait`` before ``start``.
+    ``drawn``: where its box starts and ends; actions of a group share a box, of which each has a part: its place among
+    them, counted from 0, and their number.
     """
 
     rank: int
@@ -45,6 +52,8 @@ class Bar(NamedTuple):
     critical: bool
     text: str
     wait: float = 0.0
+    drawn: tuple[float, float] = (0.0, 0.0)
+    part: tuple[int, int] = (0, 1)
     slice: int = -1
 
     @property
@@ -55,13 +64,8 @@ class Bar(NamedTuple):
     @property
     def label(self) -> str:
         """Micro-batch, and slice if there are several; "" for actions of none."""
-        return (
-            ""
-            if self.microbatch < 0
-            else f"{self.microbatch}:{self.slice}"
-            if self.slice >= 0
-            else f"{self.microbatch}"
-        )
+        place = "" if self.slice < 0 else f":{self.slice}"
+        return f"{self.microbatch}{place}" if self.microbatch >= 0 else ""
 
 
 def bars_of(simulation: Simulation) -> list[Bar]:
@@ -69,10 +73,13 @@ def bars_of(simulation: Simulation) -> list[Bar]:
     table = simulation.table
     critical, chunk_of = set(simulation.critical_path()), chunks_of(table.header)
     travelling = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
-    return [
-        bar_of(table, row, chunk_of, float(simulation.start[row]), float(simulation.end[row]), row in critical)
-        for row in np.flatnonzero(simulation.working | travelling).tolist()
-    ]
+    bars = []
+    for row in np.flatnonzero(simulation.working | travelling).tolist():
+        bar = bar_of(table, row, chunk_of, float(simulation.start[row]), float(simulation.end[row]), row in critical)
+        first, last = int(table.action_first[row]), int(table.action_last[row])
+        box = float(simulation.start[first]), float(simulation.end[last])
+        bars.append(bar._replace(drawn=box, part=(row - first, last - first + 1)) if last > first else bar)
+    return bars
 
 
 def chunks_of(header: Header) -> dict[int, int]:
@@ -92,7 +99,7 @@ def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: 
     chunk = chunk_of.get(action.stage, 0)
     return Bar(
         int(table.rank[row]), lane, action.kind, action.stage, chunk, microbatch, step, start, end, critical, text,
-        slice=part,
+        drawn=(start, end), slice=part,
     )  # fmt: skip
 
 
@@ -120,9 +127,12 @@ FILLS: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.UPDATE: ("#8657c4",),
     Kind.SEND_ACTIVATION: ("#7fa9dc",),
     Kind.SEND_GRADIENT: ("#e9b872",),
+    Kind.RECV_ACTIVATION: ("#7fa9dc",),
+    Kind.RECV_GRADIENT: ("#e9b872",),
     Kind.GATHER_WEIGHTS: ("#5fb3b3",),
     Kind.REDUCE_GRADIENTS: ("#b26bb5",),
     Kind.REDUCE_TIED: ("#b26bb5",),
+    Kind.REDUCE_COUNTS: ("#c9a3d6",),
     Kind.REDUCE_SCALARS: ("#c9a3d6",),
     Kind.OFFLOAD: ("#a8894f",),
     Kind.RELOAD: ("#cdb587",),
@@ -136,9 +146,12 @@ NAMES: Final[dict[Kind, str]] = {
     Kind.UPDATE: "update",
     Kind.SEND_ACTIVATION: "send activation",
     Kind.SEND_GRADIENT: "send gradient",
+    Kind.RECV_ACTIVATION: "receive activation",
+    Kind.RECV_GRADIENT: "receive gradient",
     Kind.GATHER_WEIGHTS: "gather weights",
     Kind.REDUCE_GRADIENTS: "reduce gradients",
     Kind.REDUCE_TIED: "reduce tied weight",
+    Kind.REDUCE_COUNTS: "reduce counts",
     Kind.REDUCE_SCALARS: "reduce scalars",
     Kind.OFFLOAD: "offload",
     Kind.RELOAD: "reload",
@@ -157,7 +170,7 @@ def ink(colour: str) -> str:
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1d2430"
 
 
-ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, LEGEND = 30, 24, 64, 46, 34
+ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, LEGEND = 30, 24, 64, 78, 34
 
 
 def draw_svg(simulation: Simulation, width: int = 1100) -> str:
@@ -165,21 +178,25 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
     header = simulation.table.header
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
-    height = TOP + ROW_HEIGHT * header.num_ranks + LEGEND + 8
-    title = f"{header.name}: {header.num_ranks} ranks, {counted(header)}, {_idle(simulation)}"
+    bottom = TOP + ROW_HEIGHT * header.num_ranks
+    height = bottom + LEGEND + 8
+    title = f"{header.name}: {header.num_ranks} ranks, {counted(header)}"
+    title += f", {simulation.table.steps} steps" * (simulation.table.steps > 1)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="12" y="24" font-size="15" font-weight="bold" fill="#1d2430">{escape(title)}</text>',
+        f'<text x="12" y="42" fill="#4a5361">{escape(_figures(simulation))}</text>',
     ]
     for rank in range(header.num_ranks):
         y = TOP + rank * ROW_HEIGHT
         parts.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{BAR_HEIGHT}" fill="#f1f3f6"/>')
+    parts += axis(0.0, simulation.finish, scale, (LEFT, TOP, bottom))
     parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
-    parts += legend(bars, TOP + ROW_HEIGHT * header.num_ranks + 8, LEFT)
+    parts += legend(bars, bottom + 8, LEFT)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -189,42 +206,94 @@ def counted(header: Header) -> str:
     return f"{header.whole_microbatches} micro-batches{slices}"
 
 
-def _idle(simulation: Simulation) -> str:
-    """Return the bubble, and the picture's idle time if waits for first forwards make it larger."""
-    bubble, idle = f"{simulation.bubble:.1%}", f"{simulation.idle:.1%}"
-    if bubble == idle:
-        return f"bubble {bubble} of the ideal time"
-    return f"bubble {bubble} of the ideal time ({idle} with the wait for the first forward)"
+def axis(first: float, last: float, scale: float, place: tuple[int, int, int], unit: str = "") -> list[str]:
+    """Times above the rows, with a fine line down at each. place: left, top and bottom of the rows."""
+    left, top, bottom = place
+    rough = (last - first) / 10
+    power = 10.0 ** np.floor(np.log10(rough))
+    step = next(float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough)
+    parts = []
+    for index in range(int(np.ceil(first / step)), int(last / step) + 1):
+        x = left + (index * step - first) * scale
+        parts.append(f'<path d="M{x:.1f} {top - 6}V{bottom}" stroke="#dfe3e9"/>')
+        label = f"{index * step:g}" + unit * (index == 0)
+        parts.append(
+            f'<text x="{x:.1f}" y="{top - 10}" font-size="10" text-anchor="middle" fill="#4a5361">{label}</text>'
+        )
+    return parts
+
+
+def _figures(simulation: Simulation) -> str:
+    """Return the length of the axis, and the idle time by both definitions of a bubble."""
+    finish, makespan, ideal = simulation.finish, simulation.makespan, simulation.ideal
+    whole = f"{finish:g} from first to last action, {ideal:g} of it work on the busiest rank"
+    shown = f"idle {simulation.idle:.1%} of the ideal time, {1 - ideal / finish:.1%} of the makespan"
+    if f"{makespan:g}" == f"{finish:g}":
+        return f"{whole}; {shown}"
+    later = f"{simulation.bubble:.1%} and {simulation.bubble_rate:.1%}"
+    return f"{whole}; {shown} (counted on each rank from its first forward: {makespan:g}, {later})"
 
 
 def _bar(bar: Bar, scale: float) -> str:
-    x, y, width = LEFT + bar.start * scale, TOP + bar.rank * ROW_HEIGHT, (bar.end - bar.start) * scale
-    colour = fill(bar.kind, bar.shade)
+    (start, end), (place, count) = bar.drawn, bar.part
+    top, height = TOP + bar.rank * ROW_HEIGHT, BAR_HEIGHT / count
+    x, y, width = LEFT + start * scale, top + place * height, (end - start) * scale
+    colour, size = fill(bar.kind, bar.shade), "" if count == 1 else ' font-size="9"'
     labels = bar.label, bar.label.partition(":")[0]  # the micro-batch alone where its slice does not fit
     label = next((each for each in labels if width >= 7 * len(each) + 2), "")
-    text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" fill="{ink(colour)}">{label}</text>' if label else ""
-    if bar.step % 2:
-        text += f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="4" fill="#1d2430"/>'
+    below = y + height / 2 + (5 if count == 1 else 3.5)
+    text = f'<text x="{x + width / 2:.2f}" y="{below:g}"{size} fill="{ink(colour)}">{label}</text>' if label else ""
+    if bar.step % 2 and not place:
+        text += f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="4" fill="#1d2430"/>'
     return (
-        f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}</title>"
-        f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{BAR_HEIGHT}" fill="{colour}" '
+        f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{_paired(bar)}</title>"
+        f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" fill="{colour}" '
         f'stroke="#ffffff" stroke-width="0.6"/>{text}</g>'
     )
+
+
+def _paired(bar: Bar) -> str:
+    return f", overlapped from {bar.drawn[0]:g} to {bar.drawn[1]:g}" if bar.part[1] > 1 else ""
+
+
+PAIRS: Final = "one above the other: overlapped"
+
+
+def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
+    """The colours of each kind: one for each chunk of a rank, or slice, as far as there are different ones."""
+    chunks: dict[Kind, set[int]] = {}
+    for bar in bars:
+        chunks.setdefault(bar.kind, set()).add(bar.shade)
+    return {kind: list(dict.fromkeys(fill(kind, chunk) for chunk in sorted(chunks[kind]))) for kind in sorted(chunks)}
+
+
+def shade_note(bars: Iterable[Bar]) -> str:
+    """What the shades mean, empty if there is one chunk and one slice."""
+    most, slices = max((bar.shade for bar in bars), default=0), any(bar.slice > 0 for bar in bars)
+    names = [str(chunk) for chunk in range(min(most, 3) + 1)]
+    if most > 3:
+        names[-1] += " and later"
+    what = ("slices", "a sequence") if slices else ("chunks", "a rank")
+    return f"dark to light: {what[0]} {', '.join(names)} of {what[1]}" if most else ""
 
 
 def legend(bars: list[Bar], y: int, x: int) -> list[str]:
     """The colours of the bars' kinds, from a place to the right."""
     parts = []
-    for kind in sorted({bar.kind for bar in bars}):
-        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{fill(kind, 0)}"/>')
-        parts.append(f'<text x="{x + 20}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
-        x += 36 + 7 * len(NAMES[kind])
-    if len({bar.shade for bar in bars}) > 1:
-        later = "slices of a sequence" if any(bar.slice > 0 for bar in bars) else "chunks of the rank"
-        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">lighter: later {later}</text>')
-        x += 240
-    if any(bar.step % 2 for bar in bars):
-        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">dark edge: every other step</text>')
+    for kind, colours in shades(bars).items():
+        for colour in colours:
+            parts.append(f'<rect x="{x}" y="{y}" width="12" height="14" fill="{colour}"/>')
+            x += 12
+        parts.append(f'<text x="{x + 6}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
+        x += 22 + round(6.4 * len(NAMES[kind]))
+    notes = [
+        shade_note(bars),
+        PAIRS if any(bar.part[1] > 1 for bar in bars) else "",
+        "dark edge: every other step" if any(bar.step % 2 for bar in bars) else "",
+    ]
+    for note in filter(None, notes):
+        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">{note}</text>')
+        x += 16 + round(6.2 * len(note))
     return parts
 
 
@@ -269,24 +338,28 @@ def _cell(bar: Bar, colour: bool) -> str:
     return f"\x1b[{COLOURS[bar.kind]}m{letter}\x1b[0m" if colour else letter
 
 
-THREADS: Final = {COMPUTE: 0, TRANSFER: 1, REDUCTION: 2, COPY_OUT: 3, COPY_IN: 4}
+THREADS: Final = {lane: place for place, lane in enumerate((COMPUTE, SEND, RECEIVE, COLLECTIVES, COPY_OUT, COPY_IN))}
 
 
 def trace_events(
-    bars: Iterable[Bar], microseconds: float, process: str = "rank", first_process: int = 0
+    bars: Sequence[Bar], microseconds: float, process: str = "rank", first_process: int = 0
 ) -> list[dict[str, Any]]:
     """One complete event a bar: a process a rank, a thread a lane; ``microseconds`` is the length of a time unit.
 
-    ``process`` is what a process is called before its rank's number; their ids count up from ``first_process``.
+    ``process`` is what a process is called before its rank's number; their ids count up from ``first_process``. Every
+    process and thread has a name, and its place in the order of all.
     """
+    tracks = sorted({(bar.rank, bar.lane) for bar in bars}, key=lambda track: (track[0], THREADS[track[1]]))
     events: list[dict[str, Any]] = []
-    named: set[tuple[int, str]] = set()
+    for rank in sorted({rank for rank, _ in tracks}):
+        place = {"ph": "M", "pid": first_process + rank, "tid": 0}
+        events.append({**place, "name": "process_name", "args": {"name": f"{process} {rank}"}})
+        events.append({**place, "name": "process_sort_index", "args": {"sort_index": first_process + rank}})
+    for rank, lane in tracks:
+        place = {"ph": "M", "pid": first_process + rank, "tid": THREADS[lane]}
+        events.append({**place, "name": "thread_name", "args": {"name": lane}})
+        events.append({**place, "name": "thread_sort_index", "args": {"sort_index": THREADS[lane]}})
     for bar in bars:
-        if (bar.rank, bar.lane) not in named:
-            named.add((bar.rank, bar.lane))
-            place = {"ph": "M", "pid": first_process + bar.rank, "tid": THREADS[bar.lane]}
-            events.append({**place, "name": "process_name", "args": {"name": f"{process} {bar.rank}"}})
-            events.append({**place, "name": "thread_name", "args": {"name": bar.lane}})
         events.append(
             {
                 "ph": "X",
@@ -306,7 +379,18 @@ def trace_events(
     return events
 
 
+def receive_bars(simulation: Simulation) -> list[Bar]:
+    """Return a bar on the receiving rank for each message that takes time, from its start to its arrival."""
+    table = simulation.table
+    messages, chunk_of = Dependencies(table).messages, chunks_of(table.header)
+    return [
+        bar_of(table, receive, chunk_of, float(simulation.start[send]), float(simulation.end[send]))
+        for send, receive in zip(messages.send.tolist(), messages.receive.tolist(), strict=True)
+        if simulation.end[send] > simulation.start[send]
+    ]
+
+
 def draw_trace(simulation: Simulation, microseconds: float = 1000.0) -> str:
     """The simulated run as a trace file; a simulated time unit is a millisecond unless said otherwise."""
-    document = {"traceEvents": trace_events(bars_of(simulation), microseconds), "displayTimeUnit": "ms"}
-    return json.dumps(document) + "\n"
+    events = trace_events([*bars_of(simulation), *receive_bars(simulation)], microseconds)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

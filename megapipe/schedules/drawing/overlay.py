@@ -11,12 +11,15 @@ from megapipe.schedules.drawing.bars import (
     COMPUTE,
     LANES,
     NAMES,
+    RECEIVE,
     Bar,
+    axis,
     bar_of,
     chunks_of,
     fill,
     ink,
     legend,
+    receive_bars,
     trace_events,
 )
 from megapipe.schedules.drawing.page import Curves, Line, html_page
@@ -76,7 +79,7 @@ def draw_overlay_html(overlay: Overlay) -> str:
     lines, bars = [], []
     for rank in range(overlay.window.table.header.num_ranks):
         lines += [Line(f"rank {rank}", gap=2), Line("predicted", soft=True, height=14, gap=12)]
-    bars += [(2 * bar.rank, bar, f"measured{_waited(bar)}") for bar in measured_bars(overlay)]
+    bars += [(2 * bar.rank, bar, f"measured{_waited(bar)}") for bar in measured_bars(overlay) if bar.lane != RECEIVE]
     bars += [(2 * bar.rank + 1, bar, "predicted") for bar in predicted_bars(overlay)]
     figures = [
         ["measured, ms", f"{measured.span:.4g}", f"on rank {overlay.slowest}, the slowest"],
@@ -98,7 +101,10 @@ def draw_overlay_trace(overlay: Overlay) -> str:
     """All ranks in one Chrome/Perfetto trace: a process for what each rank did, and one for what was predicted."""
     ranks, run = overlay.window.table.header.num_ranks, overlay.run
     events = trace_events(measured_bars(overlay), MICROSECONDS)
-    events += trace_events(predicted_bars(overlay), MICROSECONDS, "predicted rank", ranks)
+    zero, steps = overlay.predicted_zero, range(len(overlay.window.steps))
+    received = [bar for bar in receive_bars(overlay.simulation) if bar.step in steps]
+    arriving = [_named(overlay, bar._replace(start=bar.start - zero, end=bar.end - zero)) for bar in received]
+    events += trace_events(predicted_bars(overlay) + arriving, MICROSECONDS, "predicted rank", ranks)
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": run.layout, **run.about}}
     return json.dumps(document) + "\n"
 
@@ -123,7 +129,7 @@ def draw_overlay_svg(overlay: Overlay, width: int = 1100) -> str:
         f'<text x="12" y="20" font-size="15" font-weight="bold" fill="#1d2430">{escape(headline(overlay))}</text>',
         f'<text x="12" y="38" font-size="11" fill="#4a5361">{escape(sentence(overlay))}</text>',
     ]
-    parts += _axis(first, overlay.finish, scale, bottom)
+    parts += axis(first, overlay.finish, scale, (LEFT, TOP, bottom - GAP), " ms")
     for rank in range(ranks):
         y = TOP + rank * _row_height()
         parts.append(f'<text x="12" y="{y + 17}" fill="#1d2430">rank {rank}</text>')
@@ -144,22 +150,6 @@ def draw_overlay_svg(overlay: Overlay, width: int = 1100) -> str:
 
 def _row_height() -> int:
     return MEASURED + PREDICTED + 1 + GAP
-
-
-def _axis(first: float, last: float, scale: float, bottom: int) -> list[str]:
-    """Milliseconds above, with a fine line down to the bottom at each."""
-    rough = (last - first) / 10
-    power = 10.0 ** np.floor(np.log10(rough))
-    step = next(float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough)
-    parts = []
-    for index in range(int(np.ceil(first / step)), int(last / step) + 1):
-        x = LEFT + (index * step - first) * scale
-        parts.append(f'<path d="M{x:.1f} {TOP - 6}V{bottom - GAP}" stroke="#dfe3e9"/>')
-        label = f"{index * step:g}" + (" ms" if index == 0 else "")
-        parts.append(
-            f'<text x="{x:.1f}" y="{TOP - 10}" font-size="10" text-anchor="middle" fill="#4a5361">{label}</text>'
-        )
-    return parts
 
 
 def _bar(bar: Bar, first: float, scale: float, offset: int, height: int) -> str:

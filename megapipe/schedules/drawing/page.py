@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from megapipe.schedules.drawing.bars import NAMES, Bar, activation_curves, bars_of, counted, fill, ink
+from megapipe.schedules.drawing.bars import (
+    NAMES,
+    PAIRS,
+    Bar,
+    activation_curves,
+    bars_of,
+    counted,
+    fill,
+    ink,
+    shade_note,
+    shades,
+)
 from megapipe.schedules.simulation.simulate import Simulation
 
 PAGE: Final = r"""<!doctype html>
@@ -60,10 +71,10 @@ h2 { margin: 14px 24px 2px; font-size: 13px; color: var(--soft); font-weight: 60
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const FIELDS = ["line", "rank", "lane", "kind", "stage", "label", "step", "start", "end", "wait", "critical",
-                "text", "note", "fill", "ink"];
+                "text", "note", "fill", "ink", "left", "right", "place", "count"];
 const bars = data.bars.map(row => Object.fromEntries(FIELDS.map((name, i) => [name, row[i]])));
 const LEFT = 86, RIGHT = 24, AXIS = 24, CURVES = 150;
-const lanes = ["compute", "transfer", "reduction", "copy out", "copy in"].filter(
+const lanes = ["compute", "send", "receive", "collectives", "copy out", "copy in"].filter(
   lane => bars.some(bar => bar.lane === lane));
 const laneHeight = (line, lane) => lane === "compute" ? line.height : 7;
 let bottom = AXIS;
@@ -90,7 +101,10 @@ for (const [name, value, title] of data.figures) {
   node.className = "figure";
 }
 const controls = document.getElementById("bar");
-for (const [name, colour] of data.legend) element(controls, "span", `<i style="background:${colour}"></i>${name}`);
+for (const [name, colours] of data.legend) {
+  element(controls, "span", colours.map(colour => `<i style="background:${colour}"></i>`).join("") + name);
+}
+for (const note of data.notes) element(controls, "span", note);
 if (bars.some(bar => bar.critical)) {
   const toggle = element(controls, "label", '<input type="checkbox" id="critical" checked> critical path');
   toggle.firstChild.onchange = event => { showCritical = event.target.checked; draw(); };
@@ -108,11 +122,11 @@ element(controls, "span", "wheel: zoom, drag: move, hover: details").id = "hint"
 const widthOf = canvas => canvas.clientWidth - LEFT - RIGHT;
 const xOf = time => LEFT + (time - view.from) / (view.to - view.from) * widthOf(timeline);
 const timeOf = x => view.from + (x - LEFT) / widthOf(timeline) * (view.to - view.from);
-const heightOf = bar => laneHeight(data.lines[bar.line], bar.lane);
+const heightOf = bar => laneHeight(data.lines[bar.line], bar.lane) / bar.count;
 function yOf(bar) {
   let y = data.lines[bar.line].top;
   for (const lane of lanes) { if (lane === bar.lane) break; y += laneHeight(data.lines[bar.line], lane) + 2; }
-  return y;
+  return y + bar.place * heightOf(bar);
 }
 function prepare(canvas, height) {
   const ratio = window.devicePixelRatio || 1;
@@ -159,7 +173,7 @@ function drawTimeline() {
 }
 function drawBar(context, bar) {
   if (bar.end < view.from || bar.start - bar.wait > view.to) return;
-  const x = xOf(bar.start), width = Math.max(xOf(bar.end) - x, 0.6), y = yOf(bar), height = heightOf(bar);
+  const x = xOf(bar.left), width = Math.max(xOf(bar.right) - x, 0.6), y = yOf(bar), height = heightOf(bar);
   if (bar.wait > 0 && bar.lane === "compute") {
     context.fillStyle = css("--soft");
     context.globalAlpha = 0.55;
@@ -223,7 +237,7 @@ function draw() { drawTimeline(); drawCurves(); }
 
 function barAt(x, y) {
   const time = timeOf(x);
-  return bars.find(bar => time >= bar.start && time < bar.end && y >= yOf(bar) && y < yOf(bar) + heightOf(bar));
+  return bars.find(bar => time >= bar.left && time < bar.right && y >= yOf(bar) && y < yOf(bar) + heightOf(bar));
 }
 function curveAt(rank, time) {
   let found = 0;
@@ -314,14 +328,15 @@ def html_page(
     curves: Curves,
 ) -> str:
     """An HTML document. bars: on which line, and a note for who points at it, empty for the curve's value there."""
-    rows = [_row(*each) for each in bars]
-    kinds = sorted({bar.kind for _, bar, _ in bars})
+    rows, all_bars = [_row(*each) for each in bars], [bar for _, bar, _ in bars]
+    kinds = sorted({bar.kind for bar in all_bars})
     data = {
         "lines": [vars(line) for line in lines],
         "finish": finish,
         "figures": figures,
         "kinds": {int(kind): NAMES[kind] for kind in kinds},
-        "legend": [[NAMES[kind], fill(kind, 0)] for kind in kinds],
+        "legend": [[NAMES[kind], colours] for kind, colours in shades(all_bars).items()],
+        "notes": [*filter(None, [shade_note(all_bars), PAIRS if any(bar.part[1] > 1 for bar in all_bars) else ""])],
         "bars": rows,
         "curves": curves.values,
         "curves_name": curves.name,
@@ -336,7 +351,8 @@ def _row(line: int, bar: Bar, note: str) -> list[Any]:
     colour = fill(bar.kind, bar.shade)
     times = round(bar.start, 9), round(bar.end, 9), round(bar.wait, 9)
     place = line, bar.rank, bar.lane, int(bar.kind), bar.stage, bar.label, bar.step
-    return [*place, *times, int(bar.critical), bar.text, note, colour, ink(colour)]
+    box = *(round(time, 9) for time in bar.drawn), *bar.part
+    return [*place, *times, int(bar.critical), bar.text, note, colour, ink(colour), *box]
 
 
 def draw_html(simulation: Simulation) -> str:
@@ -345,16 +361,17 @@ def draw_html(simulation: Simulation) -> str:
     bars = bars_of(simulation)
     figures = [
         ["first to last action", f"{simulation.finish:g}", "over all ranks: the length of the time axis"],
-        ["longest rank", f"{simulation.makespan:g}", "from a rank's first forward to its last action (makespan)"],
+        ["idle / ideal time", f"{simulation.idle:.2%}", "all idle time of the busiest rank over its work"],
         [
-            "bubble from the first forward on",
-            f"{simulation.bubble:.2%}",
-            "its idle time over its work, without the first wait",
+            "idle / makespan",
+            f"{1 - simulation.ideal / simulation.finish:.2%}",
+            "the same idle time over the time from first to last action",
         ],
+        ["longest rank", f"{simulation.makespan:g}", "from a rank's first forward to its last action"],
         [
-            "idle from first to last action",
-            f"{simulation.idle:.2%}",
-            "all idle time of the busiest rank over its work",
+            "its bubble / ideal time",
+            f"{simulation.bubble:.2%}",
+            "idle time of the longest rank over the work, without the wait for its first forward",
         ],
         ["peak activations", f"{max(simulation.peak_activations):g}", "micro-batches on the fullest rank"],
         ["weight versions", f"{max(simulation.weight_versions)}", "copies of the weights a rank keeps"],

@@ -70,6 +70,29 @@ def _settle(num_ranks: int, num_microbatches: int, options: Options) -> Options:
     return {"group_size": default_group_size(num_ranks, num_microbatches, chunks), **options}
 
 
+TEXT: Final = """megapipe schedule 3
+name interleaved_1f1b
+ranks p
+microbatches m
+option chunks 2                        # stages on each rank
+option group_size 0                    # micro-batches that pass a chunk in a row; 0: the number of ranks
+for s in 0..p*chunks: stage {s} rank {s % p}
+body
+rank r:
+  let g = min(m, max(group_size, p * (group_size == 0)))
+  let n = (m+g-1)//g * g*chunks        # passes through a chunk; those of micro-batches from m on are left out
+  let w = min(n, (chunks-1)*g + min(2*(p-1-r), 2*g))
+  for k in 0..n+w:
+    let i = k//(g*chunks)*g + k%g
+    let c = k//g % chunks
+    if k < n and i < m: F{c*p+r}.{i}
+    let b = k-w
+    let j = b//(g*chunks)*g + b%g
+    let d = chunks-1 - b//g % chunks
+    if k >= w and j < m: B{d*p+r}.{j}
+"""
+
+
 @schedule(
     "interleaved_1f1b",
     "A",
@@ -80,6 +103,7 @@ def _settle(num_ranks: int, num_microbatches: int, options: Options) -> Options:
     settle=_settle,
     held=held_in_groups,
     search="all",
+    text=TEXT,
 )
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, group_size: int | None = None) -> Sections:
     """1F1B over ``chunks`` stages a rank: its bubble divided by their number (Megatron-LM, arXiv 2104.04473,

@@ -1,5 +1,7 @@
 """1F1B: one forward, one backward."""
 
+from typing import Final
+
 import numpy as np
 
 from megapipe.schedules.actions import Kind, rows_of
@@ -7,10 +9,24 @@ from megapipe.schedules.building_blocks import alternate, held_after_warmup
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
+TEXT: Final = """megapipe schedule 3
+name 1f1b
+ranks p
+microbatches m
+for s in 0..p: stage {s} rank {s}
+body
+rank r:
+  let w = min(p-1-r, m)                # forwards before the first backward
+  for i in 0..w: F{r}.{i}
+  for i in w..m: F{r}.{i} B{r}.{i-w}
+  for i in m-w..m: B{r}.{i}
+"""
+
 
 @schedule(
-    "1f1b", "A", takes_two_bp=True, repeats=True, looped="interleaved_1f1b", held=held_after_warmup, search="all"
-)
+    "1f1b", "A", takes_two_bp=True, repeats=True, looped="interleaved_1f1b", held=held_after_warmup, search="all",
+    text=TEXT,
+)  # fmt: skip
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Sections:
     """One forward, one backward: at most ``num_ranks - rank`` activations are kept (PipeDream-Flush, arXiv 2006.09503,
     section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2)."""

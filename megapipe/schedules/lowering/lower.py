@@ -56,7 +56,7 @@ def lower(
     moves = training and offload.activations
     gathers = bool(schedule.header.gathered_weights.any())
     everywhere = again or moves or gathers or (training and bool(schedule.header.sharded_gradients.any()))
-    if everywhere or (training and schedule.header.data_parallel):
+    if everywhere or (training and schedule.header.reduced.any()):
         table = refine(table, everywhere=everywhere)
     messages = MessageTable.of(table)
     posts = place_receives(table, messages, receive_ahead)

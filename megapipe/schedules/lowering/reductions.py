@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import COLUMNS, Ints, Kind, Rows, rows_of
+from megapipe.schedules.actions import COLUMNS, MICROBATCH, STAGE, UNIT, Ints, Kind, Rows, rows_of
 from megapipe.schedules.gathers import ADDING, last_additions, num_places, of_states
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder
 from megapipe.schedules.table import Table, first_row_per, last_row_per
@@ -12,7 +12,7 @@ def add_reductions(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion
     """Return counts at the start of a step, reductions after the last backward that they include, scalars, updates."""
     return [
         _counts(table),
-        *([_gradients(table)] if table.header.data_parallel else []),
+        *([_gradients(table)] if table.header.reduced.any() else []),
         *([_tied(table)] if table.header.tied_groups else []),
         _scalars(table),
         *_updates(table, lazy=lazy, flushes=flushes),
@@ -40,7 +40,7 @@ def _gradients(table: Table) -> Insertion:
     Sharded gradients have one for each stay in the pool, which names the micro-batch whose backward comes before it.
     """
     header, adding = table.header, table.rows_with(*ADDING)
-    whole = of_states(table, adding[table.unit[adding] >= 0], ~header.sharded_gradients)
+    whole = of_states(table, adding[table.unit[adding] >= 0], ~header.sharded_gradients & header.reduced[:, None])
     last = last_row_per(whole.places(table), np.arange(len(whole.row)), num_places(table))
     complete, sharded = whole.where(last[last >= 0]), last_additions(table)
     anchor, unit = np.concatenate([complete.row, sharded.row]), np.concatenate([complete.unit, sharded.unit])
@@ -48,7 +48,31 @@ def _gradients(table: Table) -> Insertion:
     order = np.lexsort((unit, anchor))
     anchor, microbatch = anchor[order], microbatch[order]
     rows = rows_of(Kind.REDUCE_GRADIENTS, table.stage[anchor], microbatch, unit=unit[order])
+    if header.shared.any():
+        rows, anchor = _in_one_order(table, rows, anchor)
     return Insertion(rows, anchor, InsertionOrder.REDUCE_GRADIENTS, table.section[anchor])
+
+
+def _in_one_order(table: Table, rows: Rows, anchor: Ints) -> tuple[Rows, Ints]:
+    """Return reductions with later anchors where a rank would start those of shared parts in another order than the
+    first rank that takes part. rows: in the order of their anchors."""
+    header, turn = table.header, np.arange(len(rows))
+    by_ranks: dict[frozenset[int], dict[int, list[int]]] = {}
+    summed: dict[int, tuple[int, int, int]] = {}
+    for index in np.flatnonzero(header.shared[rows[:, STAGE]]).tolist():
+        stage, unit, microbatch = rows[index, [STAGE, UNIT, MICROBATCH]].tolist()
+        summed[index] = header.holders[stage][0], unit, microbatch
+        by_rank = by_ranks.setdefault(header.summing_ranks(stage, unit), {})
+        by_rank.setdefault(int(header.stage_ranks[stage]), []).append(index)
+    for by_rank in by_ranks.values():
+        first, *others = (by_rank[rank] for rank in sorted(by_rank))
+        turns = {summed[index]: index for index in first}
+        for own in others:
+            turn[own] = [turns[summed[index]] for index in own]
+            in_turn = np.array(own)[np.argsort(turn[own])]
+            anchor[in_turn] = np.maximum.accumulate(anchor[in_turn])
+    order = np.lexsort((turn, anchor))
+    return rows[order], anchor[order]
 
 
 def _last_gradient_rows(table: Table) -> Ints:

@@ -164,8 +164,15 @@ class _Clocks:
             self._compute[rank] = (self.end[row], row)
 
     def close_collectives(self) -> None:
-        """Let each collective end, on every rank, when those who await it get its result."""
-        pairs = list(zip(self._collectives.row.tolist(), self._collectives.needed.tolist(), strict=True))
+        """Let each collective end, on every rank, when those who await it get its result.
+
+        Sums of gradients over the holders of a part have ended on their rank's stream, and the scalars follow them.
+        """
+        pairs = [
+            (row, member)
+            for row, member in zip(self._collectives.row.tolist(), self._collectives.needed.tolist(), strict=True)
+            if self._kind[member] != Kind.REDUCE_GRADIENTS
+        ]
         done: dict[int, float] = {}
         for row, member in pairs:
             done[row] = max(done.get(row, 0.0), self.start[member] + self._delay(member))

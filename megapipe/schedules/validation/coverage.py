@@ -174,7 +174,7 @@ def _check_reductions(table: Table) -> None:
     _require_each(table, Kind.REDUCE_COUNTS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
     _require_each(table, Kind.REDUCE_SCALARS, [(rank, -1, -1, last) for rank in ranks for last in per_step])
     reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
-    whole = [place for place in plain if header.data_parallel and not header.sharded_gradients[place]]
+    whole = [place for place in plain if header.reduced[place[0]] and not header.sharded_gradients[place]]
     for kind, rows, places in (
         (Kind.REDUCE_GRADIENTS, of_states(table, reductions, ~header.sharded_gradients).row, whole),
         (Kind.REDUCE_TIED, table.rows_with(Kind.REDUCE_TIED), tied),

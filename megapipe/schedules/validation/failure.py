@@ -1,23 +1,10 @@
 """Errors that show where a schedule goes wrong: rank, action, what it waits for, and the actions around it."""
 
-import re
 from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import (
-    KIND,
-    MICROBATCH,
-    STAGE,
-    UNIT,
-    Action,
-    Ints,
-    Kind,
-    Mask,
-    describe,
-    read_action,
-    write_action,
-)
+from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
 from megapipe.schedules.errors import ScheduleError, excerpt
 from megapipe.schedules.table import Table
 
@@ -60,34 +47,12 @@ def missing(table: Table, rank: int, action: Action) -> ScheduleError:
 
 def neighbourhood(table: Table, row: int) -> str:
     """Return the actions around one of them, which is marked: the lines of the text, or rows if no text names it."""
-    column = column_of(table, row)
+    line, column = table.text_place(row)
     if table.origin is not None and column:
-        return excerpt(table.origin.text, table.origin.lines[table.section_of(row), int(table.rank[row])], column)
+        return excerpt(table.origin.text, line, column)
     first, last = table.offsets[table.rank[row] : table.rank[row] + 2].tolist()
     lines = []
     for near in range(max(first, row - NEIGHBOURS), min(last, row + NEIGHBOURS + 1)):
         mark = ">" if near == row else " "
         lines.append(f"  {mark} {near - first:6d}  {write_action(action_at(table, near), table.header.slices)}")
     return "\n".join(lines)
-
-
-def column_of(table: Table, row: int) -> int:
-    """Return the column of a row's word in the text that the schedule was read from, 0 if lowering added the row."""
-    if table.origin is None:
-        return 0
-    first = table.offsets[table.rank[row]]
-    same = [KIND, STAGE, UNIT, MICROBATCH]
-    earlier = int(np.count_nonzero((table.rows[first:row, same] == table.rows[row, same]).all(axis=1)))
-    wanted = action_at(table, row)
-    period = table.header.num_microbatches
-    text = table.origin.text[table.origin.lines[table.section_of(row), int(table.rank[row])] - 1].split("#", 1)[0]
-    found = []
-    for word in list(re.finditer(r"[^\s+]+", text))[2:]:
-        action = read_action(word.group(), table.header.slices)
-        if (
-            (action.kind, action.stage) == (wanted.kind, wanted.stage)
-            and action.unit in (-1, wanted.unit)
-            and (wanted.microbatch - action.microbatch) % period == 0
-        ):
-            found.append(word.start() + 1)
-    return found[min(earlier, len(found) - 1)] if found else 0

@@ -49,9 +49,17 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
     for stage in stages:
         if stage not in visited:
             raise ScheduleError(f"{routes}: stage {stage} is on no route; add it to one")
+    for holders in header.holders:
+        _check_holders(header, holders)
     for group in header.tied_groups:
         if not group or not set(group) <= set(stages):
             raise ScheduleError(f"{tied}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
+        apart = {other for stage in group for other in header.holders[stage]} - set(group)
+        if apart:
+            raise ScheduleError(
+                f"{tied}: tied group {list(group)} leaves out stage {min(apart)}, which holds the same part of the "
+                "model as one of them; add it"
+            )
         if header.updates_per_step > 1 and len({header.stages[stage].rank for stage in group}) > 1:
             raise ScheduleError(
                 f"{tied} updates {header.updates_per_step} times per step, but stages {list(group)} on "
@@ -71,6 +79,25 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
         raise ScheduleError(
             f"{header.name}: {header.whole_microbatches} micro-batches cannot be divided evenly into "
             f"{header.updates_per_step} updates"
+        )
+
+
+def _check_holders(header: Header, holders: tuple[int, ...]) -> None:
+    """Raise ScheduleError unless the stages that hold one part of the model can keep equal weights."""
+    what = f"{header.name}: stages {', '.join(map(str, holders))} all hold part {header.stages[holders[0]].part}"
+    if len({header.stages[stage].rank for stage in holders}) < len(holders):
+        raise ScheduleError(f"{what}, two of them on one rank; a rank needs one stage for both routes")
+    for name, values in (
+        ("units", header.units_per_stage),
+        ("versions", header.versions_per_stage),
+        ("state units", header.stage_states),
+    ):
+        if any(values[stage] != values[holders[0]] for stage in holders):
+            raise ScheduleError(f"{what} and have different {name}; give them the same")
+    if len(holders) > 1 and header.updates_per_step > 1:
+        raise ScheduleError(
+            f"{what}, but it updates {header.updates_per_step} times per step, so that every update would wait for "
+            "all of them; give each part one stage"
         )
 
 

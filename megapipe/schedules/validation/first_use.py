@@ -71,6 +71,8 @@ def _candidates(table: Table) -> list[int]:
     rows = table.rows_with(Kind.REDUCE_TIED)
     units = header.most_states + len(header.tied_groups)
     found.append(first_row_per(table.stage[rows] * np.int64(units) + table.unit[rows], rows, table.num_stages * units))
+    rows = table.shared_reductions
+    found.append(first_row_per(table.stage[rows].astype(np.int64), rows, table.num_stages))
     every = np.concatenate(found)
     return sorted(every[every >= 0].tolist())
 
@@ -80,9 +82,8 @@ def _meeting(table: Table, row: int) -> _Meeting:
     kind, stage = Kind(int(table.kind[row])), int(table.stage[row])
     if kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
         return frozenset(range(header.num_ranks))
-    if kind == Kind.REDUCE_TIED:
-        group = header.tied_group(stage, int(table.unit[row]))
-        return frozenset(header.stages[other].rank for other in header.tied_groups[group])
+    if kind in (Kind.REDUCE_TIED, Kind.REDUCE_GRADIENTS):
+        return header.summing_ranks(stage, int(table.unit[row]))
     neighbours = {"following": header.following_stages, "preceding": header.preceding_stages}
     route = int(table.microbatch[row]) % len(header.routes)
     neighbour = int(neighbours[_SENDERS.get(kind) or _RECEIVERS[kind]][route, stage])

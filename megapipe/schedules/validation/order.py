@@ -8,7 +8,7 @@ from megapipe.schedules.actions import Ints, Kind, describe, write_action
 from megapipe.schedules.dependencies import Dependencies, Needs, Progress
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import action_at, column_of, failure, neighbourhood
+from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
 
 
 def check_compute_order(table: Table) -> None:
@@ -29,7 +29,7 @@ def check_local_order(table: Table, parts: Iterable[Needs]) -> None:
             index = int(np.argmax(wrong))
             row, late = int(needs.row[index]), int(needs.needed[index])
             remedy = f"move {write_action(action_at(table, late), table.header.slices)} before it"
-            if column_of(table, row) and not column_of(table, late):
+            if table.text_place(row)[1] and not table.text_place(late)[1]:
                 remedy = "move it to a later place"  # the text has no word for what lowering placed after it
             shown = describe(action_at(table, late), table.header.slices)
             raise failure(table, row, f"it needs {shown}, which comes after it; {remedy}")

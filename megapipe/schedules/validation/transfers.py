@@ -40,9 +40,13 @@ def check_links(dependencies: Dependencies) -> None:
 def check_collectives(table: Table, *, flushes: bool) -> None:
     """Raise ScheduleError where two ranks start the collectives of one group of ranks in different order.
 
-    Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica.
+    Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica. Those
+    over several holders of a part do.
     """
+    header = table.header
     group = np.where(table.is_kind(Kind.REDUCE_TIED), table.unit - table.num_states, 0)
+    holder = np.array([holders[0] for holders in header.holders])[table.stage]
+    group = np.where(table.is_kind(Kind.REDUCE_GRADIENTS), holder * header.most_states + table.unit, group)
     identity = (group * len(Kind) + table.kind) * table.num_microbatches + table.microbatch
     for members in collectives_by_group(table, flushes=flushes):
         for rows in members[1:]:
@@ -63,14 +67,19 @@ def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]
     rows = table.rows_with(Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS)
     for each in (rows,) if flushes else (table.rows_with(Kind.REDUCE_COUNTS), table.rows_with(Kind.REDUCE_SCALARS)):
         yield [each[table.rank[each] == rank] for rank in range(header.num_ranks)]
-    tied = table.rows_with(Kind.REDUCE_TIED)
-    if len(tied) == 0:
-        return
-    group = table.unit[tied] - table.num_states[tied]
-    members = [frozenset(header.stages[stage].rank for stage in stages) for stages in header.tied_groups]
-    for ranks in dict.fromkeys(members):
-        rows = tied[np.isin(group, [index for index, other in enumerate(members) if other == ranks])]
+    sums = _sums_over_ranks(table)
+    places = zip(table.stage[sums].tolist(), table.unit[sums].tolist(), strict=True)
+    by_ranks: dict[frozenset[int], list[int]] = {}
+    for row, (stage, unit) in zip(sums.tolist(), places, strict=True):
+        by_ranks.setdefault(header.summing_ranks(stage, unit), []).append(row)
+    for ranks, members in by_ranks.items():
+        rows = np.array(members)
         yield [rows[table.rank[rows] == rank] for rank in sorted(ranks)]
+
+
+def _sums_over_ranks(table: Table) -> Ints:
+    """Rows that sum gradients of tied weights, or of a part of the model that several stages hold, ascending."""
+    return np.sort(np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions]))
 
 
 def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
@@ -123,10 +132,10 @@ def _one_after_another(table: Table, flushes: bool) -> Needs:
 
 
 def host_waits(table: Table) -> Needs:
-    """The row after a step's scalars needs the scalars and tied sums of all ranks: the engine reads them at once."""
-    scalars, tied = table.rows_with(Kind.REDUCE_SCALARS), table.rows_with(Kind.REDUCE_TIED)
+    """The row after a step's scalars needs the scalars and sums of all ranks: the engine reads them at once."""
+    scalars = table.rows_with(Kind.REDUCE_SCALARS)
     following = scalars[scalars + 1 < table.offsets[table.rank[scalars] + 1]] + 1
-    needed = np.concatenate([scalars, tied])
+    needed = np.concatenate([scalars, _sums_over_ranks(table)])
     return Needs(np.repeat(following, len(needed)), np.tile(needed, len(following)))
 
 
@@ -156,6 +165,7 @@ def needs_resident_kernels(schedule: Schedule) -> bool:
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + _BODIES)
     dependencies = Dependencies(table)
     communicates = table.is_kind(*_COMMUNICATION)
+    communicates[table.shared_reductions] = True
     # Each rank has two lanes, computation and communication, whose rows pass in order.
     lane = 2 * table.rank + communicates
     order = np.argsort(lane, kind="stable")

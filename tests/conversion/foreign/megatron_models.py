@@ -1,8 +1,9 @@
-"""megatron-core's GPTModel on a CPU, as a program: loads what was written here, saves it as Megatron-LM does.
+"""megatron-core's GPTModel and BertModel on a CPU, as a program: loads what was written here, saves it as Megatron-LM
+does.
 
 python -m tests.conversion.foreign.megatron_models FOLDER SHAPE...: of every SHAPE, FOLDER has `SHAPE-torch` and
-`SHAPE-dist`, and `tokens.pt`; it gets `SHAPE-saved-torch` and `SHAPE-saved-dist`, and logits in `SHAPE-logits.pt`.
-The same with `SHAPE-sharded` of tensor 2 x pipeline 2 on four ranks.
+`SHAPE-dist`, and `tokens.pt` and `samples.pt`; it gets `SHAPE-saved-torch` and `SHAPE-saved-dist`, and logits in
+`SHAPE-logits.pt`. The same with `SHAPE-sharded` of tensor 2 x pipeline 2 on four ranks.
 """
 
 import argparse
@@ -15,11 +16,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.utils import openai_gelu
+
+EXPERTS = (
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_dtype",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)  # fmt: skip
 
 
 def without_cuda() -> None:
@@ -29,10 +41,11 @@ def without_cuda() -> None:
     torch.Tensor.cuda = lambda tensor, *which: tensor  # type: ignore[method-assign,assignment]
     ones = torch.ones  # of which sliding windows are cut, on "cuda"
     torch.ones = lambda *size, device=None, **how: ones(*size, **how)  # type: ignore[assignment]
+    moe_utils.te_general_gemm = None  # which is not defined without Transformer Engine
     CudaRNGStatesTracker.fork = lambda *which: contextlib.nullcontext()  # type: ignore[method-assign]
 
 
-def build(told: argparse.Namespace, **how: object) -> GPTModel:
+def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
     """The model that Megatron-LM's arguments ask for."""
     gelu = openai_gelu if told.openai_gelu else torch.nn.functional.gelu
     config = TransformerConfig(
@@ -58,10 +71,23 @@ def build(told: argparse.Namespace, **how: object) -> GPTModel:
         tensor_model_parallel_size=told.tensor_model_parallel_size,
         pipeline_model_parallel_size=told.pipeline_model_parallel_size,
         pipeline_dtype=torch.float32,
+        num_moe_experts=told.num_experts,
+        **({name: getattr(told, name) for name in EXPERTS} if told.num_experts else {}),
     )
+    if hasattr(told, "bert_binary_head"):
+        return BertModel(
+            config,
+            2 if told.bert_binary_head else 0,
+            bert_layer_local_spec,
+            vocab_size=told.padded_vocab_size,
+            max_sequence_length=told.max_position_embeddings,
+            share_embeddings_and_output_weights=not told.untie_embeddings_and_output_weights,
+            add_binary_head=told.bert_binary_head,
+            **how,  # type: ignore[arg-type]
+        ).eval()
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=told.qk_layernorm, normalization=told.normalization),
+        get_gpt_layer_local_spec(told.num_experts, qk_layernorm=told.qk_layernorm, normalization=told.normalization),
         vocab_size=told.padded_vocab_size,
         max_sequence_length=told.max_position_embeddings,
         position_embedding_type=told.position_embedding_type,
@@ -74,30 +100,35 @@ def build(told: argparse.Namespace, **how: object) -> GPTModel:
     ).eval()
 
 
-def logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
-    """[b, s, padded vocabulary]"""
+def logits(model: GPTModel | BertModel, folder: Path) -> tuple[torch.Tensor, ...]:
+    """[b, s, padded vocabulary], and those of a pair; hidden states of a first stage."""
+    if isinstance(model, BertModel):
+        tokens, visible, types = torch.load(folder / "samples.pt")
+        with torch.no_grad():
+            outputs = model(tokens, visible, types if model.add_binary_head else None)
+        return tuple(each for each in outputs if each is not None) if isinstance(outputs, tuple) else (outputs,)
+    tokens = torch.load(folder / "tokens.pt")
     batch, length = tokens.shape
     places = torch.arange(length).expand(batch, length)
     hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     with torch.no_grad():
         found: torch.Tensor = model(tokens, places, hidden)
-    return found
+    return (found,)
 
 
 def exchange(folder: Path, shape: str) -> None:
     """Load both layouts strictly, tell the logits, save both."""
-    tokens = torch.load(folder / "tokens.pt")
     state = torch.load(folder / f"{shape}-torch/release/mp_rank_00/model_optim_rng.pt", weights_only=False)
     told, found = state["args"], {}
     model = build(told)
     model.load_state_dict(state["model"], strict=True)
-    found["torch"] = logits(model, tokens)
+    found["torch"] = logits(model, folder)
 
     other = build(told)
     loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(folder / f"{shape}-dist/release"))
     other.load_state_dict(loaded["model"], strict=True)
     assert loaded["args"].hidden_size == told.hidden_size
-    found["dist"] = logits(other, tokens)
+    found["dist"] = logits(other, folder)
     torch.save(found, folder / f"{shape}-logits.pt")
 
     # What Megatron-LM's own save adds to the model's state.
@@ -125,13 +156,12 @@ def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
     ends = {"pre_process": stage == 0, "post_process": stage == 1, "parallel_output": False}
     model = build(told, **ends)
     model.load_state_dict(state["model"], strict=True)
-    tokens = torch.load(folder / "tokens.pt")
-    found["torch"] = staged_logits(model, tokens, rank, told.hidden_size)
+    found["torch"] = staged_logits(model, folder, rank, told.hidden_size)
 
     other = build(told, **ends)
     loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(folder / f"{shape}-dist/release"))
     other.load_state_dict(loaded["model"], strict=True)
-    found["dist"] = staged_logits(other, tokens, rank, told.hidden_size)
+    found["dist"] = staged_logits(other, folder, rank, told.hidden_size)
     if rank == 2:
         torch.save(found, folder / f"{shape}-sharded-logits.pt")
     saved = folder / f"{shape}-sharded-saved-dist"
@@ -141,17 +171,19 @@ def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
     dist.barrier()
 
 
-def staged_logits(model: GPTModel, tokens: torch.Tensor, rank: int, hidden_size: int) -> torch.Tensor:
+def staged_logits(model: GPTModel | BertModel, folder: Path, rank: int, hidden_size: int) -> tuple[torch.Tensor, ...]:
     """Logits on the last stage; hidden states on the first, which hands them on."""
-    batch, length = tokens.shape
     if rank < 2:
-        hidden = logits(model, tokens)
+        (hidden,) = logits(model, folder)
         dist.send(hidden.contiguous(), rank + 2)
-        return hidden
-    received = torch.empty(length, batch, hidden_size)
+        return (hidden,)
+    samples = (
+        torch.load(folder / "samples.pt")[0] if isinstance(model, BertModel) else torch.load(folder / "tokens.pt")
+    )
+    received = torch.empty(*samples.T.shape, hidden_size)
     dist.recv(received, rank - 2)
     model.set_input_tensor(received)
-    return logits(model, tokens)
+    return logits(model, folder)
 
 
 def on_four_ranks(folder: Path, shape: str) -> None:

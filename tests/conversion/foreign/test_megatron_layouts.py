@@ -1,6 +1,7 @@
 """Megatron-LM's two layouts written and read back, bit for bit, over tensor, pipeline and virtual sizes."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
 from megapipe.conversion.formats import FORMATS, format_of
-from tests.conversion.foreign.weights import MODELS, assert_holds, drawn, opened, write
+from tests.conversion.foreign.weights import MODELS, SIZES, assert_holds, drawn, opened, write
 
 LAYOUTS = [
     ("qwen", 2, 1, 2),
     ("gpt2", 2, 2, 1),
+    ("qwen_moe", 2, 1, 2),
+    ("bert", 2, 2, 1),
     *(pytest.param("qwen", *sizes, marks=pytest.mark.exhaustive) for sizes in [(1, 1, 1), (2, 2, 1), (1, 2, 2)]),
 ]
 
@@ -30,10 +34,11 @@ def test_torch_layout_there_and_back(shape: str, tensor: int, pipeline: int, chu
     source.close()
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "sigmoids", "bert_alone"])
 def test_torch_dist_there_and_back(shape: str, tmp_path: Path) -> None:
     contents, values = drawn(MODELS[shape], dtype="BF16" if shape == "llama" else "F32")
-    write("megatron-dist", tmp_path / "run", contents, values)
+    names = "transformer_engine" if shape == "sigmoids" else "local"
+    write("megatron-dist", tmp_path / "run", contents, values, layer_names=names)
     assert format_of(tmp_path / "run") is FORMATS["megatron-dist"]
     source = opened("megatron-dist", tmp_path / "run")
     assert_holds(source, contents, values)
@@ -106,7 +111,7 @@ def integer(value: dict) -> None:
     [
         (without_a_norm, "lacks blocks.1.attention_norm.weight"),
         (with_an_expert, "mlp.experts.weight"),
-        (with_experts_in_args, "num_experts"),
+        (with_experts_in_args, "mlp.linear_fc1.weight"),
         (of_another_width, "the args require"),
         (old, "checkpoint_version 2.0"),
         (without_args, "no args"),
@@ -145,8 +150,17 @@ def test_pickles_are_read_only_with_consent(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])
 def test_what_megatron_cannot_express_is_refused(kind: str, tmp_path: Path) -> None:
     contents, values = drawn(BertModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocabulary_size=50))
-    with pytest.raises(CheckpointError, match="BERT"):
+    with pytest.raises(CheckpointError, match="norm_position is post"):
         write(kind, tmp_path / "run", contents, values)
+    for fields in (
+        {"expert_balance_rate": 0.1},
+        {"router_bias": True},
+        {"router_scores": "sigmoid", "router_scale": 2.0},
+    ):
+        experts = {"num_experts": 4, "bias": "none", "expert_balance_rate": 0.0, "normalize_expert_shares": False}
+        contents, values = drawn(ModelConfig(**SIZES, **{**experts, **fields}))
+        with pytest.raises(CheckpointError, match=next(iter(fields)).replace("router_scores", "normalize_expert")):
+            write(kind, tmp_path / "run", contents, values)
     contents, values = drawn(MODELS["gpt2"])
     for sizes, message in (({"tensor": 3}, "tensor"), ({"pipeline": 3}, "4 layers"), ({"chunks": 8}, "4 layers")):
         with pytest.raises(CheckpointError, match=message):
@@ -178,6 +192,31 @@ def test_a_cut_distcp_file_is_damage(tmp_path: Path) -> None:
     source = opened("megatron-dist", tmp_path / "run")
     with pytest.raises(DamagedCheckpointError, match="distcp"):
         source.read(source.contents.tensors[-1])
+
+
+@pytest.mark.parametrize("names", ["local", "transformer_engine"])
+def test_expert_ranks_are_read(names: str, tmp_path: Path) -> None:
+    """Two experts each on two ranks, made from one rank with four."""
+    contents, values = drawn(MODELS["sigmoids"])
+    write("megatron", tmp_path / "run", contents, values, layer_names=names)
+    whole = tmp_path / "run" / "release" / "mp_rank_00"
+    value = torch.load(whole / "model_optim_rng.pt", weights_only=False)
+    value["args"].expert_model_parallel_size = 2
+    state = value["model"]
+    for rank in range(2):
+        value["model"] = {}
+        for key, tensor in state.items():
+            match = re.fullmatch(r"(.*(?:local_experts\.|experts\.linear_fc.\.weight))(\d)(.*)", key)
+            if match is None:
+                value["model"][key] = tensor
+            elif int(match[2]) // 2 == rank:
+                value["model"][f"{match[1]}{int(match[2]) % 2}{match[3]}"] = tensor
+        folder = whole.with_name(f"mp_rank_00_{rank:03d}")
+        folder.mkdir()
+        torch.save(value, folder / "model_optim_rng.pt")
+    (whole / "model_optim_rng.pt").unlink()
+    whole.rmdir()
+    assert_holds(opened("megatron", tmp_path / "run"), contents, values)
 
 
 def test_uneven_stages_are_read(tmp_path: Path) -> None:

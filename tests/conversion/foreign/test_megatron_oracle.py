@@ -1,4 +1,4 @@
-"""megatron-core's own GPTModel beside ours: it loads what is written here, and what it saves is read here."""
+"""megatron-core's GPTModel and BertModel beside ours: they load what is written here; what they save is read here."""
 
 import importlib.util
 import os
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.conversion.foreign.weights import MODELS, assert_holds, drawn, opened, write
-from tests.layers.bound import bind_model, make_context, run
+from tests.layers.bound import bind_model, load, make_context, run
+from tests.models import test_bert_hugging_face as berts
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,8 +24,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 
 
-SHARDED = ("qwen", "gpt2")
-"""Also laid out over tensor 2 x pipeline 2: tied embeddings, both kinds of MLP, biases, grouped heads."""
+SHARDED = ("qwen_moe", "bert")
+"""Also laid out over tensor 2 x pipeline 2: tied embeddings, kinds of MLP, biases, grouped heads, experts, heads."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,9 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for shape in SHARDED:
         write("megatron", folder / f"{shape}-sharded", *drawn(MODELS[shape]), tensor=2, pipeline=2)
     torch.save(make_context(MODELS["gpt2"], batch=2, length=24).tokens, folder / "tokens.pt")
+    context = berts.make_context()
+    visible = (torch.arange(berts.LENGTH) < context.lengths[:, None]).long()
+    torch.save((context.tokens, visible, context.token_types), folder / "samples.pt")
     done = subprocess.run(
         [sys.executable, "-m", "tests.conversion.foreign.megatron_models", str(folder), *MODELS],
         cwd=ROOT,
@@ -56,17 +60,24 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_megatron_computes_our_logits_from_what_is_written(name: str, layout: str, exchanged: Path) -> None:
     model = MODELS[name.removesuffix("-sharded")]
     _, values = drawn(model)
-    layers = bind_model(model)
-    ours = {tensor.name: value for tensor, value in values.items()}
-    for layer in layers:
-        for parameter, values in layer.parameters().items():
-            values.copy_(ours[parameter])
-    context = make_context(model, batch=2, length=24)
+    ours, all_found = (
+        {tensor.name: value for tensor, value in values.items()},
+        torch.load(exchanged / f"{name}-logits.pt"),
+    )
     with torch.no_grad():
-        expected = run(layers, replace(context, labels=None))
-    found = torch.load(exchanged / f"{name}-logits.pt")[layout][..., : model.vocabulary_size]
-    assert 0.5 < expected.std() < 50.0
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        if model.kind == "bert":
+            context = berts.make_context()
+            all_expected = berts.run(berts.bound(model, ours, torch.float32), replace(context, labels=None))
+            real = torch.arange(berts.LENGTH) < context.lengths[:, None]
+        else:
+            layers = bind_model(model)
+            load(layers, ours)
+            all_expected = (run(layers, replace(make_context(model, batch=2, length=24), labels=None)),)
+            real = slice(None)
+    assert len(all_found[layout]) == len(all_expected)
+    for found, expected, rows in zip(all_found[layout], all_expected, (real, slice(None)), strict=False):
+        assert 0.1 < expected[rows].std() < 50.0
+        assert (found[..., : expected.shape[-1]] - expected)[rows].abs().max() <= 1e-5 * expected[rows].abs().max()
 
 
 @pytest.mark.parametrize("layout", ["torch", "dist"])

@@ -1,10 +1,11 @@
-"""Random checkpoints of every shape that Megatron-LM's GPT can have, and a way there and back."""
+"""Random checkpoints of every shape that Megatron-LM's GPT and BERT can have, and a way there and back."""
 
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig, RopeScaling
 from megapipe.conversion.formats import FORMATS, WEIGHTS, Contents, Source, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import parameters_of
@@ -12,12 +13,36 @@ from megapipe.conversion.megapipe_format import parameters_of
 SIZES = {"vocabulary_size": 97, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "max_positions": 48}
 DECODER = {"normalization": "rms_norm", "activation": "swiglu", "positions": "rotary", "ffn_hidden_size": 48}
 OTHERS = ("norm_epsilon", "rope_theta", "rope_scaling", "bias", "qk_norm", "sliding_window", "tie_embeddings")
+OF_EXPERTS = (
+    "num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate", "router_scores",
+    "router_bias", "router_scale", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
+)  # fmt: skip
+OF_BERT = ("norm_position", "token_types", "sentence_head")
+SIGMOIDS = {"num_experts": 4, "router_scores": "sigmoid", "router_scale": 2.5, "router_groups": 2}
+GATED = {"shared_expert_size": 24, "shared_expert_gate": True, "normalize_expert_shares": False}
 MODELS = {
     "gpt2": ModelConfig(**SIZES, activation="gelu_tanh"),
     "llama": ModelConfig(**SIZES, **DECODER, num_kv_heads=2, bias="none", tie_embeddings=False, rope_theta=500.0),
     "qwen": ModelConfig(**SIZES, **DECODER, num_kv_heads=2, bias="qkv", qk_norm=True, head_size=16),
     "mistral": ModelConfig(
         **SIZES, **DECODER, bias="none", sliding_window=9, rope_scaling=RopeScaling(kind="linear", factor=2.0)
+    ),
+    "qwen_moe": ModelConfig(
+        **SIZES, **DECODER, **GATED, num_kv_heads=2, bias="qkv", num_experts=4, expert_balance_rate=0.0
+    ),
+    "sigmoids": ModelConfig(**SIZES, **DECODER, bias="none", **SIGMOIDS),
+    "biased_experts": ModelConfig(**SIZES, num_experts=3, router_bias=True, expert_balance_rate=0.0),
+    "bert": BertModelConfig(**SIZES, norm_position="pre"),
+    "bert_alone": BertModelConfig(
+        **SIZES,
+        norm_position="pre",
+        activation="swiglu",
+        ffn_hidden_size=48,
+        num_kv_heads=2,
+        bias="none",
+        token_types=0,
+        sentence_head=False,
+        tie_embeddings=False,
     ),
 }
 
@@ -67,6 +92,7 @@ def assert_holds(source: Source, contents: Contents, values: dict[StoredTensor, 
 
 def resolved(model: ModelConfig) -> ModelConfig:
     """The fields that shape weights and logits, optional sizes spelled out, the rest at their defaults."""
-    shaped = {name: getattr(model, name) for name in (*SIZES, *DECODER, *OTHERS)}
+    own = OF_BERT if model.kind == "bert" else () if model.num_experts is None else OF_EXPERTS
+    shaped = {name: getattr(model, name) for name in (*SIZES, *DECODER, *OTHERS, *own)}
     sizes = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_hidden_size": model.ffn_size}
-    return ModelConfig(**{**shaped, **sizes})
+    return type(model)(**{**shaped, **sizes})

@@ -41,6 +41,8 @@ PRINTED: dict[str, tuple[str, Callable[[], float] | None, str]] = {
         lambda: (RANKS - 1) * ((FORWARD + (INPUT + WEIGHT)) + (INPUT + WEIGHT) - 3 * WEIGHT) / IDEAL,
         "2412.19437",
     ),
+    "chimera": ("(p-2)/(2m) if B = F", None, "2107.06925"),
+    "bitpipe": ("(p-2)/(4m) if B = F", None, "2410.19367"),
     "2bw": ("none after the warm-up", None, "2006.09503"),
     "pipedream": ("none after the warm-up", None, "1806.03377"),
 }
@@ -53,7 +55,8 @@ def held(compute: Schedule) -> float:
     ranks = range(compute.header.num_ranks)
     rows = ([action.kind for part in ("prologue", "body") for action in compute.actions(part, rank)] for rank in ranks)  # type: ignore[arg-type]
     most = max(int(np.cumsum([change.get(kind, 0) for kind in kinds]).max()) for kinds in rows)
-    return most * compute.header.num_ranks / len(compute.header.stages) / compute.header.slices
+    whole = compute.header.num_ranks * compute.header.model_copies / compute.header.slices
+    return most * whole / len(compute.header.stages)
 
 
 @table(PAGE, "schedules as printed")
@@ -69,7 +72,7 @@ def as_printed() -> Iterator[str]:
         kinds = [action.kind for rank in range(RANKS) for action in schedule.actions("body", rank)]
         sends = kinds.count(Kind.SEND_ACTIVATION) + kinds.count(Kind.SEND_GRADIENT)
         activations = held(order(name, RANKS, MICROBATCHES))
-        copies = f"{header.num_versions} + {header.gradient_buffers}"
+        copies = f"{max(header.weight_versions)} + {header.gradient_buffers * header.model_copies}"
         yield row(
             name,
             f"{bubble:.4f}",

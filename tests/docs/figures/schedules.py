@@ -36,7 +36,8 @@ def comparison() -> Iterator[str]:
         steps = 1 if schedule.flushes else 4
         runs = [simulate(schedule, rank_costs(schedule.header, link=Link(hop)), steps) for hop in (0.0, 0.25)]
         bubbles = [f"{run.bubble:.4f}" for run in runs]
-        buffers = f"{schedule.header.num_versions} + {schedule.header.gradient_buffers}"
+        header = schedule.header
+        buffers = f"{max(header.weight_versions)} + {header.gradient_buffers * header.model_copies}"
         yield row(name, *bubbles, f"{max(runs[0].peak_activations):g}", buffers, schedule.header.numerical_class)
 
 

@@ -18,9 +18,9 @@ from megapipe.schedules.simulation import stage_times
 from megapipe.schedules.simulation.costs import TIMED
 from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 from megapipe.schedules.table import Table
-from tests.schedules.support import fewest_microbatches
+from tests.schedules.support import TRAINED, fewest_microbatches
 
-NAMES = sorted({*GENERATORS} - {"seq1f1b"})
+NAMES = sorted({*TRAINED} - {"seq1f1b"})
 """Times of slices are not planned."""
 
 

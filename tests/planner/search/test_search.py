@@ -15,7 +15,7 @@ from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.findings import Findings, NothingFits
 from megapipe.planner.search.plan import QUICK, Effort, device_counts, family, search
 from megapipe.planner.search.space import Layouts, SearchSpace
-from megapipe.schedules import build, dumps, order
+from megapipe.schedules import GENERATORS, build, dumps, order
 from tests.planner.search.runs import machine, run
 
 SPACE = SearchSpace(max_micro_size=2, max_chunks=2, other_schedules=())
@@ -213,6 +213,11 @@ def test_a_schedule_file_is_planned_with_where_it_is_for_the_run(tmp_path: Path)
     found = search(base, machine(), 2, effort=CLOSED)
     assert {(each.config.parallel.pipeline, each.config.batch.micro_size) for each in found.ranked} == {(2, 1)}
     assert found.best.config.schedule.file == str(path)
+    path.write_text(GENERATORS["gpipe"].text)  # for any mesh
+    for ranks in (2, 3):
+        split = replace(base, parallel=replace(base.parallel, pipeline=ranks))
+        found = search(split, machine(), ranks, frozenset({"parallel.pipeline"}), effort=CLOSED)
+        assert {each.config.parallel.pipeline for each in found.ranked} == {ranks}
     other = tmp_path / "other.txt"
     other.write_text(dumps(build("gpipe", 2, 8)))  # lowered, for one layer a stage
     base = replace(base, schedule=replace(base.schedule, file=str(other)))

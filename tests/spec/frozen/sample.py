@@ -17,6 +17,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.files import load_hardware
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
+from megapipe.layout.units import Unit
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.layer_times import RooflineTimes
 from megapipe.spec.dtypes import AttentionPath
@@ -62,7 +63,7 @@ def values(case: Case) -> tuple[list[list[int]], list[list[int]]]:
             costs.predictions,
             case.config.recompute.logits,
         )
-        partial = costs.partial_reduction(layer).get("tensor", [])
+        partial = costs.partial_reduction(layer, Unit(tuple(layer.parameters.values()))).get("tensor", [])
         numbers.append(
             [
                 costs.kept(layer),
