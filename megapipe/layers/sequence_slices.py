@@ -169,6 +169,7 @@ def sliced(context: MicrobatchContext, ranges: Sequence[range]) -> list[Microbat
         part = replace(context, token_numbers=numbers, slice=Slice(ranges, number, cache))
         for name in ("tokens", "labels", "loss_mask", "document_starts"):
             if (whole := getattr(context, name)) is not None:
-                setattr(part, name, whole[:, places.start : places.stop])
+                # Contiguous, or ops would copy them and keep the copies for the backward.
+                setattr(part, name, whole[:, places.start : places.stop].contiguous())
         found.append(part)
     return found
