@@ -54,14 +54,18 @@ class SequenceProducts(SequenceShards):
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(gradient)
-        yield from linear.weight_gradients(joined(gathered()), gradient)
+        tokens = joined(gathered())
+        del gathered  # it refers to what `tokens` may be a copy of
+        yield from linear.weight_gradients(tokens, gradient)
 
     def row_weight_half(self, linear: Linear, x: Tensor, shard: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """As `SplitModule.weight_half`. x: the input, of all tokens. shard: of the output's gradient."""
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(shard)
-        yield from linear.weight_gradients(x, joined(gathered()))
+        tokens = joined(gathered())
+        del gathered
+        yield from linear.weight_gradients(x, tokens)
 
     def gathered(self, x: Tensor, multiply: Multiply, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(product [b, s, out] of all ranks' tokens x [b, s / t, in], the tokens [b, s, in] themselves if `keep`)."""

@@ -35,15 +35,19 @@ def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
 
 def fewest_gathers(schedule, section, rank):
     """Naively: at every run hold the next different units, as many as the pool has room for; count what is new."""
-    runs = []
+    runs, last = [], None
     for action in schedule.actions(section, rank):
         uses = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        uses = uses and schedule.header.gathered_weights[action.stage, action.unit]
-        if uses and runs[-1:] != [(action.stage, action.unit, action.version)]:
-            runs.append((action.stage, action.unit, action.version))
+        if uses and schedule.header.gathered_weights[action.stage, action.unit]:
+            place = action.stage, action.unit, action.version
+            this = place if action.group < 0 else action.group
+            if this != last:
+                runs.append([])
+            runs[-1].append(place)
+            last = this
     held, count = set(), 0
     for start in range(len(runs)):
-        ahead = list(dict.fromkeys(runs[start:]))
+        ahead = list(dict.fromkeys(itertools.chain(*runs[start:])))
         sizes = [schedule.header.stage_states[stage][unit].size for stage, unit, _ in ahead]
         room = schedule.header.states.weight_pool
         window = set(itertools.compress(ahead, (total <= room for total in itertools.accumulate(sizes))))
