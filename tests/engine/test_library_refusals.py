@@ -110,11 +110,6 @@ ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "optimizer muon has no matrix to update: no layer between the first and the last has a 2-D weight",
     ),
     "no file": ([nn.Linear(8, 8)], {"schedule": "mine.txt"}, "cannot read mine.txt: No such file or directory"),
-    "file and options": (
-        [nn.Linear(8, 8)],
-        {"schedule": "mine.txt", "two_bp": True},
-        "schedule mine.txt is a file, which takes no options, but two_bp was given",
-    ),
     "clipping": ([nn.Linear(8, 8)], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
 }
 
