@@ -92,7 +92,9 @@ def _sizes(command: Any) -> None:
     for name, what in (("ranks", "pipeline ranks"), ("microbatches", "micro-batches per step")):
         usual = DEFAULT_SIZES[name]
         command.add_argument(f"--{name}", type=int, default=usual, help=f"{what} (default {usual})")
-    command.add_argument("--chunks", type=int, help="stages on each rank (default 2 for schedules with several)")
+    command.add_argument(
+        "--chunks", type=int, help="stages on each rank (default 2 for schedules with several, 1 for seq1f1b)"
+    )
 
 
 def _flags(command: argparse.ArgumentParser) -> None:
