@@ -102,7 +102,7 @@ def run(programme: Programme) -> list[dict[str, Any]]:
 def _show(found: object) -> list[dict[str, Any]]:
     if isinstance(found, Bubble):
         show_bubble(found)
-        return [{"kind": "bubble", **asdict(found), "ratio": found.ratio}]
+        return [{"kind": "bubble", **asdict(found), "ratio": found.ratio, "bound": found.bound}]
     if isinstance(found, GptFigure):
         show_gpt(found)
         return [{"kind": "gpt", **asdict(found)}]
@@ -121,6 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", choices=list(RACES), default=list(RACES))
     parser.add_argument("--kilofloats", type=int, default=64, help="floats in a message, in units of 1024")
     parser.add_argument("--repeats", type=int, default=7, help="repeats, of which the median counts")
+    parser.add_argument("--no-races", action="store_true", help="leave out all but 2bw beside one rank alone")
     parser.add_argument("--no-bubble", action="store_true", help="leave out 2bw beside one rank alone")
     parser.add_argument("--gpt-ranks", type=int, nargs="*", default=[2], help="pipelines to run with real stages too")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -141,15 +142,15 @@ def main() -> None:
             for multiple in chosen.multiples
             for milliseconds in chosen.milliseconds
         ]
-        races = num_ranks in chosen.ranks
+        measured = num_ranks in chosen.ranks
         facts += run(
             Programme(
                 num_ranks,
                 chosen.schedules,
                 sizes,
-                races=races,
-                bubble=races and not chosen.no_bubble,
-                gpt=num_ranks in chosen.gpt_ranks,
+                races=measured and not chosen.no_races,
+                bubble=measured and not chosen.no_bubble,
+                gpt=num_ranks in chosen.gpt_ranks and not chosen.no_races,
             )
         )
     if chosen.json:

@@ -17,7 +17,11 @@ from pipeline_contest.setting import Setting
 @dataclass(frozen=True)
 class Bubble:
     """Milliseconds for a micro-batch, medians over the repeats: in the pipeline on its slowest rank, and on one rank
-    alone; and both again without what a rank overslept."""
+    alone; and both again without what a rank overslept.
+
+    processor: milliseconds of processor time of the thread for a micro-batch, all of it, on the rank with the most,
+    and on one rank alone. Compute waits for it, so no pipeline is faster than `bound` permits, on any number of cores.
+    """
 
     num_ranks: int
     num_microbatches: int
@@ -26,10 +30,18 @@ class Bubble:
     alone: float
     pipeline_awake: float
     alone_awake: float
+    pipeline_processor: float
+    alone_processor: float
 
     @property
     def ratio(self) -> float:
         return self.pipeline / self.alone
+
+    @property
+    def bound(self) -> float:
+        """The ratio if ranks slept exactly, never waited, and each had a core of its own."""
+        slept = 3 * self.milliseconds
+        return (slept + self.pipeline_processor) / (slept + self.alone_processor)
 
 
 def measure_bubble(setting: Setting, pool: LinkPool, batches: int = 8, repeats: int = 3) -> Bubble:
@@ -45,21 +57,22 @@ def measure_bubble(setting: Setting, pool: LinkPool, batches: int = 8, repeats: 
         together.feed()
         mine = _feed(setting, together, batches)
         together.drain()
-        slowest = max(world.all_gather_object(mine))
+        everyone = world.all_gather_object(mine)
+        slowest, busiest = max(everyone), max(each[2] for each in everyone)
         single = world.all_gather_object(_feed(setting, alone, batches) if alone is not None else None)[0]
-        rows.append((slowest[0], single[0], slowest[0] - slowest[1], single[0] - single[1]))
+        rows.append((slowest[0], single[0], slowest[0] - slowest[1], single[0] - single[1], busiest, single[2]))
     scale = 1e3 / (batches * setting.num_microbatches)
     medians = (statistics.median(column) * scale for column in zip(*rows, strict=True))
     return Bubble(setting.num_ranks, setting.num_microbatches, setting.seconds * 1e3, *medians)
 
 
-def _feed(setting: Setting, feed: Feed, batches: int) -> tuple[float, float]:
-    """Seconds, and seconds overslept, of some steps."""
+def _feed(setting: Setting, feed: Feed, batches: int) -> tuple[float, float, float]:
+    """Seconds, seconds overslept, and processor seconds of some steps."""
     setting.meter.reset()
-    began = time.perf_counter()
+    began, processor = time.perf_counter(), time.thread_time()
     for _ in range(batches):
         feed.feed()
-    return time.perf_counter() - began, setting.meter.late
+    return time.perf_counter() - began, setting.meter.late, time.thread_time() - processor
 
 
 def _no_group(name: str, partition: Partition) -> None:

@@ -33,7 +33,9 @@ def show_bubble(bubble: Bubble) -> None:
     print(f"\n2bw, {bubble.num_ranks} ranks, {bubble.num_microbatches} micro-batches, {bubble.milliseconds:g} ms")
     print(f"  {bubble.pipeline:8.3f} ms for a micro-batch, {bubble.pipeline_awake:8.3f} without oversleeping")
     print(f"  {bubble.alone:8.3f} ms on one rank alone,   {bubble.alone_awake:8.3f} without oversleeping")
-    print(f"  ratio {bubble.ratio:.4f} (reach: 1.03)", flush=True)
+    processor = f"{bubble.pipeline_processor:.3f} ms on the busiest rank, {bubble.alone_processor:.3f} ms alone"
+    print(f"  processor time of a micro-batch: {processor}")
+    print(f"  ratio {bubble.ratio:.4f} (reach: 1.03), {bubble.bound:.4f} with a core for each rank", flush=True)
 
 
 def show_gpt(figure: GptFigure) -> None:
