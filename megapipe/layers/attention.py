@@ -266,12 +266,12 @@ class Attention(nn.Module):
 
     def weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
         """Return how pieces of attention turn scores into weights, without dropout. queries [..., rows], keys
-        [columns]: their integer places in samples."""
+        [..., columns]: their integer places in samples."""
         how = Weighing(self.scale, unfused=self.path == "unfused", softcap=self.softcap)
         if not self.falls_with_distance:
             return how
         slopes = alibi_slopes(self.all_heads, keys.device)[self.first_head : self.first_head + self.num_heads]
-        return replace(how, slopes=slopes, distances=(queries.unsqueeze(-1) - keys).abs())
+        return replace(how, slopes=slopes, distances=(queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs())
 
     def own_sinks(self, tape: SplitTape | None) -> Tensor | None:
         """Return the sinks of the heads that this rank attends with, [heads]; None if the model has none."""

@@ -178,7 +178,7 @@ def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
     context = make_context(model)
     with torch.no_grad():
         expected = run_layers(layers, replace(context, labels=None))
-        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH) for layer in layers]
+        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH, slots={None: LENGTH}) for layer in layers]
         for position in range(LENGTH):
             positions = torch.full((2, 1), position)
             step = DecodingContext.of(
@@ -187,7 +187,7 @@ def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
                 positions,
                 torch.zeros(2, dtype=torch.int64),
                 length=LENGTH,
-                windows=[None],
+                slots={None: LENGTH},
             )
             hidden: tuple[Tensor, ...] = ()
             for layer in decoding:
