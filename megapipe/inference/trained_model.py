@@ -345,8 +345,8 @@ class Passes:
         self._model = model
         self._splits = {width: Split.of(num_texts, width) for width in widths}
         rows = max(split.total for split in self._splits.values())
-        windows = {each.sliding_window for each in model.config.model.kinds_of_layers.values()}
-        self._slots = cache_slots(windows, capacity, max(widths))
+        reaches = {each.attention_reach for each in model.config.model.kinds_of_layers.values()}
+        self._slots = cache_slots(reaches, capacity, max(widths))
         self._units = {
             number: [
                 [decoding_layer(twins[0], rows=rows, capacity=capacity, slots=self._slots)] for twins in stage.units

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe.config.model import Reach
 from megapipe.layers.attention import Attention
 from megapipe.layers.attention_pieces import Seen, piece_forward, with_sinks
 from megapipe.layers.latent_attention import MultiLatentAttention
@@ -20,18 +21,18 @@ from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
 
 
-def cache_slots(windows: Collection[int | None], capacity: int, width: int) -> dict[int | None, int]:
-    """Return how many tokens of a text a block's cache has room for, by the sliding window of its attention.
+def cache_slots(reaches: Collection[Reach], capacity: int, width: int) -> dict[Reach, int]:
+    """Return how many tokens of a text a block's cache has room for, by the reach of its attention.
 
     With a window: the window of the first of up to `width` new tokens, and the others, so that new tokens may replace
-    what none of them attends to. capacity: of a text.
+    what none of them attends to; a chunk is no longer than a window of its size. capacity: of a text.
     """
-    return {each: capacity if each is None else min(capacity, each + width - 1) for each in windows}
+    return {each: capacity if each.tokens is None else min(capacity, each.tokens + width - 1) for each in reaches}
 
 
 @dataclass(frozen=True)
 class CacheContent:
-    """The tokens that the caches with one window hold when the new ones are in: the latest, each in the slot of its
+    """The tokens that the caches with one reach hold when the new ones are in: the latest, each in the slot of its
     position modulo the number of slots.
 
     slots: int64 [b, s], of the new tokens. positions: int64 [b, slots], of the token in each slot; below 0 for none.
@@ -49,8 +50,8 @@ class DecodingContext:
 
     rows: the texts' rows in the caches. tokens: int64 [b, s], for the embedding. positions: int64 [b, s], of these
     tokens in their texts, consecutive. last: int64 [b], index within s of the token whose successor is asked for.
-    real: bool [b, s], false for padding, which is not cached. held: the tokens in caches, by the sliding window of a
-    block's attention. targets: int64 [b, s], the token to score after each new token; None for the logits after the
+    real: bool [b, s], false for padding, which is not cached. held: the tokens in caches, by the reach of a block's
+    attention. targets: int64 [b, s], the token to score after each new token; None for the logits after the
     token at `last`.
     """
 
@@ -59,7 +60,7 @@ class DecodingContext:
     positions: Tensor
     last: Tensor
     real: Tensor
-    held: Mapping[int | None, CacheContent]
+    held: Mapping[Reach, CacheContent]
     targets: Tensor | None = None
 
     @classmethod
@@ -71,7 +72,7 @@ class DecodingContext:
         last: Tensor,
         *,
         length: int,
-        slots: Mapping[int | None, int],
+        slots: Mapping[Reach, int],
         targets: Tensor | None = None,
     ) -> "DecodingContext":
         """With what causal attention sees. length: above every position. slots: those of `cache_slots`.
@@ -82,18 +83,20 @@ class DecodingContext:
         newest = positions[:, :1] + last.clamp(max=len(new) - 1).unsqueeze(1)
         real = new <= last.unsqueeze(1)
         held = {}
-        for window, number in slots.items():
+        for reach, number in slots.items():
             places = newest - (newest - torch.arange(min(length, number), device=positions.device)) % number
             distance = positions.unsqueeze(-1) - places.unsqueeze(1)
-            visible = (distance >= 0) & (distance < (length if window is None else window))
+            most = length if reach.tokens is None else reach.tokens
+            within = (positions % most + 1).unsqueeze(-1) if reach.in_chunks else most
+            visible = (distance >= 0) & (distance < within)
             # Padding sees everything: a softmax of nothing would be NaN.
             visible = (visible & (places >= 0).unsqueeze(1)) | ~real.unsqueeze(-1)
-            held[window] = CacheContent(positions % number, places, visible)
+            held[reach] = CacheContent(positions % number, places, visible)
         return cls(rows, tokens, positions, last.clamp(0, len(new) - 1), real, held, targets)
 
-    def store(self, window: int | None, cache: Tensor, new: Tensor) -> None:
+    def store(self, reach: Reach, cache: Tensor, new: Tensor) -> None:
         """Write new tokens [b, s, groups, d] into a cache [b, groups, slots, d]."""
-        place = (torch.arange(len(new), device=new.device).unsqueeze(1), self.held[window].slots)
+        place = (torch.arange(len(new), device=new.device).unsqueeze(1), self.held[reach].slots)
         stored = cache.transpose(1, 2)
         stored[place] = torch.where(self.real[..., None, None], new, stored[place])
 
@@ -125,9 +128,9 @@ class DecodingEmbedding:
 class DecodingBlock:
     """A transformer block with the cache of `rows` texts of up to `capacity` tokens, of which it keeps `slots`."""
 
-    def __init__(self, block: Block, rows: int, capacity: int, slots: Mapping[int | None, int]) -> None:
+    def __init__(self, block: Block, rows: int, capacity: int, slots: Mapping[Reach, int]) -> None:
         self._block = block
-        attention, held = block.attention, slots[block.attention.window]
+        attention, held = block.attention, slots[block.attention.reach]
         self._attend: CachedAttention
         if isinstance(attention, MultiLatentAttention):
             self._attend = LatentCache(attention, rows, capacity, held)
@@ -167,8 +170,8 @@ class KeyValueCache:
         query = _placed(attention, query, attention.query_norm, context.positions, self._capacity)
         key = _placed(attention, key, attention.key_norm, context.positions, self._capacity)
         keys, values = self._keys[context.rows], self._values[context.rows]
-        context.store(attention.window, keys, key.squeeze(3))
-        context.store(attention.window, values, value.squeeze(3))
+        context.store(attention.reach, keys, key.squeeze(3))
+        context.store(attention.reach, values, value.squeeze(3))
         return attention.project(_mixed(attention, query, keys, values, context), None)
 
 
@@ -195,7 +198,7 @@ class LatentCache:
         rotated, own = query.split([shared.shape[-1], of_keys.shape[1]], dim=-1)
         query = torch.cat([torch.einsum("bshd,hdc->bshc", own, of_keys), rotated], dim=-1)
         latents = self._latents[context.rows]
-        context.store(attention.window, latents, torch.cat([latent, shared], dim=-1).unsqueeze(2))
+        context.store(attention.reach, latents, torch.cat([latent, shared], dim=-1).unsqueeze(2))
         # What the shared keys add to the mixed channels is cut off: fused kernels need values as wide as keys.
         mixed = _mixed(attention, query.unsqueeze(2), latents, latents, context).flatten(2, -2)
         return attention.project(torch.einsum("bshc,hdc->bshd", mixed[..., : latent.shape[-1]], of_values), None)
@@ -205,7 +208,7 @@ def _mixed(attention: Attention, query: Tensor, keys: Tensor, values: Tensor, co
     """Return mixed values [b, s, kv groups, heads, d] or [b, s, heads, d] of query [b, s, kv groups, heads, d] and of
     cached keys and values [b, kv groups, slots, d]."""
     batch, new, groups, heads, width = query.shape
-    held = context.held[attention.window]
+    held = context.held[attention.reach]
     visible, length = held.visible, held.visible.shape[-1]
     if attention.softcap is not None or attention.in_pieces is not None:
         query = query.flatten(2, 3).transpose(1, 2)
@@ -247,7 +250,7 @@ class DecodingHead:
         return (self._head.output.logits(self._head.normalised(wanted, None), None).squeeze(1),)
 
 
-def decoding_layer(layer: object, *, rows: int, capacity: int, slots: Mapping[int | None, int]) -> DecodingLayer:
+def decoding_layer(layer: object, *, rows: int, capacity: int, slots: Mapping[Reach, int]) -> DecodingLayer:
     """The decoding form of a layer of `build_layer`, over its parameters.
 
     rows, capacity: number of texts, and of tokens of each. slots: those of `cache_slots`, tokens of a text that a

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megapipe.config.model import Reach
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
 from tests.models.test_latent_attention import LATENT, LATENTS, LENGTH, ROTATED
@@ -16,15 +17,15 @@ from tests.models.test_latent_attention import LATENT, LATENTS, LENGTH, ROTATED
 
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
-    window=st.none() | st.integers(1, 12),
+    reach=st.builds(Reach, st.none()) | st.builds(Reach, st.integers(1, 12), st.booleans()),
     width=st.integers(1, 9),
     new=st.integers(0, 20),
 )
-def test_new_tokens_see_exactly_their_window(lengths: list[int], window: int | None, width: int, new: int) -> None:
+def test_new_tokens_see_exactly_their_reach(lengths: list[int], reach: Reach, width: int, new: int) -> None:
     """Texts of unequal length in chunks, then token by token; a token's value is its position."""
     capacity = -(-max(lengths) // width) * width + new
-    slots = cache_slots([window], capacity, width)
-    cache = torch.full((len(lengths), 1, slots[window], 1), -1)
+    slots = cache_slots([reach], capacity, width)
+    cache = torch.full((len(lengths), 1, slots[reach], 1), -1)
     ends = torch.tensor(lengths) - 1
     steps = [
         (torch.arange(start, start + width).expand(len(lengths), -1), ends - start)
@@ -34,20 +35,32 @@ def test_new_tokens_see_exactly_their_window(lengths: list[int], window: int | N
     for positions, last in steps:
         length = int(positions.max()) + 1
         context = DecodingContext.of(slice(None), positions, positions, last, length=length, slots=slots)
-        context.store(window, cache, positions[:, :, None, None])
-        for row, (places, visible) in enumerate(zip(positions, context.held[window].visible, strict=True)):
+        context.store(reach, cache, positions[:, :, None, None])
+        for row, (places, visible) in enumerate(zip(positions, context.held[reach].visible, strict=True)):
             for place, seen in list(zip(places.tolist(), visible, strict=True))[: max(0, int(last[row]) + 1)]:
-                first = 0 if window is None else max(0, place - window + 1)
+                most = capacity if reach.tokens is None else reach.tokens
+                first = place // most * most if reach.in_chunks else max(0, place - most + 1)
                 assert sorted(cache[row, 0, : seen.shape[0], 0][seen].tolist()) == list(range(first, place + 1))
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"positions": "alibi"}, {"attention_softcap": 0.7}, {"attention_sinks": True}], ids=str
+    "fields",
+    [
+        {"sliding_window": 3},
+        {"sliding_window": 3, "positions": "alibi"},
+        {"sliding_window": 3, "attention_softcap": 0.7},
+        {"sliding_window": 3, "attention_sinks": True},
+        {"attention_chunk_size": 4},
+        {"attention_chunk_size": 4, "attention_sinks": True},
+        {"attention_chunk_size": 6, "positions": "alibi"},
+        {**LATENTS, "attention_chunk_size": 3},
+    ],
+    ids=str,
 )
-def test_windowed_caches_give_the_logits_of_training(fields: dict[str, Any]) -> None:
-    model = small_model(**{**LLAMA, **fields}, sliding_window=3)
+def test_caches_give_the_logits_of_training(fields: dict[str, Any]) -> None:
+    model = small_model(**{**LLAMA, **fields})
     layers, context = bind_model(model), make_context(model)
-    slots = cache_slots([3], LENGTH, 4)
+    slots = cache_slots([model.attention_reach], LENGTH, 4)
     with torch.no_grad():
         expected = run(layers, replace(context, labels=None))
         decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH, slots=slots) for layer in layers]
@@ -66,7 +79,7 @@ def test_a_cache_has_the_bytes_of_its_window(window: int | None, held: int) -> N
     """Rows x tokens x keys and values x float32, or latents."""
     for fields, channels in ((LLAMA, 2 * 2 * 8), (LATENTS, LATENT + ROTATED)):
         model = small_model(**fields, sliding_window=window)
-        slots = cache_slots([window], 12, 4)
+        slots = cache_slots([Reach(window)], 12, 4)
         block: Any = decoding_layer(bind_model(model)[1].module, rows=3, capacity=12, slots=slots)
         kept = [each for each in vars(block._attend).values() if isinstance(each, Tensor)]
         assert sum(each.nbytes for each in kept) == 3 * held * channels * 4

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import Reach
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.conversion.megatron_model import arguments_of, places
@@ -37,7 +38,7 @@ def test_decoding_from_cached_latents_gives_the_same_logits(fields: dict[str, An
     context = make_context(model)
     with torch.no_grad():
         expected = run(layers, replace(context, labels=None))
-        slots = cache_slots([model.sliding_window], LENGTH, LENGTH - 6)
+        slots = cache_slots([model.attention_reach], LENGTH, LENGTH - 6)
         decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH, slots=slots) for layer in layers]
         for first, last in ((0, 5), (5, 6), (6, LENGTH)):
             step = DecodingContext.of(
@@ -56,7 +57,7 @@ def test_decoding_from_cached_latents_gives_the_same_logits(fields: dict[str, An
 
 def test_a_cache_has_latents_and_rotated_keys_alone() -> None:
     block: Any = decoding_layer(
-        bind_model(small_model(**LATENTS))[1].module, rows=3, capacity=LENGTH, slots={None: LENGTH}
+        bind_model(small_model(**LATENTS))[1].module, rows=3, capacity=LENGTH, slots={Reach(None): LENGTH}
     )
     kept = [each for each in vars(block._attend).values() if isinstance(each, Tensor)]
     assert sum(each.nbytes for each in kept) == 3 * LENGTH * (LATENT + ROTATED) * 4
