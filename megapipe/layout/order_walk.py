@@ -18,7 +18,7 @@ from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.slices import unplanned
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Options, Schedule, ScheduleError, order
-from megapipe.schedules.actions import STAGE, VERSION, Ints, Rows, rows_of
+from megapipe.schedules.actions import KIND, STAGE, VERSION, Ints, Rows, rows_of
 from megapipe.schedules.gathers import last_additions, residences
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.lowering.insertion import add_gathers, add_recompute, insert
@@ -93,6 +93,45 @@ def stage_walk(asked: Order) -> StageWalk:
     sections = schedule.sections
     rows = [np.concatenate(each) for each in zip(sections.prologue, sections.epilogue, strict=True)]
     return StageWalk(schedule.header, Walk(schedule.header, sections.body if schedule.flushes else rows))
+
+
+class Moments(NamedTuple):
+    """Moments of a step at which the ranks of an order may hold the most: before backwards, each kind once.
+
+    first: index of each rank's first moment. rank, stage: of the backward. tensor: the bytes that it needs.
+    kept, pending: micro-batches between forward and backward, and between halves, shape [moments, chunks].
+    """
+
+    first: Ints
+    rank: Ints
+    stage: Ints
+    tensor: Ints
+    kept: Ints
+    pending: Ints
+
+
+@lru_cache(maxsize=512)
+def before_backwards(asked: Order) -> Moments:
+    """Return the moments of an order, which its compute actions determine, before it is lowered."""
+    schedule = _compute_actions(asked._replace(receive_ahead=1))
+    ranks = range(schedule.header.num_ranks)
+    names = ("body",) if schedule.flushes else ("prologue", "epilogue")
+    own = [[stage for stage, place in enumerate(schedule.header.stages) if place.rank == rank] for rank in ranks]
+    rows = np.concatenate([schedule.sections[name][rank] for rank in ranks for name in names])
+    kind, stage = rows[:, KIND], rows[:, STAGE].astype(np.int64)
+    chunk = np.array([own[place.rank].index(number) for number, place in enumerate(schedule.header.stages)])[stage]
+    changes = np.zeros((2, len(rows), len(own[0])), dtype=np.int64)
+    halved = kind == Kind.BACKWARD_INPUT
+    done = halved | (kind == Kind.BACKWARD)
+    changes[0, np.arange(len(rows)), chunk] = 1 * (kind == Kind.FORWARD) - done
+    changes[1, np.arange(len(rows)), chunk] = 1 * halved - (kind == Kind.BACKWARD_WEIGHT)
+    kept, pending = changes.cumsum(axis=1) - changes
+    tensor = np.select([kind == each for each in NEEDED], list(NEEDED.values()), 0)
+    rank = np.array([place.rank for place in schedule.header.stages])[stage]
+    moments = np.column_stack([rank, stage, tensor, kept, pending])[tensor > 0]
+    rank, stage, tensor, *counts = np.unique(moments, axis=0).T
+    first = np.searchsorted(rank, ranks)
+    return Moments(first, rank, stage, tensor, *(np.stack(each, axis=1) for each in np.split(np.array(counts), 2)))
 
 
 class StageBytes(NamedTuple):
