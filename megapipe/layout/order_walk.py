@@ -99,10 +99,12 @@ class Moments(NamedTuple):
     """Moments of a step at which the ranks of an order may hold the most: before backwards, each kind once.
 
     first: index of each rank's first moment. rank, stage: of the backward. tensor: the bytes that it needs.
-    kept, pending: micro-batches between forward and backward, and between halves, shape [moments, chunks].
+    kept, pending: micro-batches between forward and backward, and between halves, shape [moments, chunks]. most: most
+    of `kept`, by stage.
     """
 
     first: Ints
+    most: Ints
     rank: Ints
     stage: Ints
     tensor: Ints
@@ -130,8 +132,10 @@ def before_backwards(asked: Order) -> Moments:
     rank = np.array([place.rank for place in schedule.header.stages])[stage]
     moments = np.column_stack([rank, stage, tensor, kept, pending])[tensor > 0]
     rank, stage, tensor, *counts = np.unique(moments, axis=0).T
-    first = np.searchsorted(rank, ranks)
-    return Moments(first, rank, stage, tensor, *(np.stack(each, axis=1) for each in np.split(np.array(counts), 2)))
+    kept, pending = (np.stack(each, axis=1) for each in np.split(np.array(counts), 2))
+    first, most = np.searchsorted(rank, ranks), np.zeros(len(schedule.header.stages), dtype=np.int64)
+    most[np.array(own)] = np.maximum.reduceat(kept, first)
+    return Moments(first, most, rank, stage, tensor, kept, pending)
 
 
 class StageBytes(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.layout.hardware.description import hardware_device_type
 from megapipe.layout.order_walk import (
     MicrobatchWalk,
@@ -118,9 +119,14 @@ class LayerSizes:
     def least_held(self, order: Order, cut: "Cut") -> Floats:
         """Return for each rank a lower bound of the sum of what `held` returns, without lowering the order."""
         moments, of = before_backwards(order), self._sizes(cut, order.splits, "within").of[:, :, 0]
-        kept, own = of[Tensor.KEPT] + np.where(cut.arrives, self.stream, 0), np.array(cut.own)[moments.rank]
-        held = moments.kept * kept[own] + moments.pending * of[Tensor.PENDING][own]
-        return np.maximum.reduceat(held.sum(axis=1) + of[moments.tensor, moments.stage], moments.first)
+        own, departs = np.array(cut.own), np.append(~cut.local[:-1], False)
+        here = own[moments.rank]
+        held = (moments.kept * of[Tensor.KEPT][here] + moments.pending * of[Tensor.PENDING][here]).sum(axis=1)
+        in_flight = min(order.num_microbatches, MESSAGES_IN_FLIGHT) * self.over_nccl * self.stream
+        sent = (in_flight * (1 * cut.arrives + departs))[own].sum(axis=1)
+        slots = self.stream * (moments.most * cut.arrives + departs)[own].sum(axis=1)
+        peaks = held + np.maximum(of[moments.tensor, moments.stage], sent[moments.rank])
+        return np.maximum.reduceat(peaks, moments.first) + slots
 
     @cached_method
     def held(self, order: Order, cut: "Cut", by_layer: bool) -> tuple[list[int], list[int], list[int]]:

@@ -321,10 +321,13 @@ class Explorer:
             if seconds > slowest or covered(seconds, num_bytes):
                 continue
             self._examined.add(layout)
-            if covered(seconds, self._costs.least_bytes(layout)) or covered(seconds, self._num_bytes(layout)):
+            num_bytes = self._costs.least_bytes(layout)
+            if covered(seconds, num_bytes):
                 continue
             seconds = max(seconds, self._costs.least_seconds(layout))
-            if seconds > slowest or covered(seconds, self._num_bytes(layout)) or not self._fits(layout):
+            if seconds > slowest or covered(seconds, num_bytes):
+                continue
+            if covered(seconds, self._num_bytes(layout)) or not self._fits(layout):
                 continue
             estimated = self._costs.estimate(layout)
             if estimated.step_seconds <= slowest:
