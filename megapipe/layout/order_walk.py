@@ -98,44 +98,45 @@ def stage_walk(asked: Order) -> StageWalk:
 class Moments(NamedTuple):
     """Moments of a step at which the ranks of an order may hold the most: before backwards, each kind once.
 
-    first: index of each rank's first moment. rank, stage: of the backward. tensor: the bytes that it needs.
-    kept, pending: micro-batches between forward and backward, and between halves, shape [moments, chunks]. most: most
-    of `kept`, by stage.
+    rank: shape [moments]. first: index of each rank's first moment. kept, pending: micro-batches between forward and
+    backward, and between halves, by class of stages, shape [moments, classes]. tensor, of: what the backward needs,
+    and the class of its stage, shape [moments]. most: most micro-batches that each stage keeps, shape [stages].
     """
 
-    first: Ints
-    most: Ints
     rank: Ints
-    stage: Ints
-    tensor: Ints
+    first: Ints
     kept: Ints
     pending: Ints
+    tensor: Ints
+    of: Ints
+    most: Ints
 
 
-@lru_cache(maxsize=512)
-def before_backwards(asked: Order) -> Moments:
-    """Return the moments of an order, which its compute actions determine, before it is lowered."""
+def before_backwards(asked: Order, classes: Ints) -> Moments:
+    """Return the moments of an order, which its compute actions determine, before it is lowered.
+
+    classes: a number from 0 for each stage, the same for stages with equal sizes.
+    """
     schedule = _compute_actions(asked._replace(receive_ahead=1))
-    ranks = range(schedule.header.num_ranks)
-    names = ("body",) if schedule.flushes else ("prologue", "epilogue")
-    own = [[stage for stage, place in enumerate(schedule.header.stages) if place.rank == rank] for rank in ranks]
+    ranks, names = range(schedule.header.num_ranks), ("body",) if schedule.flushes else ("prologue", "epilogue")
     rows = np.concatenate([schedule.sections[name][rank] for rank in ranks for name in names])
-    kind, stage = rows[:, KIND], rows[:, STAGE].astype(np.int64)
-    chunk = np.array([own[place.rank].index(number) for number, place in enumerate(schedule.header.stages)])[stage]
-    changes = np.zeros((2, len(rows), len(own[0])), dtype=np.int64)
-    halved = kind == Kind.BACKWARD_INPUT
-    done = halved | (kind == Kind.BACKWARD)
-    changes[0, np.arange(len(rows)), chunk] = 1 * (kind == Kind.FORWARD) - done
-    changes[1, np.arange(len(rows)), chunk] = 1 * halved - (kind == Kind.BACKWARD_WEIGHT)
-    kept, pending = changes.cumsum(axis=1) - changes
-    tensor = np.select([kind == each for each in NEEDED], list(NEEDED.values()), 0)
+    kind, stage, count = rows[:, KIND], rows[:, STAGE], int(classes.max()) + 1
+    halved, tensor = kind == Kind.BACKWARD_INPUT, np.zeros(len(rows), dtype=np.int64)
+    for each, needed in NEEDED.items():
+        tensor[kind == each] = needed
+    kept = 1 * (kind == Kind.FORWARD) - (halved | (kind == Kind.BACKWARD))
+    changes = np.zeros((len(rows), 2 * count), dtype=np.int64)
+    changes[np.arange(len(rows)), classes[stage]] = kept
+    changes[np.arange(len(rows)), count + classes[stage]] = 1 * halved - (kind == Kind.BACKWARD_WEIGHT)
     rank = np.array([place.rank for place in schedule.header.stages])[stage]
-    moments = np.column_stack([rank, stage, tensor, kept, pending])[tensor > 0]
-    rank, stage, tensor, *counts = np.unique(moments, axis=0).T
-    kept, pending = (np.stack(each, axis=1) for each in np.split(np.array(counts), 2))
-    first, most = np.searchsorted(rank, ranks), np.zeros(len(schedule.header.stages), dtype=np.int64)
-    most[np.array(own)] = np.maximum.reduceat(kept, first)
-    return Moments(first, most, rank, stage, tensor, kept, pending)
+    moments = np.column_stack([rank, tensor, classes[stage], changes.cumsum(axis=0) - changes])[tensor > 0]
+    moments = moments[np.lexsort(moments.T[::-1])]
+    moments = moments[np.append(True, (moments[1:] != moments[:-1]).any(axis=1))]
+    by_stage = np.argsort(stage, kind="stable")
+    starts = np.searchsorted(stage[by_stage], np.arange(len(classes)))
+    rank, tensor, of = moments[:, :3].T
+    most = np.maximum.reduceat(kept[by_stage].cumsum(), starts)
+    return Moments(rank, np.searchsorted(rank, ranks), *np.split(moments[:, 3:], 2, axis=1), tensor, of, most)
 
 
 class StageBytes(NamedTuple):

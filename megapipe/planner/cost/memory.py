@@ -5,6 +5,7 @@ unit's sizes. Whole weights and gradients of sharded units come from a walk thro
 other rank has the same layers as one of these.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +18,7 @@ from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.layout.hardware.description import hardware_device_type
 from megapipe.layout.order_walk import (
     MicrobatchWalk,
+    Moments,
     Order,
     ShardedRanks,
     StageBytes,
@@ -104,39 +106,35 @@ class LayerSizes:
         return micro.stage_bytes(sizes)
 
     @cached_method
-    def _sizes(self, cut: "Cut", splits: bool, part: Literal["after", "within"]) -> Sizes:
+    def _sizes(self, cut: "Cut", splits: bool, part: Literal["after", "within"], stages: Sequence[int]) -> Sizes:
         """Return the sizes of whole stages, each one unit. part: peaks of backwards, a field of `StageBytes`."""
         apart, together = self.of_stages(cut.shown, splits)
-        sizes = Sizes(len(cut.ranks), 1, self.stream, self.stream if self.over_nccl else 0)
-        returned = self.returned[[kinds[-1] for kinds in cut.kinds]] if splits else 0.0
-        sizes.of[Tensor.KEPT, :, 0] = together.kept[cut.like]
-        sizes.of[Tensor.PENDING, :, 0] = together.pending[cut.like] - np.where(cut.local, 0.0, returned)
+        sizes = Sizes(len(stages), 1, self.stream, self.stream if self.over_nccl else 0)
+        like, local = np.array(cut.like)[list(stages)], cut.local[list(stages)]
+        returned = np.where(local, 0.0, self.returned[[cut.kinds[stage][-1] for stage in stages]])
+        sizes.of[Tensor.KEPT, :, 0] = together.kept[like]
+        sizes.of[Tensor.PENDING, :, 0] = together.pending[like] - (returned if splits else 0.0)
         for tensor, values in getattr(apart, part).items():
-            near = getattr(together, part)[tensor]
-            sizes.of[tensor, :, 0] = np.where(cut.local, near[cut.like], values[cut.like])
+            sizes.of[tensor, :, 0] = np.where(local, getattr(together, part)[tensor][like], values[like])
         return sizes
 
     def least_held(self, order: Order, cut: "Cut") -> Floats:
         """Return for each rank a lower bound of the sum of what `held` returns, without lowering the order."""
-        moments, of = before_backwards(order), self._sizes(cut, order.splits, "within").of[:, :, 0]
-        own, departs = np.array(cut.own), np.append(~cut.local[:-1], False)
-        here = own[moments.rank]
-        held = (moments.kept * of[Tensor.KEPT][here] + moments.pending * of[Tensor.PENDING][here]).sum(axis=1)
-        in_flight = min(order.num_microbatches, MESSAGES_IN_FLIGHT) * self.over_nccl * self.stream
-        sent = (in_flight * (1 * cut.arrives + departs))[own].sum(axis=1)
-        slots = self.stream * (moments.most * cut.arrives + departs)[own].sum(axis=1)
-        peaks = held + np.maximum(of[moments.tensor, moments.stage], sent[moments.rank])
-        return np.maximum.reduceat(peaks, moments.first) + slots
+        moments, stages, slots, sent = _moments(order, cut)
+        of = self._sizes(cut, order.splits, "within", stages).of[:, :, 0]
+        held = moments.kept @ of[Tensor.KEPT] + moments.pending @ of[Tensor.PENDING]
+        held += np.maximum(of[moments.tensor, moments.of], sent * (self.stream * self.over_nccl))
+        return np.maximum.reduceat(held, moments.first) + slots * self.stream
 
     @cached_method
     def held(self, order: Order, cut: "Cut", by_layer: bool) -> tuple[list[int], list[int], list[int]]:
         """Return for each rank the peak bytes of activations after any action, by how much the peak within an action
         exceeds this, and the bytes of messages. by_layer: whether micro-batches pass stages layer by layer."""
         header, walk = stage_walk(order)
-        within = walk.held(self._sizes(cut, order.splits, "within"))
+        within = walk.held(self._sizes(cut, order.splits, "within", range(len(cut.ranks))))
         lasting = within.activations
         if by_layer:
-            lasting = lasting + walk.temporaries(self._sizes(cut, order.splits, "after"))
+            lasting = lasting + walk.temporaries(self._sizes(cut, order.splits, "after", range(len(cut.ranks))))
         peak = within.activations + within.temporaries + within.sent
         temporaries = np.maximum(0.0, walk.by_rank(peak) - walk.by_rank(lasting + within.sent))
         slots = np.where(cut.arrives, header.activation_slots, 0)
@@ -145,6 +143,17 @@ class LayerSizes:
         parts = walk.by_rank(lasting), temporaries, messages
         rounded: list[list[int]] = [each.round().astype(int).tolist() for each in parts]
         return rounded[0], rounded[1], rounded[2]
+
+
+@lru_cache(maxsize=1024)
+def _moments(order: Order, cut: "Cut") -> tuple[Moments, tuple[int, ...], Floats, Floats]:
+    """Return the moments of an order, a stage of each class, and the least number of message slots of each rank and of
+    messages that may not have left at each moment."""
+    _, first, classes = np.unique(2 * np.array(cut.like) + cut.local, return_index=True, return_inverse=True)
+    moments, departs = before_backwards(order, classes), np.append(~cut.local[:-1], False)
+    slots = np.bincount(cut.ranks, moments.most * cut.arrives + departs)
+    sent = min(order.num_microbatches, MESSAGES_IN_FLIGHT) * np.bincount(cut.ranks, 1 * cut.arrives + departs)
+    return moments, tuple(first.tolist()), slots, sent[moments.rank]
 
 
 @dataclass(frozen=True)
