@@ -280,7 +280,13 @@ class Explorer:
             slowest = fastest[-1].step_seconds if len(fastest) == keep else math.inf
             if seconds > slowest:
                 break
-            if self._closer(layout) <= slowest and self._fits(layout):
+            if self._closer(layout) > slowest:
+                continue
+            self._examined.add(layout)
+            costs = self._costs
+            if costs.least_bytes(layout) > self._limit or costs.least_seconds(layout) > slowest:
+                continue
+            if self._fits(layout):
                 fastest = sorted([*fastest, self._costs.estimate(layout)], key=order)[:keep]
         return fastest
 
