@@ -54,7 +54,7 @@ def schedule_name(config: PretrainConfig) -> str:
 
 
 def num_stages(config: PretrainConfig) -> int:
-    """Return the number of stages over all pipeline ranks. Raises ScheduleError."""
+    """Return the number of stages over all pipeline ranks, without shards of the output layer. Raises ScheduleError."""
     if config.schedule.file:
         return len(_file_header(config).stages)
     generator = find_generator(config.schedule.name)
@@ -69,11 +69,13 @@ def num_slices(config: PretrainConfig) -> int:
 
 
 def stage_ranks(config: PretrainConfig) -> tuple[int, ...]:
-    """Return the pipeline rank of every stage. Raises ScheduleError."""
+    """Return the pipeline rank of every stage, shards of the output layer included. Raises ScheduleError."""
     if config.schedule.file:
         return tuple(place.rank for place in _file_header(config).stages)
     chunks = find_generator(config.schedule.name).number_of_chunks(schedule_options(config))
-    return _placed(config.schedule.name, config.parallel.pipeline, chunks)
+    placed = _placed(config.schedule.name, config.parallel.pipeline, chunks)
+    shards = range(config.parallel.pipeline) if config.parallel.vocabulary == "pipeline" else ()
+    return (*placed, *shards)
 
 
 @lru_cache(maxsize=1024)
