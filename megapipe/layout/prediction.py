@@ -228,6 +228,8 @@ class RankPrediction:
     @cached_property
     def _of_slices(self) -> tuple[LayoutCosts, ...]:
         """Costs of each slice of a sample; of whole samples where the schedule passes these."""
+        if self.schedule.header.vocabulary:
+            return (replace(self.costs, pipeline_rank=self.pipeline_rank),)
         if self.schedule.header.slices == 1:
             return (self.costs,)
         ranges = slice_ranges(self.costs.config)
@@ -364,6 +366,6 @@ def predict_rank(
     costs = layout_costs(config, device=device, amx=amx, shard=shard)
     place = shape.coordinates(rank)
     stage_rank = place["pipeline"]
-    costs = replace(costs, tensor_rank=place["tensor"], context_rank=place["context"], pipeline_rank=place["pipeline"])
+    costs = replace(costs, tensor_rank=place["tensor"], context_rank=place["context"])
     again = LayoutTable.of(config, layout).recomputed
     return RankPrediction(costs, schedule, layout.ranges, again, stage_rank, predictions, over_gloo=device == "cpu")

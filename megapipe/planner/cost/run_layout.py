@@ -58,12 +58,17 @@ class RunLayout:
     @cached_property
     def chunks(self) -> int:
         """Return the number of stages on each rank."""
-        return len(self.ranks) // self.pipeline
+        return len(self.ranks) // self.pipeline - self.shares_output
 
     @cached_property
     def splits(self) -> bool:
         """Return whether backwards are split into an input half and a weight half."""
         return self.config.schedule.two_bp or find_generator(self.config.schedule.name).splits
+
+    @property
+    def shares_output(self) -> bool:
+        """Return whether all pipeline ranks share the output layer; each has its shard as a stage of its own."""
+        return self.config.parallel.vocabulary == "pipeline"
 
     @property
     def num_microbatches(self) -> int:
@@ -180,6 +185,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
         num_stages(config),
         config.data.sequence_length,
         None if by_hand is None else tuple(by_hand),
+        (config.parallel.vocabulary, config.parallel.pipeline),
         predictions_of(config),
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),
