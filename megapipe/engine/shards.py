@@ -1,4 +1,4 @@
-"""The last hidden states on their way to all shards of an output layer, and the sum of their gradients on its way back.
+"""The last hidden states on their way to all shards of an output layer, and the sum of their gradients.
 
 All pipeline ranks share the output layer (`schedules.vocabulary`). Their passes have one order on all ranks, and so do
 the collectives: a broadcast starts with a forward, and a sum of gradients at the end of a backward.
@@ -20,8 +20,9 @@ from megapipe.schedules.schedule import Header
 class Shards:
     """The shard of an output layer on one rank.
 
-    stage: its id. last: the last stage of the route. is_home: that stage is on this rank. group: all ranks that share the layer. source: rank in the group
-    that broadcasts the hidden states. specs: tensors that the last stage returns; one.
+    stage: its id. last: the last stage of the route. is_home: that stage is on this rank. group: all ranks that share
+    the layer. source: rank in the group that broadcasts the hidden states. specs: tensors that the last stage returns;
+    one.
     """
 
     stage: int

@@ -54,7 +54,7 @@ def schedule_name(config: PretrainConfig) -> str:
 
 
 def num_stages(config: PretrainConfig) -> int:
-    """Return the number of stages over all pipeline ranks, without shards of the output layer. Raises ScheduleError."""
+    """Return the number of stages of all pipeline ranks, without shards of the output layer. Raises ScheduleError."""
     if config.schedule.file:
         return len(_file_header(config).stages)
     generator = find_generator(config.schedule.name)
@@ -222,9 +222,7 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
         if wrong
     ]
     if not problems:
-        order(
-            config.schedule.name, parallel.pipeline, num_microbatches, vocabulary=True, **schedule_options(config)
-        )
+        order(config.schedule.name, parallel.pipeline, num_microbatches, vocabulary=True, **schedule_options(config))
     return problems
 
 

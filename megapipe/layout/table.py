@@ -67,7 +67,11 @@ class LayoutTable:
         stages = StageLayout.of(config) if stages is None else stages
         if problems := undecided(config):
             raise ConfigError(problems)
-        strategies = [strategy for members in dict.fromkeys(stages.ranges) for strategy in _stage_strategies(config, stages, members)]
+        strategies = [
+            strategy
+            for members in dict.fromkeys(stages.ranges)
+            for strategy in _stage_strategies(config, stages, members)
+        ]
         if config.offload.activations == "blocks" and not any(each.offload for each in strategies):
             raise ConfigError(
                 "offload.activations blocks has nothing to move, because every block is recomputed or left out; "

@@ -326,7 +326,9 @@ class Walk:
             rows = self._rows(*kinds, send)
             rows = rows[~self._is_summed[rows]]
             gone = (self._kind[rows] == send) | ((self._stage[rows] == end[0]) & (self._unit[rows] == end[1]))
-            if shard.any() and kinds == (Kind.FORWARD,):  # what the last stage returns is the input of the rank's shard
+            if shard.any() and kinds == (
+                Kind.FORWARD,
+            ):  # what the last stage returns is the input of the rank's shard
                 gone = (self._kind[rows] == send) | shard[self._stage[rows]]
             owner = self.num_places + 2 * self._rank[rows] + direction
             number = owner * self._num_microbatches + self._microbatch[rows]
@@ -341,7 +343,8 @@ class Walk:
             return np.zeros(len(self._kind), dtype=np.bool_)
         home = header.stage_ranks[header.routes[0][-1]]
         found: Mask = header.is_shard[self._stage] & (self._kind == Kind.BACKWARD)
-        return found & (header.stage_ranks[self._stage] != home)
+        found &= header.stage_ranks[self._stage] != home
+        return found
 
     def _summed_over_shards(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return what such a gradient holds until the next one, or the end of the step."""

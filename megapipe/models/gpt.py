@@ -207,7 +207,8 @@ def build_layer(
     Raises ValueError where the module's parameters and the spec's are not the same, or do not divide over the group.
     """
     shapes = {
-        path: entry.local_shape(tensor_group.size // entry.shards, alignment) for path, entry in spec.parameters.items()
+        path: entry.local_shape(tensor_group.size // entry.shards, alignment)
+        for path, entry in spec.parameters.items()
     }
     model = model.of_kind(spec.variant)
     module: nn.Module

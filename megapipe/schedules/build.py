@@ -305,6 +305,12 @@ def check_one_route(name: str, num_routes: int) -> None:
 
 def _check_route(header: Header) -> None:
     """Training cuts the model into stages in their order and runs each micro-batch through all of them."""
+    if header.vocabulary:
+        raise _mismatch(
+            header,
+            f"stages {list(header.vocabulary)} are shards of the output layer",
+            "training adds these itself to the order of a named schedule (parallel.vocabulary pipeline)",
+        )
     if any(place.replica for place in header.stages):
         raise _mismatch(
             header,

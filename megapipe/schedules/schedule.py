@@ -228,7 +228,9 @@ class Header:
     def stages_sharing(self) -> tuple[int, ...]:
         """Per stage, the number of stages of the same copy of the model on its rank, including itself. A stage has
         an equal share of that copy's layers on the rank. Shards of the output layer count by themselves."""
-        homes = [(place.rank, place.replica, bool(shard)) for place, shard in zip(self.stages, self.is_shard, strict=True)]
+        homes = [
+            (place.rank, place.replica, bool(shard)) for place, shard in zip(self.stages, self.is_shard, strict=True)
+        ]
         return tuple(homes.count(home) for home in homes)
 
     @cached_property

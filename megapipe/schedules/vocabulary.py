@@ -1,10 +1,10 @@
 """Orders whose output layer is sharded over all pipeline ranks ("Balancing Pipeline Parallelism with Vocabulary
 Parallelism", arXiv 2411.05288, section 4).
 
-Every rank gets one more stage, which no route passes: a shard of the output layer (`Header.vocabulary`). Its forward of
-a micro-batch needs the output of the route's last stage, and computes logits and their statistics; its backward needs
-the statistics of all ranks; the backward of the route's last stage needs the backwards of all shards. These are the
-S and T passes of the paper's algorithm 1 ("Vocab-1"), with one barrier between them.
+Every rank gets one more stage, which no route passes: a shard of the output layer (`Header.vocabulary`). The forward
+of a shard needs the output of the route's last stage, and computes logits and their statistics; its backward needs the
+statistics of all ranks; the backward of the route's last stage needs the backwards of all shards. These are the S and
+T passes of the paper's algorithm 1 ("Vocab-1"), with one barrier between them.
 """
 
 from collections import Counter
@@ -95,7 +95,9 @@ class _Placing:
             for rank in changed:
                 rows = [(False, each) for each in self._next_passes(rank, passed[rank])]
                 rows += [(True, each) for each in own[rank][done[rank] : done[rank] + 1]]
-                starts[rank] = min(((max(self._ready(row), free[rank]), mine, row) for mine, row in rows), default=_NEVER)
+                starts[rank] = min(
+                    ((max(self._ready(row), free[rank]), mine, row) for mine, row in rows), default=_NEVER
+                )
             rank = min(ranks, key=starts.__getitem__)
             start, mine, row = starts[rank]
             if start == np.inf:
@@ -151,9 +153,7 @@ class _Placing:
         shard, header = self.schedule.header.vocabulary[rank], self.schedule.header
         kinds = (Kind.FORWARD, Kind.BACKWARD) if header.mode == "train" else (Kind.FORWARD,)
         following = self.passes[passed : passed + 1] or [
-            (kind, number)
-            for kind in kinds
-            if (number := self.started[kind]) < header.num_microbatches
+            (kind, number) for kind in kinds if (number := self.started[kind]) < header.num_microbatches
         ]
         return [rows_of(kind, shard, number)[0].tolist() for kind, number in following]
 

@@ -96,7 +96,9 @@ def _check_shards(header: Header, origin: Origin | None) -> None:
             f"{what}: vocabulary {list(shards)} must name the last {header.num_ranks} stages, one on each rank in turn"
         )
     if len(header.routes) > 1 or header.slices > 1 or not {*header.routes[0]}.isdisjoint(shards):
-        raise ScheduleError(f"{what}: vocabulary needs one route of whole micro-batches, without its stages {list(shards)}")
+        raise ScheduleError(
+            f"{what}: vocabulary needs one route of whole micro-batches, without its stages {list(shards)}"
+        )
 
 
 def _check_holders(header: Header, holders: tuple[int, ...]) -> None:
