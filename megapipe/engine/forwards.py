@@ -245,6 +245,8 @@ class Forwards:
                 with torch.no_grad():
                     outputs = chain.forward(stage.newest % len(chain.twins), inputs, context)
                     hand_on(step, outputs if slots is None else apart(outputs, inputs))
+                if shards is not None:
+                    shards.end_sums(step, microbatch)
                 return
             copy = (step.input.step * per_step + version) % len(chain.twins)
             leaves = inputs
