@@ -399,6 +399,13 @@ class PretrainConfig:
                 f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "
                 f"{self.model.max_positions}; shorten the samples or raise model.max_positions"
             )
+        length = self.data.sequence_length
+        found += [
+            f"data.sequence_length {length} is not a multiple of model.attention_chunk_size {chunk}; use "
+            f"{length // chunk * chunk}, for example"
+            for chunk in self.model.chunk_sizes(length)
+            if length % chunk
+        ]
         if self.model.attention == "flex" and not self.data.isolate_documents:
             found.append(
                 "model.attention is 'flex' but data.isolate_documents is false; flex is only for isolated documents: "

@@ -208,6 +208,7 @@ class Forwards:
         self._schedule = schedule
         self._stages = stages
         self._transfers = transfers
+        self._shards = transfers.shards
         self._training = schedule.header.mode == "train"
         count = schedule.header.num_microbatches
         actions = [action for section in SECTIONS for action in schedule.actions(section, rank)]
@@ -232,6 +233,7 @@ class Forwards:
         stage, key = self._stages[stage_id], (stage_id, microbatch)
         chain = self._chain(action)
         flags = requires_grad_flags(stage.inputs)
+        shards = self._shards if self._shards is not None and stage_id == self._shards.stage else None
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
         place = stage_id, microbatch, unit
@@ -248,6 +250,8 @@ class Forwards:
             if not enters:
                 outputs = step.activations.pop(key)
                 inputs = as_leaves(outputs, requires_grad_flags(outputs))
+            elif shards is not None:
+                inputs = as_leaves(shards.hidden(step, microbatch), flags)
             elif slots is not None:
                 inputs = as_leaves(slots.take(slot), flags)
             else:
@@ -257,6 +261,8 @@ class Forwards:
                 with torch.no_grad():
                     outputs = chain.forward(stage.newest % len(chain.twins), inputs, context)
                     hand_on(step, outputs if slots is None else apart(outputs, inputs))
+                if shards is not None:
+                    shards.end_sums(step, microbatch)
                 return
             copy = (step.input.step * per_step + version) % len(chain.twins)
             leaves = inputs
@@ -329,6 +335,7 @@ class Forwards:
         """Return a function that passes outputs on: to the next unit or stage here, a send, or the step's result."""
         key, microbatch = (action.stage, action.microbatch), action.microbatch
         following = self._schedule.next_stage(action.stage, action.microbatch)
+        to_shards = self._shards is not None and action.stage == self._shards.last
         closes = action.unit in (WHOLE, len(self._stages[action.stage].units) - 1)
         training = self._training
         target = key
@@ -336,7 +343,7 @@ class Forwards:
             target = (following, microbatch)
 
         def run(step: StepState, outputs: Tensors) -> None:
-            if not closes or following is not None:
+            if not closes or following is not None or to_shards:
                 step.activations[target] = outputs
             elif training:
                 step.loss_sums.append(outputs[0].detach())

@@ -226,9 +226,34 @@ class Dependencies:
             neighbour = self._neighbour_keys(neighbours)
             row.append(first)
             needed.append(np.where(neighbour < 0, -1, last[neighbour]))
+        row.append(self.shard_needs.row)
+        needed.append(self.shard_needs.needed)
         needs = Needs(np.concatenate(row), np.concatenate(needed)).where_known()
         wanted = (self.table.rank[needs.row] == self.table.rank[needs.needed]) == same_rank
         return Needs(needs.row[wanted], needs.needed[wanted])
+
+    @cached_property
+    def shard_needs(self) -> Needs:
+        """Needs where all ranks share the output layer: forwards of shards need that of the route's last stage, their
+        backwards the forwards of all shards, and its backward the backwards of all of them. Each pass of a shard
+        needs the pass before it on all ranks, which is the same one."""
+        shards = np.array(self.table.header.vocabulary, dtype=np.int64)
+        if not len(shards):
+            return NO_NEEDS
+        shape, last = (self.table.num_stages, self.table.num_microbatches), self.table.header.routes[0][-1]
+        (forward, forwarded), (backward, done) = (
+            tuple(each.reshape(shape) for each in both) for both in (self._forward, self._backward)
+        )
+        parts = [(forward[shards], np.broadcast_to(forwarded[last], (len(shards), shape[1])))]
+        for shard in shards.tolist():
+            parts.append((backward[shards], np.broadcast_to(forwarded[shard], (len(shards), shape[1]))))
+            parts.append((backward[last], done[shard]))
+        passes = shard_passes(self.table)
+        by_rank = np.stack(passes) if len({*map(len, passes)}) == 1 else forward[shards, :0]
+        for other in by_rank:
+            parts.append((by_rank[:, 1:], np.broadcast_to(other[:-1], by_rank[:, 1:].shape)))
+        row, needed = (np.concatenate([part[side].ravel() for part in parts]) for side in (0, 1))
+        return Needs(row, needed).where_known()
 
     def _slice_needs(self) -> Iterator[Needs]:
         """On each stage a slice's forward needs that of the slice before it, whose keys and values it reads; its
@@ -372,7 +397,7 @@ class Dependencies:
         """
         table, header = self.table, self.table.header
         counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
-        parts = [_against_all(self._counts_users(), counts)]
+        parts = [_against_all(self._counts_users(), counts), self.shard_needs]
         if header.updates_per_step == 1:
             updates = table.rows_with(Kind.UPDATE)
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
@@ -392,6 +417,12 @@ class Dependencies:
         rows = rows[rows >= 0]
         place = table.rank[rows] * table.steps + table.microbatch[rows] // header.num_microbatches
         return first_row_per(place, rows, header.num_ranks * table.steps).reshape(header.num_ranks, table.steps)
+
+
+def shard_passes(table: Table) -> list[Ints]:
+    """Return for each rank the passes of its shard of the output layer, in program order; empty if there are none."""
+    rows = np.flatnonzero(table.header.is_shard[table.stage] & table.is_kind(Kind.FORWARD, Kind.BACKWARD))
+    return [rows[table.rank[rows] == rank] for rank in range(table.header.num_ranks)] if len(rows) else []
 
 
 def _against_all(users: Ints, members: Ints) -> Needs:

@@ -12,6 +12,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.offload import states_moved
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
+from megapipe.schedules.vocabulary import PASS_SECONDS
 
 Times = npt.NDArray[np.float64]
 
@@ -182,13 +183,15 @@ def rank_costs(
     offload_state: float = 0.0,
     snapshot: float = 0.0,
     group: float = 1.0,
+    vocabulary: float = PASS_SECONDS,
 ) -> Costs:
     """Return costs from the times of one rank's layers of one copy of the model, which its stages share equally, as do
     the slices of a micro-batch its compute, copies and messages.
 
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the
-    forward. ``group`` is a fraction, as in :class:`Costs`. Units of a stage divide its times as in
+    forward. ``group`` is a fraction, as in :class:`Costs`. A pass of a shard of the output layer takes ``vocabulary``
+    forwards. Units of a stage divide its times as in
     :func:`stage_times`.
 
     Example:
@@ -213,10 +216,19 @@ def rank_costs(
     given = (*times.values(), offload_state)
     if min(*given, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must be at least 0 and compute times above 0, got {given}")
-    shares = header.stages_sharing
+    shares, passes = header.stages_sharing, (Kind.FORWARD, Kind.BACKWARD)
     states = [(stage, header.state_units(stage)) for stage in range(len(shares))]
     return Costs(
-        stage_times(header, {kind: [time / share for share in shares] for kind, time in times.items()}),
+        stage_times(
+            header,
+            {
+                kind: [
+                    vocabulary * forward * (kind in passes) if shard else time / share
+                    for share, shard in zip(shares, header.is_shard, strict=True)
+                ]
+                for kind, time in times.items()
+            },
+        ),
         {(stage, unit): offload_state / shares[stage] / len(units) for stage, units in states for unit in units},
         reduce_tied=reduce_tied,
         reduce_scalars=reduce_scalars,

@@ -176,7 +176,7 @@ class _Clocks:
         pairs = [
             (row, member)
             for row, member in zip(self._collectives.row.tolist(), self._collectives.needed.tolist(), strict=True)
-            if self._kind[member] != Kind.REDUCE_GRADIENTS
+            if self._kind[member] in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
         ]
         done: dict[int, float] = {}
         for row, member in pairs:

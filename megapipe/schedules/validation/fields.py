@@ -42,7 +42,8 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
                 f"{header.name}: {name} {list(values)} must have a value of at least {least} for each of "
                 f"{len(stages)} stages"
             )
-    visited = {stage for route in header.routes for stage in route}
+    visited = {stage for route in header.routes for stage in route} | set(header.vocabulary)
+    _check_shards(header, origin)
     for route in header.routes:
         if not set(route) <= set(stages) or len(set(route)) < len(route):
             raise ScheduleError(f"{routes}: route {list(route)} must visit stages 0 to {len(stages) - 1} once each")
@@ -79,6 +80,24 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
         raise ScheduleError(
             f"{header.name}: {header.whole_microbatches} micro-batches cannot be divided evenly into "
             f"{header.updates_per_step} updates"
+        )
+
+
+def _check_shards(header: Header, origin: Origin | None) -> None:
+    """Raise ScheduleError unless shards of the output layer are the last stages, one on each rank, after one route."""
+    shards = header.vocabulary
+    if not shards:
+        return
+    what, last = _placed(header.name, origin, "vocabulary"), len(header.stages)
+    if shards != tuple(range(last - header.num_ranks, last)) or [header.stages[each].rank for each in shards] != list(
+        range(header.num_ranks)
+    ):
+        raise ScheduleError(
+            f"{what}: vocabulary {list(shards)} must name the last {header.num_ranks} stages, one on each rank in turn"
+        )
+    if len(header.routes) > 1 or header.slices > 1 or not {*header.routes[0]}.isdisjoint(shards):
+        raise ScheduleError(
+            f"{what}: vocabulary needs one route of whole micro-batches, without its stages {list(shards)}"
         )
 
 
