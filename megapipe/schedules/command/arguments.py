@@ -126,10 +126,7 @@ def _flags(command: argparse.ArgumentParser) -> None:
         "--offload-weights", type=int, default=0, metavar="N",
         help="weights and optimizer state in host memory: maximum number of units with weights on the device",
     )  # fmt: skip
-    shape.add_argument(
-        "--snapshot", action="store_true",
-        help="the step starts to copy its state for a checkpoint, and each update waits for the copy of its unit",
-    )  # fmt: skip
+    shape.add_argument("--snapshot", action="store_true", help="copy the state for a checkpoint during the step")
     shape.add_argument(
         "--receive-ahead", type=int, default=1, help="compute actions between a receive and its use (default 1)"
     )
