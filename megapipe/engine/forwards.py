@@ -17,7 +17,7 @@ from megapipe.engine.compute import (
     unsplit_parameters,
 )
 from megapipe.engine.errors import EngineError
-from megapipe.engine.host_memory import SavedTensors, Swaps, address_of
+from megapipe.engine.host_memory import SavedTensors, StateCopies, Swaps, address_of
 from megapipe.engine.reductions import shared_states
 from megapipe.engine.stage import Stage, UnitForward
 from megapipe.engine.step import StepState, UnitKey
@@ -47,13 +47,15 @@ class Moves:
             for action in schedule.actions(section, rank):
                 gathers = action.kind == Kind.GATHER_WEIGHTS
                 brings = gathers and schedule.header.host_weights[action.stage, action.unit]
-                if action.kind != Kind.OFFLOAD and not brings:
+                if action.kind not in (Kind.OFFLOAD, Kind.SNAPSHOT) and not brings:
                     continue
                 if swaps is None:
                     raise EngineError(
-                        f"schedule {schedule.header.name} offloads, but this engine was created without swaps: pass "
-                        "it a Swaps"
+                        f"schedule {schedule.header.name} copies to host memory, but this engine was created without "
+                        "swaps: pass it a Swaps"
                     )
+                if action.kind == Kind.SNAPSHOT:
+                    continue
                 if action.version < 0:
                     self._activations.add((action.stage, action.microbatch % count, action.unit))
                 elif not brings:
@@ -77,6 +79,16 @@ class Moves:
         key = action.stage, action.microbatch, action.unit
         return lambda step: swaps.reload(step.saved[key])
 
+    def snapshot(self, action: Action) -> Closure:
+        """Start the copy of a unit's state for a checkpoint, if the step has one."""
+        swaps, state = self._required(), self._state(action)
+
+        def run(step: StepState) -> None:
+            if step.input.snapshot is not None:
+                swaps.snapshot(step.input.snapshot, state)
+
+        return run
+
     def bring_weights(self, state: UnitState) -> Closure:
         """Return the start of the copy of a unit's weights from host memory."""
         swaps = self._required()
@@ -88,6 +100,10 @@ class Moves:
         if key not in self._activations:
             return run
         return self._after_arrival(lambda step: [step.saved.pop(key)], run)
+
+    def may_change(self, copies: StateCopies, state: UnitState) -> None:
+        """Wait for the copy of a unit's state for a checkpoint."""
+        self._required().may_change(copies, state)
 
     def update(self, actions: Sequence[Action], run: Closure) -> Closure:
         """Return `run`, the update of some units, preceded by the arrival of their state."""

@@ -78,6 +78,7 @@ class Program:
             Kind.REDUCE_SCALARS: self._reduce_scalars,
             Kind.OFFLOAD: moves.offload,
             Kind.RELOAD: moves.reload,
+            Kind.SNAPSHOT: moves.snapshot,
         }
 
     def compile(self, section: SectionName) -> Iterator[Instruction]:
@@ -249,7 +250,13 @@ class Program:
             return self._moves.update(actions, lambda step: self._reductions.clear(step, states, number(step)))
 
         def run(step: StepState) -> None:
-            self._reductions.update(step, states, step.input.step * per_step + version, number(step))
+            absolute, update, copies = step.input.step * per_step + version, number(step), step.input.snapshot
+            if copies is None:
+                self._reductions.update(step, states, absolute, update)
+                return
+            for state in states:  # one by one: each waits for its own copy only
+                self._moves.may_change(copies, state)
+                self._reductions.update(step, [state], absolute, update)
 
         return self._moves.update(actions, run)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.compute import SavedGraph
-from megapipe.engine.host_memory import SavedTensors
+from megapipe.engine.host_memory import SavedTensors, StateCopies
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
 
@@ -42,6 +42,7 @@ class StepInput:
         loss_scale: multiplies the loss, and with it all gradients until the optimizer.
         save: this rank asks all ranks to save after the step.
         save_failed: this rank's part of a background save has failed.
+        snapshot: copies of the state before the step for a checkpoint; each update waits for the copy of its unit.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepInput:
     loss_scale: float = 1.0
     save: bool = False
     save_failed: bool = False
+    snapshot: StateCopies | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
 from megapipe.schedules.gathers import ADDING, USES, awaited_reductions, num_places, of_states
-from megapipe.schedules.offload import move_needs, reload_needs
+from megapipe.schedules.offload import move_needs, reload_needs, snapshot_needs
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
@@ -190,7 +190,7 @@ class Dependencies:
         yield from self.compute_needs()
         yield self._counts_needs()
         yield from self._recompute_needs()
-        yield from (self.reloads, *(Needs(*pair) for pair in move_needs(self.table)))
+        yield from (self.reloads, self.snapshots, *(Needs(*pair) for pair in move_needs(self.table)))
         if self.table.header.mode == "train":
             yield from self._reduction_needs()
             yield from self._version_needs()
@@ -306,6 +306,11 @@ class Dependencies:
     def reloads(self) -> Needs:
         """Backwards need the reload of their activations, and updates need that of their state."""
         return Needs(*reload_needs(self.table, BACKWARDS))
+
+    @cached_property
+    def snapshots(self) -> Needs:
+        """Updates need the copy of the state that they replace, if it is copied for a checkpoint."""
+        return Needs(*snapshot_needs(self.table))
 
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.

@@ -75,6 +75,12 @@ class MicrobatchShape:
         return self.passing_length // self.context
 
     @property
+    def num_chunks(self) -> int:
+        """Number of chunks of a sample that attend to themselves, by `model.attention_chunk_size`."""
+        chunk = self.model.attention_chunk_size
+        return 1 if chunk is None else max(1, self.sequence_length // chunk)
+
+    @property
     def passing_length(self) -> int:
         """Tokens of a sample that pass together: all, or those of the slice."""
         return len(self.slices[self.slice]) if self.slices else self.sequence_length

@@ -198,7 +198,11 @@ MIXED = [
     pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS, marks=RARE),
     pytest.param({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS, marks=RARE),
     pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
-    pytest.param({"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"}, SLICES, marks=SLOW),
+    pytest.param(
+        {"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"},
+        {**SLICES, "schedule": {**SLICES["schedule"], "chunks": 2}},
+        marks=SLOW,
+    ),
     pytest.param({"schedule": "seq1f1b", "data": "2", "zero": "3", "documents": "isolated"}, SLICES, marks=RARE),
     pytest.param(
         {"schedule": "seq1f1b", "model": "gpt2", "tensor": "2", "sequence": "on", "recompute": "selective"},

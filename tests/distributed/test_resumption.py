@@ -53,7 +53,7 @@ def outcome(make: Make, folder: Path, model: str, part: Part, run_options: Group
         ("gpt2-untied-dropout", schedule("2bw"), [(P2, NOTHING), (P4, NOTHING)]),
         ("llama", {**schedule("pipedream"), **UNCLIPPED}, [(P2, NOTHING), (P2, NOTHING)]),
         ("llama", MUON, [(P2, NOTHING), (ONE, NOTHING)]),
-        ("llama", RISING, [(ONE, NOTHING), (ONE, NOTHING)]),
+        pytest.param("llama", RISING, [(ONE, NOTHING), (ONE, NOTHING)], marks=EXHAUSTIVE),
         pytest.param("gpt2-untied-dropout", schedule("2bw"), [(P2, NOTHING), (ONE, NOTHING)], marks=EXHAUSTIVE),
         *(
             pytest.param("bert-pre-dropout", schedule(name), [(P2, NOTHING), (P4, NOTHING)], marks=EXHAUSTIVE)

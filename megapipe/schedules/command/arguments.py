@@ -11,7 +11,7 @@ from megapipe.schedules.actions import Kind
 from megapipe.schedules.build import MOST_FORWARDS, build, load_file, order, read_file
 from megapipe.schedules.building_blocks import Times
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.offload import Offload, with_snapshots
 from megapipe.schedules.parameters import OPTIONS, FileParameters
 from megapipe.schedules.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.schedule import Header, Schedule
@@ -27,7 +27,8 @@ STAGE_TIMES: Final = {
 }
 """Compute actions by the flag that sets their time."""
 LOWERING_FLAGS = {
-    "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False, "offload_weights": 0
+    "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False,
+    "offload_weights": 0, "snapshot": False,
 }  # fmt: skip
 """Flags that change what lowering adds to the compute actions, and their defaults."""
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
@@ -92,7 +93,9 @@ def _sizes(command: Any) -> None:
     for name, what in (("ranks", "pipeline ranks"), ("microbatches", "micro-batches per step")):
         usual = DEFAULT_SIZES[name]
         command.add_argument(f"--{name}", type=int, default=usual, help=f"{what} (default {usual})")
-    command.add_argument("--chunks", type=int, help="stages on each rank (default 2 for schedules with several)")
+    command.add_argument(
+        "--chunks", type=int, help="stages on each rank (default 2 for schedules with several, 1 for seq1f1b)"
+    )
 
 
 def _flags(command: argparse.ArgumentParser) -> None:
@@ -122,6 +125,10 @@ def _flags(command: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--offload-weights", type=int, default=0, metavar="N",
         help="weights and optimizer state in host memory: maximum number of units with weights on the device",
+    )  # fmt: skip
+    shape.add_argument(
+        "--snapshot", action="store_true",
+        help="the step starts to copy its state for a checkpoint, and each update waits for the copy of its unit",
     )  # fmt: skip
     shape.add_argument(
         "--receive-ahead", type=int, default=1, help="compute actions between a receive and its use (default 1)"
@@ -181,6 +188,9 @@ def _flags(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     times.add_argument("--offload-time", type=finite, default=0.0, help="copy of a micro-batch's activations, one way")
     times.add_argument("--offload-state-time", type=finite, default=0.0, help="copy of the optimizer state, one way")
+    times.add_argument(
+        "--snapshot-time", type=finite, default=0.0, help="copy of a rank's share of the state for a checkpoint"
+    )
     times.add_argument("--scalars-time", type=finite, default=0.0, help="global norm and finite flag over all ranks")
 
 
@@ -217,6 +227,11 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
 
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
+    schedule = _without_snapshots(flags, name)
+    return with_snapshots(schedule) if flags.snapshot else schedule
+
+
+def _without_snapshots(flags: argparse.Namespace, name: str) -> Schedule:
     if is_schedule_file(name):
         return load_file(Path(name), sizes_of(flags))
     arguments = _arguments(flags, name)
@@ -329,7 +344,8 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
         backward_input=flags.backward_input, backward_weight=flags.backward_weight, update=flags.update_time,
         reduce_gradients=flags.reduce_time, gather_weights=flags.gather_time, reduce_scalars=flags.scalars_time,
         link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends, offload=flags.offload_time,
-        offload_state=flags.offload_state_time, group=flags.group_time, vocabulary=flags.vocabulary_time,
+        offload_state=flags.offload_state_time, snapshot=flags.snapshot_time, group=flags.group_time,
+        vocabulary=flags.vocabulary_time,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from megapipe.schedules.vocabulary import PASS_SECONDS
 
 Times = npt.NDArray[np.float64]
 
-OF_STATES: Final = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.UPDATE)
+OF_STATES: Final = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.UPDATE, Kind.SNAPSHOT)
 """Kinds whose rows name a state unit."""
 TIMED: Final = (*COMPUTE_STREAM, Kind.OFFLOAD, Kind.RELOAD, *OF_STATES)
 """Kinds whose rows take the time of their stage and unit."""
@@ -48,12 +48,13 @@ class Costs:
 
     ``times`` has an entry for every kind, stage and unit that a timed row names (`TIMED`), or one for each slice; a
     row without one is an error. Gathers and reductions of a rank share one stream in the background of its compute.
-    Offloads and reloads of activations take one copy stream a direction, as do gathers of weights from host memory;
-    ``moved_states`` gives the copy of each stage's state units, one way. ``group``: the time of a group of rows, which
-    is one action, as a fraction of the sum of its rows' times; ``groups`` gives the time itself for groups of whole
-    chunks, by the kind and stage of each row; groups of units take the same fraction. ``links`` replaces ``link`` for
-    pairs of ranks (from, to). Sends run in the background, one after another on each link; with ``blocking_sends``
-    they hold the sender until the message arrived, and start only when the receive is posted.
+    Offloads and reloads of activations take one copy stream a direction, as do gathers of weights from host memory
+    and copies for a checkpoint; ``moved_states`` gives the copy of each stage's state units, one way. ``group``: the
+    time of a group of rows, which is one action, as a fraction of the sum of its rows' times; ``groups`` gives the
+    time itself for groups of whole chunks, by the kind and stage of each row; groups of units take the same fraction.
+    ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run in the background, one after another on each
+    link; with ``blocking_sends`` they hold the sender until the message arrived, and start only when the receive is
+    posted.
     """
 
     times: Mapping[CostPlace, float]
@@ -140,8 +141,8 @@ def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[
     """Divide times of whole stages among their units; for times that the user gives, when nothing is known of units.
 
     totals: of each kind, one entry a stage. A layer takes an equal part of its stage's compute, a state unit a part of
-    the gathers and reductions by its size and an equal part of the update; a slice takes an equal part of the compute
-    and copies of a micro-batch. All other costs are times of units.
+    the gathers and reductions by its size and an equal part of the update and of the copy for a checkpoint; a slice
+    takes an equal part of the compute and copies of a micro-batch. All other costs are times of units.
     """
     times = {}
     for kind, by_stage in totals.items():
@@ -155,7 +156,7 @@ def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[
 
 def _parts(header: Header, kind: Kind, stage: int) -> Iterator[tuple[int, int]]:
     """Yield each unit of a stage that a kind of action names, and its part of the stage's time."""
-    if kind == Kind.UPDATE:
+    if kind in (Kind.UPDATE, Kind.SNAPSHOT):
         yield from ((unit, 1) for unit in header.state_units(stage))
     elif kind in OF_STATES:
         yield from enumerate(max(1, unit.size) for unit in header.stage_states[stage])
@@ -180,6 +181,7 @@ def rank_costs(
     blocking_sends: bool = False,
     offload: float = 0.0,
     offload_state: float = 0.0,
+    snapshot: float = 0.0,
     group: float = 1.0,
     vocabulary: float = PASS_SECONDS,
 ) -> Costs:
@@ -209,7 +211,7 @@ def rank_costs(
         Kind.FORWARD: forward, Kind.RECOMPUTE: recompute, Kind.BACKWARD: backward,
         Kind.BACKWARD_INPUT: backward_input, Kind.BACKWARD_WEIGHT: backward_weight, Kind.UPDATE: update,
         Kind.REDUCE_GRADIENTS: reduce_gradients, Kind.GATHER_WEIGHTS: gather_weights, Kind.OFFLOAD: offload,
-        Kind.RELOAD: offload,
+        Kind.RELOAD: offload, Kind.SNAPSHOT: snapshot,
     }  # fmt: skip
     given = (*times.values(), offload_state)
     if min(*given, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:

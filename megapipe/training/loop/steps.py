@@ -396,6 +396,7 @@ class TrainingLoop:
             loss_scale=1.0 if scale is None else scale,
             save=self._checkpointer.saves.requests(asked=signals.take_save()),
             save_failed=self._checkpointer.saves.failed,
+            snapshot=self._checkpointer.saves.take_snapshot(),
         )
         return self._report(position, self._engine.feed(given))
 
