@@ -1,11 +1,13 @@
 """An output layer that all pipeline ranks share trains and evaluates what one process does."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.training.validation import validate
@@ -33,20 +35,40 @@ def configurations(
         (DROPPING, {"pipeline": 2}, {}),
         (SCALED, {"pipeline": 4}, {"schedule": {"name": "zb_h1"}}),
         (SCALED, {"pipeline": 2, "tensor": 2}, {"schedule": {"name": "zb_v"}}),
-        (DROPPING, {"pipeline": 2, "data": 2}, {"zero": {"stage": 3}}),
-        (DROPPING, {"pipeline": 2, "context": 2}, {"schedule": {"name": "interleaved_1f1b"}}),
+        pytest.param(DROPPING, {"pipeline": 2, "data": 2}, {"zero": {"stage": 3}}, marks=pytest.mark.slow),
+        pytest.param(
+            DROPPING, {"pipeline": 2, "context": 2}, {"schedule": {"name": "interleaved_1f1b"}}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_shards_of_the_vocabulary_train_as_one_process(
     tmp_path: Path, model: ModelConfig, sizes: dict[str, int], groups: dict[str, dict[str, Any]]
 ) -> None:
     whole, config = configurations(tmp_path, model, sizes, **groups)
-    size = 1
-    for each in sizes.values():
-        size *= each
-    validate(config, size)
+    validate(config, prod(sizes.values()))
     (oracle,) = run_threads({}, run_gpt, whole, 2)
     check_close(run_mesh(sizes, run_gpt, config, 2), oracle, first_loss=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "groups", "reason"),
+    [
+        (GPT2_SHAPE, {}, "model.tie_embeddings is true and only the output layer is shared"),
+        (SCALED, {"parallel": {"pipeline": 1}}, "parallel.pipeline is 1"),
+        (SCALED, {"parallel": {"tensor": 2, "sequence": True}}, "parallel.sequence is true"),
+        (SCALED, {"recompute": {"logits": True}}, "recompute.logits is true"),
+        (SCALED, {"schedule": {"name": "2bw"}}, "2bw never flushes, so its output layer cannot be sharded"),
+        (SCALED, {"schedule": {"name": "dualpipe_v"}}, "dualpipe_v overlaps forwards with backwards"),
+        (SCALED, {"schedule": {"name": "seq1f1b"}}, "seq1f1b passes slices of sequences"),
+    ],
+)
+def test_what_shards_do_not_support_is_refused(
+    tmp_path: Path, model: ModelConfig, groups: dict[str, dict[str, Any]], reason: str
+) -> None:
+    parallel = {"pipeline": 2, **groups.get("parallel", {})}
+    _, config = configurations(tmp_path, model, parallel, **{k: v for k, v in groups.items() if k != "parallel"})
+    with pytest.raises(ConfigError, match=reason):
+        validate(config, parallel["pipeline"] * parallel.get("tensor", 1))
 
 
 def test_an_evaluation_with_shards_has_the_loss_of_one_process(tmp_path: Path) -> None:

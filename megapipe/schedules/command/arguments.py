@@ -156,6 +156,11 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"
     )
+    _add_times(command)
+
+
+def _add_times(command: argparse.ArgumentParser) -> None:
+    """Add the flags of simulated times."""
     times = command.add_argument_group("times of one rank's share of the model, in any unit")
     times.add_argument("--forward", type=finite, default=1.0)
     times.add_argument("--recompute-time", type=finite, help="recomputation (default: as the forward)")
