@@ -133,6 +133,31 @@ def test_exported_tokenizers_give_the_ids_of_the_shard(kind: str, tmp_path: Path
     assert model.generation_config.eos_token_id == model.config.eos_token_id == theirs.eos_token_id
 
 
+@pytest.mark.exhaustive
+def test_a_gguf_converter_reads_an_exported_llama(tmp_path: Path) -> None:
+    """With llama.cpp's own converter: every tensor, and the pieces and scores of the SentencePiece model."""
+    from gguf import GGUFReader  # a part of the package of the converter
+
+    folder, _ = trained_gpt(tmp_path, "SentencePiece", steps=1)
+    command = [sys.executable, "-m", "convert_hf_to_gguf", str(folder), "--outtype", "f32"]
+    command += ["--outfile", str(tmp_path / "model.gguf")]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    reader = GGUFReader(tmp_path / "model.gguf")
+    fields = {name: each.contents() for name, each in reader.fields.items()}
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "theirs.model"))
+    ids = range(pieces.get_piece_size())
+    assert fields["tokenizer.ggml.tokens"] == [pieces.id_to_piece(each) for each in ids]
+    assert fields["tokenizer.ggml.scores"] == pytest.approx([pieces.get_score(each) for each in ids])
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert fields["general.architecture"] == "llama"
+    assert fields["tokenizer.ggml.eos_token_id"] == config.eos_token_id
+    # In this format, the rows of queries and keys have another order within each head.
+    weights = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict().values()
+    expected = sorted(sorted(each.flatten().tolist()) for each in weights)
+    assert sorted(sorted(each.data.flatten().tolist()) for each in reader.tensors) == expected
+
+
 def test_text_generation_ends_with_the_document(gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer: Any = transformers.pipeline("text-generation", model=str(gpt))
     for text, (first, *_) in zip(TEXTS, WORDS, strict=True):

@@ -95,9 +95,10 @@ NOT_TRIED_TOGETHER = {
     "torchscript",
     "return_dict",
     "classifier_pooling",
+    "slow_but_exact",
 }
 """Keys that decide how transformers loads the model, its class, and how it returns logits; and one of a classifier,
-of which transformers refuses other words."""
+of which transformers refuses other words; and one that counts only together with another one of BLOOM."""
 
 
 def changed(key: str, value: Any) -> list[Any]:

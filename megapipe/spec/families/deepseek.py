@@ -114,7 +114,7 @@ def _deepseek(model_type: str, architecture: str, *more: Any, **changes: Any) ->
             **ATTENTION_BIAS,
             "head_dim": "rotary_head_size",
             "first_k_dense_replace": _num_dense,
-            "n_shared_experts": num_shared,
+            "n_shared_experts": lambda model: max(1, num_shared(model)),  # also of a model without experts
             "intermediate_size": dense_size,
         },
         "ignored": ROUTER_OUTPUT | keys("ep_size aux_loss_alpha seq_aux"),

@@ -47,6 +47,10 @@ def _layers(config: Mapping[str, Any]) -> Fields:
     whole, rope = ropes_of_kinds(
         config, {"rope_theta": config["global_rope_theta"]}, {"rope_theta": config["local_rope_theta"]}
     )
+    kinds = {each.get("rope_type", "default") for each in (config.get("rope_parameters") or {}).values()}
+    if kinds - {"default"}:
+        # A random model with two other kinds differed from transformers.
+        raise FamilyError(f"the rotary parameters are of kind {min(kinds - {'default'})}; only default is supported")
     local: Fields = {"sliding_window": config["local_attention"] // 2 + 1, **rope}
     first, *others = ["local" if kind == SLIDING else FULL for kind in listed_layers(config, _types)]
     fields = {"local": local, "first": {"attention_norm": False, **(local if first == "local" else {})}}
