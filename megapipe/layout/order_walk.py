@@ -18,7 +18,7 @@ from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.slices import unplanned
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Options, Schedule, ScheduleError, order
-from megapipe.schedules.actions import STAGE, VERSION, Ints, Rows, rows_of
+from megapipe.schedules.actions import KIND, STAGE, VERSION, Ints, Rows, rows_of
 from megapipe.schedules.gathers import last_additions, residences
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.lowering.insertion import add_gathers, add_recompute, insert
@@ -93,6 +93,50 @@ def stage_walk(asked: Order) -> StageWalk:
     sections = schedule.sections
     rows = [np.concatenate(each) for each in zip(sections.prologue, sections.epilogue, strict=True)]
     return StageWalk(schedule.header, Walk(schedule.header, sections.body if schedule.flushes else rows))
+
+
+class Moments(NamedTuple):
+    """Moments of a step at which the ranks of an order may hold the most: before backwards, each kind once.
+
+    rank: shape [moments]. first: index of each rank's first moment. kept, pending: micro-batches between forward and
+    backward, and between halves, by class of stages, shape [moments, classes]. tensor, of: what the backward needs,
+    and the class of its stage, shape [moments]. most: most micro-batches that each stage keeps, shape [stages].
+    """
+
+    rank: Ints
+    first: Ints
+    kept: Ints
+    pending: Ints
+    tensor: Ints
+    of: Ints
+    most: Ints
+
+
+def before_backwards(asked: Order, classes: Ints) -> Moments:
+    """Return the moments of an order, which its compute actions determine, before it is lowered.
+
+    classes: a number from 0 for each stage, the same for stages with equal sizes.
+    """
+    schedule = _compute_actions(asked._replace(receive_ahead=1))
+    ranks, names = range(schedule.header.num_ranks), ("body",) if schedule.flushes else ("prologue", "epilogue")
+    rows = np.concatenate([schedule.sections[name][rank] for rank in ranks for name in names])
+    kind, stage, count = rows[:, KIND], rows[:, STAGE], int(classes.max()) + 1
+    halved, tensor = kind == Kind.BACKWARD_INPUT, np.zeros(len(rows), dtype=np.int64)
+    for each, needed in NEEDED.items():
+        tensor[kind == each] = needed
+    kept = 1 * (kind == Kind.FORWARD) - (halved | (kind == Kind.BACKWARD))
+    changes = np.zeros((len(rows), 2 * count), dtype=np.int64)
+    changes[np.arange(len(rows)), classes[stage]] = kept
+    changes[np.arange(len(rows)), count + classes[stage]] = 1 * halved - (kind == Kind.BACKWARD_WEIGHT)
+    rank = np.array([place.rank for place in schedule.header.stages])[stage]
+    moments = np.column_stack([rank, tensor, classes[stage], changes.cumsum(axis=0) - changes])[tensor > 0]
+    moments = moments[np.lexsort(moments.T[::-1])]
+    moments = moments[np.append(True, (moments[1:] != moments[:-1]).any(axis=1))]
+    by_stage = np.argsort(stage, kind="stable")
+    starts = np.searchsorted(stage[by_stage], np.arange(len(classes)))
+    rank, tensor, of = moments[:, :3].T
+    most = np.maximum.reduceat(kept[by_stage].cumsum(), starts)
+    return Moments(rank, np.searchsorted(rank, ranks), *np.split(moments[:, 3:], 2, axis=1), tensor, of, most)
 
 
 class StageBytes(NamedTuple):

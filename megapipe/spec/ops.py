@@ -16,7 +16,8 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, AttentionPath, ContextAttention, Precision
 from megapipe.spec.parameters import ParameterSpec
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
+GroupName = Literal["tensor", "context", "pipeline+tensor"]
 BackwardPhase = Literal["backward", "input half", "weight half"]
 KernelPhase = Literal["forward", "backward_input", "backward_weight", "recompute"]
 
@@ -146,7 +147,7 @@ class Collective(NamedTuple):
     backward and four times in a split one. input_half None means `backward`.
     """
 
-    group: Literal["tensor", "context"]
+    group: GroupName
     operation: Operation
     elements: int
     element_bytes: int

@@ -5,16 +5,27 @@ unit's sizes. Whole weights and gradients of sharded units come from a walk thro
 other rank has the same layers as one of these.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.layout.hardware.description import hardware_device_type
-from megapipe.layout.order_walk import MicrobatchWalk, Order, ShardedRanks, StageBytes, few_ranks, stage_walk
+from megapipe.layout.order_walk import (
+    MicrobatchWalk,
+    Moments,
+    Order,
+    ShardedRanks,
+    StageBytes,
+    before_backwards,
+    few_ranks,
+    stage_walk,
+)
 from megapipe.layout.prediction import PHASES
 from megapipe.layout.stages import Keyed, StageLayout
 from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer_units, tied_unit
@@ -23,7 +34,7 @@ from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules.actions import Mask
-from megapipe.schedules.registry import find_generator
+from megapipe.schedules.building_blocks import Policy
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.parameters import LayerSpec, TiedNames
 
@@ -95,27 +106,35 @@ class LayerSizes:
         return micro.stage_bytes(sizes)
 
     @cached_method
+    def _sizes(self, cut: "Cut", splits: bool, part: Literal["after", "within"], stages: Sequence[int]) -> Sizes:
+        """Return the sizes of whole stages, each one unit. part: peaks of backwards, a field of `StageBytes`."""
+        apart, together = self.of_stages(cut.shown, splits)
+        sizes = Sizes(len(stages), 1, self.stream, self.stream if self.over_nccl else 0)
+        like, local = np.array(cut.like)[list(stages)], cut.local[list(stages)]
+        returned = np.where(local, 0.0, self.returned[[cut.kinds[stage][-1] for stage in stages]])
+        sizes.of[Tensor.KEPT, :, 0] = together.kept[like]
+        sizes.of[Tensor.PENDING, :, 0] = together.pending[like] - (returned if splits else 0.0)
+        for tensor, values in getattr(apart, part).items():
+            sizes.of[tensor, :, 0] = np.where(local, getattr(together, part)[tensor][like], values[like])
+        return sizes
+
+    def least_held(self, order: Order, cut: "Cut") -> Floats:
+        """Return for each rank a lower bound of the sum of what `held` returns, without lowering the order."""
+        moments, stages, slots, sent = _moments(order, cut)
+        of = self._sizes(cut, order.splits, "within", stages).of[:, :, 0]
+        held = moments.kept @ of[Tensor.KEPT] + moments.pending @ of[Tensor.PENDING]
+        held += np.maximum(of[moments.tensor, moments.of], sent * (self.stream * self.over_nccl))
+        return np.maximum.reduceat(held, moments.first) + slots * self.stream
+
+    @cached_method
     def held(self, order: Order, cut: "Cut", by_layer: bool) -> tuple[list[int], list[int], list[int]]:
         """Return for each rank the peak bytes of activations after any action, by how much the peak within an action
         exceeds this, and the bytes of messages. by_layer: whether micro-batches pass stages layer by layer."""
         header, walk = stage_walk(order)
-        apart, together = self.of_stages(cut.shown, order.splits)
-        sizes = Sizes(walk.num_places, 1, self.stream, self.stream if self.over_nccl else 0)
-        returned = self.returned[[kinds[-1] for kinds in cut.kinds]] if order.splits else 0.0
-        sizes.of[Tensor.KEPT, :, 0] = together.kept[cut.like]
-        sizes.of[Tensor.PENDING, :, 0] = together.pending[cut.like] - np.where(cut.local, 0.0, returned)
-
-        def put(part: str) -> None:
-            for tensor, values in getattr(apart, part).items():
-                near = getattr(together, part)[tensor][cut.like]
-                sizes.of[tensor, :, 0] = np.where(cut.local, near, values[cut.like])
-
-        put("within")
-        within = walk.held(sizes)
+        within = walk.held(self._sizes(cut, order.splits, "within", range(len(cut.ranks))))
         lasting = within.activations
         if by_layer:
-            put("after")
-            lasting = lasting + walk.temporaries(sizes)
+            lasting = lasting + walk.temporaries(self._sizes(cut, order.splits, "after", range(len(cut.ranks))))
         peak = within.activations + within.temporaries + within.sent
         temporaries = np.maximum(0.0, walk.by_rank(peak) - walk.by_rank(lasting + within.sent))
         slots = np.where(cut.arrives, header.activation_slots, 0)
@@ -124,6 +143,17 @@ class LayerSizes:
         parts = walk.by_rank(lasting), temporaries, messages
         rounded: list[list[int]] = [each.round().astype(int).tolist() for each in parts]
         return rounded[0], rounded[1], rounded[2]
+
+
+@lru_cache(maxsize=1024)
+def _moments(order: Order, cut: "Cut") -> tuple[Moments, tuple[int, ...], Floats, Floats]:
+    """Return the moments of an order, a stage of each class, and the least number of message slots of each rank and of
+    messages that may not have left at each moment."""
+    _, first, classes = np.unique(2 * np.array(cut.like) + cut.local, return_index=True, return_inverse=True)
+    moments, departs = before_backwards(order, classes), np.append(~cut.local[:-1], False)
+    slots = np.bincount(cut.ranks, moments.most * cut.arrives + departs)
+    sent = min(order.num_microbatches, MESSAGES_IN_FLIGHT) * np.bincount(cut.ranks, 1 * cut.arrives + departs)
+    return moments, tuple(first.tolist()), slots, sent[moments.rank]
 
 
 @dataclass(frozen=True)
@@ -189,6 +219,12 @@ class StateSizes:
         states = [(self._of_unit(unit, versions, buffers), count) for unit, count in units]
         parts = (field.name for field in fields(StateBytes))
         return StateBytes(*(sum(getattr(each, part) * count for each, count in states) for part in parts))
+
+    @cached_method
+    def by_rank(self, cut: "Cut", policy: Policy) -> list[StateBytes]:
+        """Return what `of_rank` returns, for every pipeline rank."""
+        ranks = zip(cut.present, policy.versions_by_rank, strict=True)
+        return [self.of_rank(present, versions, policy.gradient_buffers) for present, versions in ranks]
 
     def _of_unit(self, unit: Unit, versions: int, buffers: int) -> StateBytes:
         return self.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
@@ -272,23 +308,32 @@ def rank_memories(
 ) -> tuple[RankMemory, ...]:
     """Return the memory of pipeline coordinates, in ascending order. layers, states: the run's sizes, if known."""
     layers, states = layers or LayerSizes.of_run(run), states or StateSizes.of(run)
-    full, cut, zero = Order.of(run.config, run.num_microbatches), cut_of(run), run.config.zero
-    short = full.short()[0]
+    (walked, short), cut, zero = _orders(run), cut_of(run), run.config.zero
     by_layer = any(run.recomputed) or (zero.stage >= 2 and states.of_units.shards > 1)
-    # The message slots of a schedule without a flush depend on the total number of micro-batches.
-    walked = short if full.flushes else full
     activations, temporaries, messages = layers.held(walked, cut, by_layer)
     buffers = [0] * run.pipeline
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
-    generator = find_generator(full.name)
-    policy = generator.policy_of(run.pipeline, run.num_microbatches, full.given)
     memories = []
-    for rank, present in enumerate(cut.present):
-        state = states.of_rank(present, policy.versions_by_rank[rank], policy.gradient_buffers)
+    for rank, state in enumerate(states.by_rank(cut, run.policy)):
         parts = state.weights, state.master, state.gradients, state.moments
         memories.append(RankMemory(*parts, activations[rank], buffers[rank], messages[rank], temporaries[rank]))
     return tuple(memories)
+
+
+def least_bytes(run: RunLayout, layers: LayerSizes, states: StateSizes) -> float:
+    """Return a lower bound of the bytes of the fullest rank, without whole weights and gradients of sharded units."""
+    cut = cut_of(run)
+    state = [each.total for each in states.by_rank(cut, run.policy)]
+    return float((layers.least_held(_orders(run)[0], cut) + state).max())
+
+
+def _orders(run: RunLayout) -> tuple[Order, Order]:
+    """Return the orders that determine what ranks hold, and which weights and gradients of sharded units are whole."""
+    full = Order.of(run.config, run.num_microbatches)
+    short = full.short()[0]
+    # The message slots of a schedule without a flush depend on the total number of micro-batches.
+    return short if run.policy.flushes else full, short
 
 
 def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedRanks]:

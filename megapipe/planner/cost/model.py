@@ -34,7 +34,7 @@ from megapipe.planner.cost.layer_costs import (
 from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
-from megapipe.planner.cost.step_time import STEPS, hop_seconds, step_terms
+from megapipe.planner.cost.step_time import STEPS, StepTime, hop_seconds
 from megapipe.planner.measured import (
     MeasuredTimes,
     at_ease,
@@ -317,7 +317,7 @@ def _on_device(rank: RankPrediction) -> StateBytes:
     return StateBytes(state.weights - away, 0, state.gradients, 0)
 
 
-__all__ = ["Prediction", "estimate", "estimate_run", "explain_stages", "layer_costs", "predict"]
+__all__ = ["Prediction", "estimate", "estimate_run", "explain_stages", "layer_costs", "predict", "step_time"]
 
 
 def estimate(
@@ -338,30 +338,29 @@ def estimate(
         ConfigError: the configuration cannot run on this number of ranks, or the cost model cannot time it.
     """
     run = lay_run(config, hardware, world_size, node_order)
-    if run.config.schedule.file:
+    if run.config.schedule.file or run.shares_output:
         return _predicted(run, times, assumptions).estimate
     assumptions = assumptions.on(hardware)
     layers = layer_costs(run, times, assumptions)
     if moves_to_host(run.config):
         costs, source = _of_stages(run, layers)
         return _with_copies(run, costs, assumptions, source)
-    return estimate_run(run, layers, rank_memories(run), assumptions)
+    return estimate_run(step_time(run, layers, assumptions), rank_memories(run))
 
 
-def estimate_run(
-    run: RunLayout, layers: Sequence[LayerCost], memory: tuple[RankMemory, ...], assumptions: Assumptions
-) -> Estimate:
-    """Return what `estimate` returns, from parts that several runs may share.
+def estimate_run(step: StepTime, memory: tuple[RankMemory, ...]) -> Estimate:
+    """Return what `estimate` returns, from parts that several runs may share. memory: result of `rank_memories`."""
+    return _answer(step.run, step.terms(), memory)
 
-    layers: result of `layer_costs`. memory: result of `rank_memories`. assumptions: with the machine's slow-down
-    filled in.
-    """
+
+def step_time(run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions) -> StepTime:
+    """Return the time of a step. layers: by `layer_costs`. assumptions: with the machine's slow-down filled in."""
     costs, source = _of_stages(run, layers)
-    return _answer(run, step_terms(run, costs, assumptions, source), memory)
+    return StepTime(run, costs, assumptions, source)
 
 
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
-    """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`, `estimate_run` for
+    """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`, `step_time` for
     `assumptions`."""
     given = _default_times(run, assumptions) if times is None else times
     return tuple(
@@ -403,8 +402,9 @@ def explain_stages(
 def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
     """Estimate the time of a run that moves tensors to host memory. Its memory is exact, from the lowered schedule."""
     schedule = lowered_schedule(run.config, run.stages)
-    terms = step_terms(run, costs, assumptions, source)
-    slower = step_terms(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
+    terms = StepTime(run, costs, assumptions, source).terms()
+    later = slowed(run, costs, schedule, host_copies(run, schedule))
+    slower = StepTime(run, later, assumptions, source).terms()
     late = sum(term.seconds for term in slower) - sum(term.seconds for term in terms)
     if late > 0.0:
         terms += (
@@ -424,7 +424,7 @@ def _predicted(
     layers = layer_costs(run, times, assumptions)
     costs, source = _of_stages(run, layers)
     schedule, simulation, terms = simulated(run, layers, assumptions, source, contended)
-    if not contended and not run.config.schedule.file:
+    if not contended and not run.config.schedule.file and not run.shares_output:
         terms += _slow_down(run, costs, assumptions)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
 
@@ -432,7 +432,7 @@ def _predicted(
 def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> tuple[Term, ...]:
     """Return the slow-down of compute by traffic of replicas, from the estimate, because the simulator ignores it."""
     slowed, alone = (
-        sum(term.seconds for term in step_terms(run, costs, each, ""))
+        sum(term.seconds for term in StepTime(run, costs, each, "").terms())
         for each in (assumptions, replace(assumptions, slow_down=1.0))
     )
     if slowed <= alone:

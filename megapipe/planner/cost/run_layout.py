@@ -13,11 +13,12 @@ from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, HostLink, hardware_device_type, with_named_precision
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.scheduling import num_stages, stage_ranks
+from megapipe.layout.scheduling import num_stages, schedule_options, stage_ranks
 from megapipe.layout.slices import unplanned
 from megapipe.layout.stages import Keyed, StageLayout, predictions_of
 from megapipe.layout.table import LayoutTable, moves_to_host, undecided
 from megapipe.layout.validation import run_problems
+from megapipe.schedules.building_blocks import Policy
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.offload import Offload
 from megapipe.schedules.registry import find_generator
@@ -58,14 +59,25 @@ class RunLayout:
     @cached_property
     def chunks(self) -> int:
         """Return the number of stages on each rank."""
-        return len(self.ranks) // self.pipeline
+        return len(self.ranks) // self.pipeline - self.shares_output
 
     @cached_property
     def splits(self) -> bool:
         """Return whether backwards are split into an input half and a weight half."""
         return self.config.schedule.two_bp or find_generator(self.config.schedule.name).splits
 
+    @cached_property
+    def policy(self) -> Policy:
+        """Return when the schedule writes weights."""
+        schedule, options = find_generator(self.config.schedule.name), schedule_options(self.config)
+        return schedule.policy_of(self.pipeline, self.num_microbatches, options)
+
     @property
+    def shares_output(self) -> bool:
+        """Return whether all pipeline ranks share the output layer; each has its shard as a stage of its own."""
+        return self.config.parallel.vocabulary == "pipeline"
+
+    @cached_property
     def num_microbatches(self) -> int:
         """Return the micro-batches of one replica in a step."""
         return self.config.batch.global_size // (self.config.batch.micro_size * self.costs.data)
@@ -180,6 +192,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
         num_stages(config),
         config.data.sequence_length,
         None if by_hand is None else tuple(by_hand),
+        (config.parallel.vocabulary, config.parallel.pipeline),
         predictions_of(config),
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),

@@ -21,6 +21,8 @@ from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 
 Floats = npt.NDArray[np.float64]
 Entry = TypeVar("Entry", np.float64, np.bool_)
+ROUNDING = 1e-9
+"""Maximum relative difference between sums of the same terms in different orders."""
 STEPS = 4
 """Optimizer steps to walk or simulate for a schedule without a flush; the first half fills the pipeline."""
 WALKED_PERIODS = (12, 36)
@@ -141,15 +143,6 @@ def _counted(full: Order, sharding: ShardedRanks, part: Literal["gathers", "sums
     return counts
 
 
-def step_terms(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> tuple[Term, ...]:
-    """Return the terms of a step's time, without terms of 0 seconds.
-
-    costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
-    """
-    terms = _Step(run, costs, assumptions, source).terms()
-    return tuple(replace(term, seconds=float(term.seconds)) for term in terms if term.seconds)
-
-
 def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, float]]:
     """Return latency and transfer of a message from each pipeline rank to the next; the last sends to the first.
 
@@ -181,33 +174,54 @@ class _Exposed(NamedTuple):
     late: Floats
 
 
-class _Step:
+class StepTime:
+    """The time of a step. A micro-batch's traffic of sharded weights and gradients overlaps with its compute.
+
+    costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
+    """
+
     def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> None:
         self.run, self.costs, self.assumptions, self.source = run, costs, assumptions, source
-        config = run.config
-        self.generator = find_generator(config.schedule.name)
-        self.options = schedule_options(config)
-        self.policy = self.generator.policy_of(run.pipeline, run.num_microbatches, self.options)
-        self.flushes = self.policy.flushes
-        self.count = run.num_microbatches
+        self.generator = find_generator(run.config.schedule.name)
+        self.policy, self.flushes, self.count = run.policy, run.policy.flushes, run.num_microbatches
         self.units = np.bincount(costs.ranks, costs.layers)
 
     @cached_property
     def traffic(self) -> TrafficCounts:
         return traffic_counts(self.run)
 
-    def terms(self) -> Iterator[Term]:
-        """Yield all terms. A micro-batch's traffic of sharded weights and gradients overlaps with its compute."""
-        costs, splits = self.costs, self.run.splits
-        backward = costs.input_half + costs.weight_half(apart=splits)
-        (forward_traffic, late_forward), (backward_traffic, late_backward), split = self._exposed_traffic()
+    def terms(self) -> tuple[Term, ...]:
+        """Return the terms of a step's time, without terms of 0 seconds."""
+        return tuple(replace(term, seconds=float(term.seconds)) for term in self._terms() if term.seconds)
+
+    def least_seconds(self) -> float:
+        """Return a lower bound of the sum of all terms, without a walk through the order."""
+        if not self.flushes:
+            return 0.0
+        pace, sums = self._pace, self._sums_left(self._pace, 0.0)
+        work = self.count * float(pace.work.max()) + max(float(sums.min()), tied_seconds(self.run))
+        after = scalar_seconds(self.run) + self._update(pace) + self._gathers()
+        return (max(work, self._streamed()) + after) * (1.0 - ROUNDING)
+
+    @cached_property
+    def _exposed(self) -> tuple[_Exposed, _Exposed, _Exposed]:
+        """Return how long traffic delays a forward, a backward, and a backward without its gradient sums."""
+        forward, backward, split = self._exposed_traffic()
         if self.policy.updates_per_step > 1:
-            backward_traffic = self._up_to_the_update()
-            late_backward = backward_traffic * np.maximum(0.0, 1.0 - self._buffers / costs.layers)
-        pace = _Pace(
-            costs.by_rank(costs.whole_forward + forward_traffic + backward + costs.whole_again + backward_traffic),
-            self._by_chunk(backward + costs.whole_again + forward_traffic + backward_traffic),
-        )
+            traffic = self._up_to_the_update()
+            backward = _Exposed(traffic, traffic * np.maximum(0.0, 1.0 - self._buffers / self.costs.layers))
+        return forward, backward, split
+
+    @cached_property
+    def _pace(self) -> _Pace:
+        costs, (forward, backward, _) = self.costs, self._exposed
+        whole = costs.input_half + costs.weight_half(apart=self.run.splits) + costs.whole_again
+        whole += forward.whole + backward.whole
+        return _Pace(costs.by_rank(costs.whole_forward + whole), self._by_chunk(whole))
+
+    def _terms(self) -> Iterator[Term]:
+        costs, splits, pace = self.costs, self.run.splits, self._pace
+        (forward_traffic, late_forward), (backward_traffic, late_backward), split = self._exposed
         busiest = int(pace.work.argmax())
         work = float(pace.work[busiest])
         hops = np.array(hop_seconds(self.run, self.assumptions))
@@ -218,7 +232,7 @@ class _Step:
         rerun = costs.whole_again * self._between_backwards()
         waiting = waiting_of(
             self.run.config.schedule.name,
-            self.options,
+            schedule_options(self.run.config),
             OrderCosts(
                 (forward_traffic - late_forward)[None],
                 (costs.whole_forward + late_forward)[None],

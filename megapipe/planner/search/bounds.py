@@ -31,7 +31,7 @@ from megapipe.planner.cost.estimate import ENGINE, Assumptions
 from megapipe.planner.cost.layer_costs import group_seconds, layer_exchange_seconds, shard_groups, side_by_side
 from megapipe.planner.cost.layer_times import LayerTimes, PhaseSeconds
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
-from megapipe.planner.cost.step_time import TrafficCounts, traffic_counts
+from megapipe.planner.cost.step_time import ROUNDING, TrafficCounts, traffic_counts
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Recompute, Shape, ZeroStage
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.attention import attention_path
@@ -48,9 +48,6 @@ Micro = tuple[int, int, int]
 Method = tuple[int, Recompute]
 """Values of `Layout.sequence` and `recompute`, on which the figures of a micro-batch depend."""
 Number = TypeVar("Number", float, Floats)
-
-ROUNDING = 1e-9
-"""Maximum relative difference between sums of the same terms in different orders."""
 
 
 class LayerWork(NamedTuple):
@@ -521,10 +518,9 @@ class LayoutBounds:
             blocks = np.array(run.stages.units_per_stage, dtype=np.float64)
             blocks[0] -= 1
             blocks[-1] -= 1
-            generator = find_generator(shape.schedule)
-            policy = generator.policy_of(shape.pipeline, run.num_microbatches, schedule_options(run.config))
-            ranks, updates = np.array(run.ranks), policy.updates_per_step
-            self._cuts[key] = _Cut(run, blocks, ranks, policy.flushes, run.splits, updates)
+            policy = run.policy
+            updates = policy.updates_per_step
+            self._cuts[key] = _Cut(run, blocks, np.array(run.ranks), policy.flushes, run.splits, updates)
         return self._cuts[key]
 
     def _laid(self, layout: Layout, like: RunLayout | None = None) -> RunLayout:

@@ -22,11 +22,11 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory
-from megapipe.planner.cost.layer_costs import LayerCost
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.memory import LayerSizes, StateSizes, rank_memories
-from megapipe.planner.cost.model import estimate, estimate_run, layer_costs
+from megapipe.planner.cost.memory import LayerSizes, StateSizes, least_bytes, rank_memories
+from megapipe.planner.cost.model import estimate, estimate_run, layer_costs, step_time
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
+from megapipe.planner.cost.step_time import StepTime
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
 from megapipe.schedules import ScheduleError
@@ -70,6 +70,14 @@ class Evaluation:
         """Return the bytes of the fullest rank. Raises ConfigError like `estimate`."""
         return max(memory.total for memory in self._memory(layout))
 
+    def least_bytes(self, layout: Layout) -> float:
+        """Return a lower bound of `num_bytes`."""
+        return 0.0 if self._base.schedule.file else least_bytes(self._run(layout), *self._sizes(layout))
+
+    def least_seconds(self, layout: Layout) -> float:
+        """Return a lower bound of the estimate's seconds."""
+        return 0.0 if self._base.schedule.file else self._step(layout).least_seconds()
+
     def fits(self, layout: Layout) -> bool:
         """Return whether every rank fits the smallest device at its pipeline coordinate. Raises like `estimate`."""
         memory = self._memory(layout)  # raises before `_run` if a schedule file does not fit the run
@@ -81,8 +89,7 @@ class Evaluation:
         """Return the estimate. Raises ConfigError if a schedule file is for another division of the model, which no
         earlier check detects."""
         if not self._base.schedule.file:
-            run = self._run(layout)
-            return estimate_run(run, self._layers(layout, run), self._memory(layout), self._assumptions)
+            return estimate_run(self._step(layout), self._memory(layout))
         config = self._configurations.of(layout)
         try:
             return estimate(config, self._hardware, times=self._times, assumptions=self._assumptions)
@@ -100,16 +107,21 @@ class Evaluation:
     def _memory(self, layout: Layout) -> tuple[RankMemory, ...]:
         if self._base.schedule.file:
             return self.estimate(layout).memory
+        return rank_memories(self._run(layout), *self._sizes(layout))
+
+    def _sizes(self, layout: Layout) -> tuple[LayerSizes, StateSizes]:
         run, shape = self._run(layout), layout.shape
         of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
         of_state = shape.tensor, shape.data * shape.context, layout.zero
-        layers, states = self._once(of_micro, LayerSizes.of_run, run), self._once(of_state, StateSizes.of, run)
-        return rank_memories(run, layers, states)
+        return self._once(of_micro, LayerSizes.of_run, run), self._once(of_state, StateSizes.of, run)
 
-    def _layers(self, layout: Layout, run: RunLayout) -> tuple[LayerCost, ...]:
-        """Return the costs of layers. They depend on the schedule only through whether it splits backwards."""
+    @cached_method
+    def _step(self, layout: Layout) -> StepTime:
+        run = self._run(layout)
+        # Costs of layers depend on the schedule only through whether it splits backwards.
         key = layout.shape[:5], layout[1:], run.splits
-        return self._once(key, layer_costs, run, self._times, self._assumptions)
+        layers = self._once(key, layer_costs, run, self._times, self._assumptions)
+        return step_time(run, layers, self._assumptions)
 
 
 @dataclass(eq=False)
@@ -147,16 +159,16 @@ class Explorer:
     def __init__(self, layouts: Layouts, bounds: LayoutBounds, costs: Evaluation, memory_limit: float) -> None:
         self.layouts, self._bounds, self._costs, self._limit = layouts, bounds, costs, memory_limit
         self._closer = cache(bounds.closer)
-        self._known: dict[Layout, int] = {}
-        self._known_too_large = 0
+        self._examined: set[Layout] = set()
+        self._examined_too_large = 0
         self.count = 0
         self._roots: list[_Node] = []
         self._add(layouts.meshes(), layouts.schedules)
 
     @property
     def examined(self) -> int:
-        """Return the number of layouts for which at least the bytes were computed."""
-        return len(self._known)
+        """Return the number of layouts for which at least a bound was computed from their stages."""
+        return len(self._examined)
 
     @property
     def meshes(self) -> list[Branch]:
@@ -240,7 +252,7 @@ class Explorer:
 
     def pruned(self) -> dict[str, int]:
         """Return why layouts were never estimated: rule -> number of layouts, including those of whole branches."""
-        waiting, too_large = list(self._roots), -self._known_too_large
+        waiting, too_large = list(self._roots), -self._examined_too_large
         while waiting:
             node = waiting.pop()
             if isinstance(node.parts, list):
@@ -254,10 +266,9 @@ class Explorer:
 
     def _num_bytes(self, layout: Layout, too_large: bool = False) -> int:
         """Return the bytes of a layout's fullest rank. too_large: whether its bound exceeds the memory limit."""
-        if layout not in self._known:
-            self._known[layout] = self._costs.num_bytes(layout)
-            self._known_too_large += too_large
-        return self._known[layout]
+        self._examined_too_large += too_large and layout not in self._examined
+        self._examined.add(layout)
+        return self._costs.num_bytes(layout)
 
     def _fits(self, layout: Layout) -> bool:
         return self._num_bytes(layout) <= self._limit and self._costs.fits(layout)
@@ -269,7 +280,13 @@ class Explorer:
             slowest = fastest[-1].step_seconds if len(fastest) == keep else math.inf
             if seconds > slowest:
                 break
-            if self._closer(layout) <= slowest and self._fits(layout):
+            if self._closer(layout) > slowest:
+                continue
+            self._examined.add(layout)
+            costs = self._costs
+            if costs.least_bytes(layout) > self._limit or costs.least_seconds(layout) > slowest:
+                continue
+            if self._fits(layout):
                 fastest = sorted([*fastest, self._costs.estimate(layout)], key=order)[:keep]
         return fastest
 
@@ -307,6 +324,13 @@ class Explorer:
             if covered(seconds, num_bytes, 1.0 + tolerance):
                 continue
             seconds = self._closer(layout)
+            if seconds > slowest or covered(seconds, num_bytes):
+                continue
+            self._examined.add(layout)
+            num_bytes = self._costs.least_bytes(layout)
+            if covered(seconds, num_bytes):
+                continue
+            seconds = max(seconds, self._costs.least_seconds(layout))
             if seconds > slowest or covered(seconds, num_bytes):
                 continue
             if covered(seconds, self._num_bytes(layout)) or not self._fits(layout):

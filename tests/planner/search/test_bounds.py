@@ -16,6 +16,7 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.stages import StageLayout
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.search.bounds import LayoutBounds, StageLimiter, _Cut
+from megapipe.planner.search.explorer import Evaluation
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.space import Branch, Layout, Layouts, SearchSpace, Shape
 from megapipe.schedules import Kind, order
@@ -60,7 +61,8 @@ def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, 
 
 
 def check_bounds(base: PretrainConfig, hardware: Hardware, devices: int, layouts: list[Layout]) -> None:
-    bounds = LayoutBounds(base, hardware, devices, slowest_times(base, hardware, devices))
+    times = slowest_times(base, hardware, devices)
+    bounds, costs = LayoutBounds(base, hardware, devices, times), Evaluation(base, hardware, times)
     for layout in layouts:
         seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, (layout[1:],)))
         exact = estimate(layout.applied(base), hardware)
@@ -73,6 +75,8 @@ def check_bounds(base: PretrainConfig, hardware: Hardware, devices: int, layouts
         assert 0 <= seconds <= exact.step_seconds * (1 + 1e-9)
         assert 0 < bounds.closer(layout) <= exact.step_seconds
         assert 0 < num_bytes <= exact.peak_bytes * (1 + 1e-9)
+        assert 0 < costs.least_bytes(layout) <= exact.peak_bytes
+        assert 0 <= costs.least_seconds(layout) <= exact.step_seconds
 
 
 @pytest.mark.parametrize("schedule", BOUNDED)

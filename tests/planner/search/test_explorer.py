@@ -50,6 +50,12 @@ class MadeUp:
     def closer(self, layout: Layout) -> float:
         return self.costs[layout][0] * self.near[layout]
 
+    def least_seconds(self, layout: Layout) -> float:
+        return self.costs[layout][0] * (1.0 + self.near[layout]) / 2.0
+
+    def least_bytes(self, layout: Layout) -> float:
+        return self.costs[layout][1] * self.near[layout]
+
     def num_bytes(self, layout: Layout) -> int:
         return self.costs[layout][1]
 
