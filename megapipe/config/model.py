@@ -394,7 +394,7 @@ class ModelConfig:
     def chunk_sizes(self, length: int) -> list[int]:
         """Return the values of `attention_chunk_size` of all blocks that cut a sample of so many tokens."""
         sizes = {each.attention_chunk_size for each in self.kinds_of_layers.values()}
-        return sorted(each for each in sizes if each is not None and each < length)
+        return sorted(each for each in sizes if each and each < length)
 
     def has_bias(self, path: str) -> bool:
         """Whether a linear layer of a block has a bias. path: in the block, such as `attention.qkv` or `mlp.up`."""
@@ -457,8 +457,7 @@ class ModelConfig:
         """Return one message for each rule that the fields break; empty if the model is valid."""
         found = bound_problems(self, "model") or self._kind_problems()
         if found or not self.layer_pattern:
-            of_attention = self._head_problems() + self._chunk_problems()
-            return found or of_attention + self._expert_problems() + self._path_problems()
+            return found or self._head_problems() + self._expert_problems() + self._path_problems()
         for name, model in self.kinds_of_layers.items():
             where = "" if name == BASE_KIND else f" (in model.layer_kinds {name})"
             found += [problem + where for problem in model.problems()]
@@ -530,7 +529,7 @@ class ModelConfig:
                 f"model.num_heads {self.num_heads} is not divisible by "
                 f"model.num_kv_heads {self.kv_heads}; pick a divisor of {self.num_heads}"
             )
-        return found + (self._latent_problems() or self._rotary_problems())
+        return found + (self._latent_problems() or self._rotary_problems()) + self._chunk_problems()
 
     def _latent_problems(self) -> list[str]:
         """Return one message for each rule of multi-latent attention that the fields break."""

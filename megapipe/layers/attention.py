@@ -262,7 +262,7 @@ class Attention(nn.Module):
         return self._mix(query, key, value, context)
 
     def _in_chunks(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext, chunk: int) -> Tensor:
-        """Mixed values [b, s, heads x d'] of samples whose chunks attend to themselves: a sample by itself each."""
+        """Mixed values [b, s, heads, d'] of samples whose chunks attend to themselves: a sample by itself each."""
         batch, length = query.shape[:2]
         if length % chunk:
             raise ValueError(
@@ -273,7 +273,8 @@ class Attention(nn.Module):
             starts = context.document_starts.unflatten(1, (-1, chunk)) - begins
             context = replace(context, document_starts=starts.clamp(min=0).flatten(0, 1))
         query, key, value = (part.unflatten(1, (-1, chunk)).flatten(0, 1) for part in (query, key, value))
-        return self._mix(query, key, value, context).flatten(2).view(batch, length, -1)
+        mixed = self._mix(query, key, value, context)
+        return mixed.reshape(batch, length, -1, mixed.shape[-1])
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         if self.in_pieces is not None:

@@ -114,9 +114,9 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     result = Value("attention result", shape.tokens * heads * model.value_dim * width)
     if exchanged:
         copied = keys * copies
-        whole, own = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
+        chunk, own = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
         # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
-        saves += _attended(shape, shape.micro_size * chunks, whole, *own, changed=False, keeps_projected=False)
+        saves += _attended(shape, shape.micro_size * chunks, chunk, *own, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
         if not _is_unfused(shape):  # its backward reads the result as it was before the exchange
@@ -124,8 +124,8 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         for channels in ((heads + 2 * copied) * head_dim, heads * model.value_dim):
             collectives.append(Collective("context", "all_to_all", shape.tokens * channels, width, 1, 1))
     else:
-        own = shape.micro_size * chunks, shape.local_length // chunks, heads, keys
-        saves += _attended(shape, *own, changed=changed, keeps_projected=model.qk_norm)
+        whole_heads = shape.micro_size * chunks, shape.local_length // chunks, heads, keys
+        saves += _attended(shape, *whole_heads, changed=changed, keeps_projected=model.qk_norm)
         if model.value_dim < head_dim and not _is_unfused(shape):
             saves.append(Value("widened attention result", shape.tokens * heads * head_dim * width))
         if ring:

@@ -146,6 +146,12 @@ LATENTS: Change = {
         "layer_pattern": ("base", "whole"),
     }
 }
+CHUNKS: Change = {
+    "model": {
+        "layer_kinds": {"chunked": {"attention_chunk_size": 4}},
+        "layer_pattern": ("chunked", "base", "chunked"),
+    }
+}
 SLICES: Change = {
     "model": {"max_positions": 64, **SINKS["model"]},
     "data": {"sequence_length": 64},
@@ -198,6 +204,8 @@ MIXED = [
     pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS, marks=RARE),
     pytest.param({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS, marks=RARE),
     pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
+    pytest.param({"pipeline": "2", "tensor": "2", "sequence": "on", "documents": "isolated"}, CHUNKS, marks=SLOW),
+    pytest.param({"context": "2 all-to-all", "zero": "3", "data": "2", "recompute": "selective"}, CHUNKS, marks=RARE),
     pytest.param(
         {"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"},
         {**SLICES, "schedule": {**SLICES["schedule"], "chunks": 2}},

@@ -56,6 +56,7 @@ def config(**groups: dict[str, Any]) -> PretrainConfig:
     ("groups", "ranks", "problem"),
     [
         ({"parallel": {"context": 2}}, 2, "parallel.context 2 shards them"),
+        ({"model": {"attention_chunk_size": 8}}, 1, "model.attention_chunk_size cuts samples into chunks"),
         ({"model": {"num_experts": 4, "experts_per_token": 2}}, 1, "model.num_experts is set"),
         ({"training": {"compile": True}}, 1, "training.compile is true"),
         ({"offload": {"activations": "blocks"}}, 1, "offload.activations is blocks"),

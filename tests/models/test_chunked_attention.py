@@ -16,6 +16,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.inference import generation
 from megapipe.inference.generation import generate
 from megapipe.inference.trained_model import LoadedModel
+from megapipe.layout.validation import context_problems
 from megapipe.parallel.mesh import Mesh
 from tests.inference.test_generate import GREEDY, NEW, filled_with, limits_of, make_config
 from tests.layers.bound import LLAMA, all_gradients, bind_model, load, make_context, run, small_model
@@ -126,6 +127,13 @@ def test_fields_that_do_not_fit_chunks_are_refused(fields: dict[str, Any], messa
 def test_what_cannot_cut_samples_into_chunks_is_refused() -> None:
     assert "only a GPT attends in chunks" in " ".join(BertModelConfig(attention_chunk_size=CHUNK).problems())
     config = PretrainConfig(model=small_model(attention_chunk_size=CHUNK, max_positions=64))
+    config.data.sequence_length, config.parallel.context = 20, 2
+    assert context_problems(config) == [
+        "model.attention_chunk_size is 5, which parallel.context_attention ring does not support; set "
+        "parallel.context_attention to all_to_all"
+    ]
+    config.parallel.context_attention = "all_to_all"
+    assert not context_problems(config)
     for length, refused in ((5, False), (15, False), (16, True), (4, False)):
         config.data.sequence_length = length
         found = [each for each in config.problems() if "attention_chunk_size" in each]
