@@ -3,7 +3,8 @@
 Two ranks over gloo hold halves of fp32 matrices with two moments. Contestants take turns, so that a change of the
 machine's load meets all of them; a time is that of the slower rank, and what is loaded is compared with what was
 saved. Loads come from the page cache. A second part sleeps through steps with `checkpoint.every auto` on disks of
-three speeds. The last line of the output is one JSON object.
+three speeds. A third part delays steps by copies that sleep: before the step, and in its background
+(`checkpoint.snapshot`), with the simulator's prediction. The last line of the output is one JSON object.
 
     python benchmarks/checkpoint.py --write table.md
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import torch
 from checkpoint_contest.race import RANKS, race
-from checkpoint_contest.report import overhead_table, table
+from checkpoint_contest.report import overhead_table, stall_table, table
+from checkpoint_contest.stall import FORWARD_SECONDS, MICROBATCHES, stalls
 from checkpoint_contest.state import num_matrices
 from checkpoint_contest.throttled import SPEEDS, STEP_SECONDS, overhead
 
@@ -26,6 +28,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, default=1.2, help="of the state, over both ranks")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1500, help="of each disk of the second part; 0 leaves it out")
+    parser.add_argument("--stalls", type=int, default=9, help="rounds of the third part; 0 leaves it out")
+    parser.add_argument("--no-race", action="store_true", help="leave out the first part")
     parser.add_argument("--max-overhead", type=float, default=0.035)
     parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is measured")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there too")
@@ -40,18 +44,27 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print the tables, end with one JSON object."""
-    chosen = arguments()
-    measured = race(num_matrices(chosen.gigabytes), chosen.rounds, chosen.folder)
-    text = f"{measured.bytes / 1e9:.2f} GB on {RANKS} ranks, median of {chosen.rounds}:\n\n{table(measured)}\n"
+    chosen, text = arguments(), ""
+    facts = {"benchmark": "checkpoint", "torch": torch.__version__, "rounds": chosen.rounds}
+    if not chosen.no_race:
+        measured = race(num_matrices(chosen.gigabytes), chosen.rounds, chosen.folder)
+        text = f"{measured.bytes / 1e9:.2f} GB on {RANKS} ranks, median of {chosen.rounds}:\n\n{table(measured)}\n"
+        facts |= asdict(measured)
     overheads = []
     if chosen.steps:
         overheads = [overhead(speed, chosen.steps, chosen.max_overhead, chosen.folder) for speed in SPEEDS]
         text += f"\ncheckpoint.every auto, {chosen.steps} steps of {STEP_SECONDS} s:\n\n{overhead_table(overheads)}\n"
+    delayed = stalls(chosen.stalls, chosen.folder) if chosen.stalls else []
+    if delayed:
+        compute = MICROBATCHES * 3 * FORWARD_SECONDS
+        text += (
+            f"\nSteps with {compute:.2f} s of compute a rank, median of {chosen.stalls}:\n\n{stall_table(delayed)}\n"
+        )
     print(text)
     if chosen.write is not None:
         chosen.write.write_text(text, encoding="utf-8")
-    facts = {"benchmark": "checkpoint", "torch": torch.__version__, "rounds": chosen.rounds}
-    print(json.dumps({**facts, **asdict(measured), "overheads": [asdict(each) for each in overheads]}))
+    facts |= {"overheads": [asdict(each) for each in overheads], "stalls": [asdict(each) for each in delayed]}
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from .race import Race
+from .stall import Stall
 from .throttled import Overhead
 
 
@@ -28,6 +29,16 @@ def overhead_table(overheads: Sequence[Overhead]) -> str:
         f"| {each.megabytes_a_second:g} MB/s | {each.saves} | {each.interval} | {each.overhead:.2%} | "
         f"{each.bound:.2%} |"
         for each in overheads
+    ]
+    return "\n".join(lines)
+
+
+def stall_table(stalls: Sequence[Stall]) -> str:
+    """Seconds by which a copy delays a step."""
+    lines = ["| copy | between steps | in the next step | predicted |", "|---|---|---|---|"]
+    lines += [
+        f"| {each.copy:.3f} s | {each.between_steps:.3f} s | {each.next_step:.3f} s | {each.predicted:.3f} s |"
+        for each in stalls
     ]
     return "\n".join(lines)
 

@@ -31,7 +31,7 @@ class Context:
     tape: SplitTape | None = None
 
 
-class _Unit:
+class Unit:
     """A sleeping stage as the engine's unit."""
 
     def __init__(self, module: SleepingStage, last: bool) -> None:
@@ -43,7 +43,7 @@ class _Unit:
         return (sleeping_loss(y, context.x) if self._last else y,)
 
 
-class _NoOptimizer:
+class NoOptimizer:
     """Counts versions and leaves the weights as they are."""
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
@@ -90,7 +90,7 @@ def fed(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage], contexts: S
         [segment.spec.name for state in states for segment in state.table],
         Communicators(alone, alone, {}, alone),
         partial(clip_coefficient, limit=1.0),
-        _NoOptimizer(),
+        NoOptimizer(),
         mesh.device,
         hidden=not schedule.flushes,
     )
@@ -112,6 +112,6 @@ def sleeping_stages(setting: Setting, schedule: Schedule) -> dict[int, Stage]:
         for copy in range(copies):
             module = setting.stage()
             state.bind(module, {"weight": parameter}, copy=copy)
-            twins.append(_Unit(module, last))
+            twins.append(Unit(module, last))
         stages[index] = Stage([twins], {0: state}, (spec,) if index else (), () if last else (spec,))
     return stages

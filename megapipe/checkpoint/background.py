@@ -15,9 +15,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -164,6 +165,8 @@ class BackgroundSaver:
         self._plan: list[Shard] | None = None
         self._planned: list[int] = []
         self._prepared = False
+        self._copying: StateSnapshot | None = None
+        self._untaken: StateSnapshot | None = None
         self._job: _Job | None = None
         self._ended: list[EndedSave] = []
         self.waited = 0.0
@@ -199,6 +202,7 @@ class BackgroundSaver:
         run: RunState,
         *,
         copied: bool = True,
+        by_step: bool = False,
         within: float | None = None,
     ) -> Path:
         """Start to save, and return the checkpoint's path. A collective call; it waits for a save in progress.
@@ -206,6 +210,8 @@ class BackgroundSaver:
         Args:
             states, applied: see `save`.
             copied: whether states may change after this call returns; if False, only after `finish` returns.
+            by_step: leave the copy to the next step, which gets it from `take_snapshot`: a state may change once
+                `StateSnapshot.wait` of it returns, and all of them after `finish`.
             within: seconds after which the save in progress is abandoned, together with this one.
 
         Raises:
@@ -221,17 +227,41 @@ class BackgroundSaver:
         plan = self._plan_of(states)
         world = self._mesh.world
         on_first_rank(world, lambda: begin(self._storage, self._directory, run.step))
-        if self._mesh.device.type == "cuda":
+        if self._mesh.device.type == "cuda" and not by_step:
             # The thread reads on another stream, which does not wait for this one.
             torch.cuda.synchronize(self._mesh.device)
         contents = contents_of(plan)
-        if copied:
+        copying = None
+        if copied and by_step:
+            copying = agreed(world, lambda: self._to_copy(plan))
+        elif copied:
             whole = contents
             contents = agreed(world, lambda: self._snapshot.take(whole))
+        self._copying = self._untaken = copying
         path = step_folder(self._directory, run.step)
         counts = counts_of(plan, applied)
-        self._job = _Job(run.step, path, lambda job: self._persist(job, run, contents, counts))
+
+        def work(job: _Job) -> None:
+            self._persist(job, run, lambda: contents if copying is None else copying.whole(job.abandoned), counts)
+
+        self._job = _Job(run.step, path, work)
         return path
+
+    def take_snapshot(self) -> "StateSnapshot | None":
+        """Return the copies that the next step has to make, None if there are none. Not a collective call."""
+        copying, self._untaken = self._untaken, None
+        return copying
+
+    def _to_copy(self, plan: Sequence[Shard]) -> "StateSnapshot":
+        """Return the copies of the planned shards."""
+        sources = [contents_of([shard]) for shard in plan]
+        places = iter(self._snapshot.places([content for contents in sources for content in contents]))
+        copies, moves = [], dict[int, list[tuple[Tensor, Tensor]]]()
+        for shard, contents in zip(plan, sources, strict=True):
+            for content, place in zip(contents, places, strict=False):
+                copies.append(place)
+                moves.setdefault(id(shard.state), []).append((place.tensor.values, content.tensor.values.detach()))
+        return StateSnapshot(copies, moves)
 
     def poll(self) -> list[EndedSave]:
         """Return the saves that have ended since the last call, oldest first. Not a collective call."""
@@ -256,8 +286,16 @@ class BackgroundSaver:
         """Wait `patience` seconds for the save in progress, then abandon it. Not a collective call: peers may have
         ended."""
         if self._job is not None:
+            with contextlib.suppress(RuntimeError):  # the device may have failed
+                self._complete_copy()
             self._job.join(patience)
             self._job.abandoned.set()
+
+    def _complete_copy(self) -> None:
+        """Make the copies that no step has made."""
+        copying, self._copying, self._untaken = self._copying, None, None
+        if copying is not None:
+            copying.complete()
 
     def _plan_of(self, states: Sequence[UnitState]) -> list[Shard]:
         """Return the shards that this rank writes, computed once. A collective call."""
@@ -268,6 +306,7 @@ class BackgroundSaver:
 
     def _settle(self, within: float | None) -> "_Outcome":
         """Wait until the save in progress has ended on all ranks, or the time is up. A collective call."""
+        self._complete_copy()
         job, outcome = self._job, _Outcome()
         if job is None or job.agreed:
             return outcome
@@ -305,15 +344,17 @@ class BackgroundSaver:
             job.reported = True
             self._ended.append(EndedSave(job.step, job.path, job.seconds, job.error))
 
-    def _persist(self, job: "_Job", run: RunState, contents: Sequence[Content], counts: Mapping[str, int]) -> None:
-        """Write this rank's part in the thread; on rank 0, also complete the checkpoint."""
+    def _persist(
+        self, job: "_Job", run: RunState, contents: Callable[[], Sequence[Content]], counts: Mapping[str, int]
+    ) -> None:
+        """Write this rank's part in the thread; on rank 0, also complete the checkpoint. contents: waits for them."""
         partial, rank = partial_folder(self._directory, run.step), self._mesh.rank
         if rank:
-            written = write_share(self._storage, partial, rank, contents, counts)
+            written = write_share(self._storage, partial, rank, contents(), counts)
             report_written(self._storage, partial, rank, manifest_of(run, [written]))
             return
         try:
-            written = write_share(self._storage, partial, rank, contents, counts)
+            written = write_share(self._storage, partial, rank, contents(), counts)
             others = await_written(self._storage, partial, self._mesh.world_size, self._patience, job.abandoned)
             shares = [written, *(Written(each.files, each.chunks, each.applied_updates) for each in others)]
             if job.abandoned.is_set():
@@ -399,6 +440,78 @@ class _Job:
         self.seconds = time.perf_counter() - self._begun
 
 
+Moves = Sequence[tuple[Tensor, Tensor]]
+"""(target, source): pairs of tensors of one shape and dtype."""
+
+
+class StartedCopy(Protocol):
+    """Copies that were started together; see `megapipe.engine.host_memory.Copy`."""
+
+    def wait(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class CopyLane(Protocol):
+    """Copies in one direction, in the order of their starts; see `megapipe.engine.host_memory.CopyStream`."""
+
+    def start(self, moves: Moves) -> StartedCopy: ...
+
+
+class StateSnapshot:
+    """The copies of one save, unit by unit: the next step starts them, and each update waits for that of its unit.
+
+    This is the first phase of CheckFreq (Mohan et al., FAST 2021, section 4.1). Whatever happens before, `complete`
+    makes the copies that are missing.
+    """
+
+    def __init__(self, contents: Sequence[Content], moves: Mapping[int, Moves]) -> None:
+        """contents: the copies, as they will be. moves: what is to be copied of each state, by its id."""
+        self._contents = contents
+        self._missing = dict(moves)
+        self._started: dict[int, StartedCopy] = {}
+        self._all_started = threading.Event()
+        self._note_missing()
+
+    def start(self, state: UnitState, lane: CopyLane) -> None:
+        """Start to copy a state, unless this rank saves nothing of it, or its copy has started."""
+        if id(state) in self._missing:
+            self._started[id(state)] = lane.start(self._missing.pop(id(state)))
+            self._note_missing()
+
+    def wait(self, state: UnitState) -> None:
+        """Return when the state may change: its copy is made at once if it has not started."""
+        self._copy_now([id(state)])
+        if id(state) in self._started:
+            self._started[id(state)].wait()
+
+    def complete(self) -> None:
+        """Make the copies that have not started. States have not changed since, because updates call `wait`."""
+        self._copy_now(list(self._missing))
+
+    def whole(self, abandoned: threading.Event) -> Sequence[Content]:
+        """Return the contents once all copies are done; called by the thread that writes them.
+
+        Raises CheckpointError if the save is abandoned before all copies have started.
+        """
+        while not self._all_started.wait(_LONGEST_PAUSE):
+            if abandoned.is_set():
+                raise CheckpointError("the save was abandoned before its copy was complete")
+        for copy in list(self._started.values()):
+            copy.synchronize()
+        return self._contents
+
+    def _copy_now(self, states: Iterable[int]) -> None:
+        for state in states:
+            for target, source in self._missing.pop(state, ()):
+                target.copy_(source)
+        self._note_missing()
+
+    def _note_missing(self) -> None:
+        if not self._missing:
+            self._all_started.set()
+
+
 _ALIGNMENT = 64
 """Bytes of a cache line, a multiple of every element size."""
 
@@ -444,20 +557,24 @@ class Snapshot:
 
     def take(self, contents: Sequence[Content]) -> list[Content]:
         """Return `contents` with copied elements; the copy is complete on return. Overwrites the previous copy."""
-        self.settle()
-        starts, end = _places(contents)
-        if end > self.num_bytes:
-            self._allocate(end)
-        copies = [self._copy(content, start) for content, start in zip(contents, starts, strict=True)]
+        copies = self.places(contents)
+        for copy, content in zip(copies, contents, strict=True):
+            copy.tensor.values.copy_(content.tensor.values.detach(), non_blocking=self._pinned)
         for device in {content.tensor.values.device for content in contents}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return copies
 
-    def _copy(self, content: Content, start: int) -> Content:
-        values = content.tensor.values
-        place: Tensor = self._memory[start : start + content.tensor.num_bytes].view(values.dtype)
-        place.copy_(values.detach(), non_blocking=self._pinned)
+    def places(self, contents: Sequence[Content]) -> list[Content]:
+        """Return `contents` with their places in the copy, which still contain the previous copy, or anything."""
+        self.settle()
+        starts, end = _places(contents)
+        if end > self.num_bytes:
+            self._allocate(end)
+        return [self._placed(content, start) for content, start in zip(contents, starts, strict=True)]
+
+    def _placed(self, content: Content, start: int) -> Content:
+        place: Tensor = self._memory[start : start + content.tensor.num_bytes].view(content.tensor.values.dtype)
         return replace(content, tensor=replace(content.tensor, values=place))
 
     def _allocate(self, num_bytes: int) -> None:

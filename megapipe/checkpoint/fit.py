@@ -45,7 +45,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
             *("rope_scaling.mscale", "rope_scaling.mscale_all_dim", "rope_scaling.short_factor"),
             *("rope_scaling.long_factor", "rotary_fraction", "attention_scale", "attention_softcap"),
             *("qk_norm_over", "parallel_residual", "embedding_scale", "residual_scale"),
-            *("logit_scale", "logit_softcap", "attention_sinks", "embedding_norm"),
+            *("logit_scale", "logit_softcap", "attention_sinks", "embedding_norm", "attention_chunk_size"),
             *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head", "expert_bias"),
             *("first_position", "token_types", "attention_norm", "transform_bias", "embedding_size", "shared_blocks"),
             *("router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen"),

@@ -23,6 +23,7 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.family import Family, FamilyError, family_of, field_differences
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TIED = "tie_word_embeddings"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -119,18 +120,23 @@ def with_stored_head(
     transformers 5 uses the stored matrix of such a folder. names: canonical names of the folder's tensors. read:
     returns a tensor by its canonical name. The note is empty if nothing was changed.
 
-    Raises CheckpointError for a tensor that differs from the one that it repeats, because the model has only one.
+    Raises CheckpointError for a tensor of a tied model that differs from the one that it repeats, because the model
+    has only one.
     """
-    for again, first in family.repeats.items():
-        if again in names and first in names and not _equal(read(again), read(first)):
-            raise CheckpointError(f"{first} and {again} differ, but the model has only one; remove the wrong tensor")
-    key = "tie_word_embeddings"
     head, embedding = family.output, family.embedding
-    tied = config.get(key, family.defaults.get(key, False))
+    tied = is_tied(family, config)
+    for again, first in family.repeats.items():
+        if tied and again in names and first in names and not _equal(read(again), read(first)):
+            raise CheckpointError(f"{first} and {again} differ, but the model has only one; remove the wrong tensor")
     if not tied or head not in names or embedding not in names or _equal(read(head), read(embedding)):
         return config, ""
     note = f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
-    return {**config, key: False}, note
+    return {**config, TIED: False}, note
+
+
+def is_tied(family: Family, config: Mapping[str, Any]) -> Any:
+    """Return whether a config.json ties the output matrix to the embedding."""
+    return config.get(TIED, family.defaults.get(TIED, False))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -209,6 +215,11 @@ class HuggingFaceFolder(Generic[Reader]):
             raise CheckpointError(f"{path}: {error}") from error
         self.places = {names[name]: (file, name) for name, file in stored.items()}
         self.config, self.note = with_stored_head(family, config, self.places, self.whole)
+        if not is_tied(family, self.config):
+            # transformers reads the bias of an untied matrix beside it, and ignores the one that ties would copy.
+            self.places |= {
+                first: self.places[again] for again, first in family.repeats.items() if again in self.places
+            }
 
     def file(self, path: Path) -> Reader:
         """Return the open file at `path`. The first call opens it."""

@@ -77,6 +77,11 @@ class BertModelConfig(ModelConfig):
             found.append(
                 f"model.kv_latent_size is {self.kv_latent_size}; only a GPT has multi-latent attention: set it to null"
             )
+        if self.attention_chunk_size is not None:
+            found.append(
+                f"model.attention_chunk_size is {self.attention_chunk_size}; only a GPT attends in chunks: set it to "
+                "null"
+            )
         if self.sentence_head and self.token_types < 2:
             found.append(
                 f"model.sentence_head is true with model.token_types {self.token_types}; the parts of a pair need one "

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from megapipe.config.field_types import (
     NaturalFloat,
@@ -65,7 +65,7 @@ OF_BLOCKS = frozenset(
         "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
         "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
         "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
-        "attention_sinks", "attention_norm",
+        "attention_sinks", "attention_norm", "attention_chunk_size",
         "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
         "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups",
         "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
@@ -86,6 +86,14 @@ BIASED: Mapping[str, tuple[str, ...]] = {
     "none": (),
 }
 """Value of `bias` -> first parts of the paths of a block's linear layers that have one."""
+
+
+class Reach(NamedTuple):
+    """The tokens that a token attends to, of those up to itself: the last `tokens`, or those of its chunk of so many;
+    None for all."""
+
+    tokens: int | None
+    in_chunks: bool = False
 
 
 @dataclass(kw_only=True)
@@ -264,6 +272,9 @@ class ModelConfig:
     sliding_window: TokenCount | None = None
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens. In a BERT
     the number on each side, itself included, so that the window has 2 x sliding_window - 1 tokens (ModernBERT)."""
+    attention_chunk_size: TokenCount | None = None
+    """Number of tokens of the chunks that samples are cut into; each token attends to its own chunk, up to itself
+    (Llama 4). null means whole samples."""
     tie_embeddings: bool = True
     """Use the word embedding's matrix as the output head's matrix."""
     embedding_scale: PositiveFloat = 1.0
@@ -374,6 +385,17 @@ class ModelConfig:
             return "model.positions 'alibi'"
         return "model.attention_sinks" if self.attention_sinks else None
 
+    @property
+    def attention_reach(self) -> "Reach":
+        """The tokens that a token attends to."""
+        chunk = self.attention_chunk_size
+        return Reach(self.sliding_window) if chunk is None else Reach(chunk, in_chunks=True)
+
+    def chunk_sizes(self, length: int) -> list[int]:
+        """Return the values of `attention_chunk_size` of all blocks that cut a sample of so many tokens."""
+        sizes = {each.attention_chunk_size for each in self.kinds_of_layers.values()}
+        return sorted(each for each in sizes if each is not None and each < length)
+
     def has_bias(self, path: str) -> bool:
         """Whether a linear layer of a block has a bias. path: in the block, such as `attention.qkv` or `mlp.up`."""
         return path.startswith(BIASED[self.bias])
@@ -435,7 +457,8 @@ class ModelConfig:
         """Return one message for each rule that the fields break; empty if the model is valid."""
         found = bound_problems(self, "model") or self._kind_problems()
         if found or not self.layer_pattern:
-            return found or self._head_problems() + self._expert_problems() + self._path_problems()
+            of_attention = self._head_problems() + self._chunk_problems()
+            return found or of_attention + self._expert_problems() + self._path_problems()
         for name, model in self.kinds_of_layers.items():
             where = "" if name == BASE_KIND else f" (in model.layer_kinds {name})"
             found += [problem + where for problem in model.problems()]
@@ -563,6 +586,25 @@ class ModelConfig:
                 "the number must be even and at least 2: change model.rotary_fraction"
             ]
         return self.rope_scaling.problems(self.rope_theta, self.rotary_dim)
+
+    def _chunk_problems(self) -> list[str]:
+        """Return one message for each field that attention in chunks of samples does not support."""
+        if self.attention_chunk_size is None:
+            return []
+        neutral = {"sliding_window": None, "attention_dropout": 0.0}
+        found = [
+            f"model.{name} is {getattr(self, name)} with model.attention_chunk_size {self.attention_chunk_size}; "
+            f"attention in chunks has none: set model.{name} to {'null' if each is None else each}, or "
+            "model.attention_chunk_size to null"
+            for name, each in neutral.items()
+            if getattr(self, name) != each
+        ]
+        if self.attention == "flex":
+            found.append(
+                "model.attention is 'flex', which does not support model.attention_chunk_size; set model.attention to "
+                "'auto'"
+            )
+        return found
 
     def _expert_problems(self) -> list[str]:
         if self.num_experts is None:

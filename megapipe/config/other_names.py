@@ -267,6 +267,7 @@ OTHER_NAMES = {
         "query_pre_attn_scalar": "model.attention_scale; 1 / sqrt of it",
         "attention_multiplier": "model.attention_scale",
         "attn_logit_softcapping": "model.attention_softcap",
+        "attention_chunk_size": "model.attention_chunk_size",
         "final_logit_softcapping": "model.logit_softcap",
         "use_parallel_residual": "model.parallel_residual",
         "embedding_multiplier": "model.embedding_scale",

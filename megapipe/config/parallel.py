@@ -175,6 +175,9 @@ class ParallelConfig:
     sequence_chunks: PositiveInt = 1
     """With parallel.sequence: number of chunks in which tokens are gathered and scattered, so that the communication
     of one overlaps with the matrix product of another."""
+    vocabulary: Literal["tensor", "pipeline"] = "tensor"
+    """Ranks that share a GPT's output layer. tensor: those of the last stage. pipeline: those of all stages, each of
+    which computes its part of every micro-batch's logits in idle time (arXiv 2411.05288)."""
     layers_per_stage: list[PositiveInt] | None = None
     """Number of layers in every pipeline stage, in order, where embedding and output head count as one layer each;
     null balances the stages by FLOPs."""

@@ -123,6 +123,10 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Copy the state to host memory and continue training while it is written; false writes between two steps and
     needs no memory for a copy."""
+    snapshot: Literal["between_steps", "next_step"] = "between_steps"
+    """When asynchronous saves copy the state. between_steps: training waits for the copy. next_step: the next step
+    copies it in the background of its forwards and backwards, and the update of each layer waits for the copy of this
+    layer."""
     signal_deadline_seconds: PositiveFloat = 300.0
     """Seconds after which a save that SIGTERM, SIGINT or SIGHUP requested is abandoned; set it below the time that the
     cluster gives a job between its signal and its end."""
@@ -156,6 +160,11 @@ class CheckpointConfig:
     def problems(self) -> list[str]:
         """Return one message for every rule that a single field breaks."""
         found = bound_problems(self, "checkpoint")
+        if self.snapshot == "next_step" and not self.asynchronous:
+            found.append(
+                "checkpoint.snapshot is next_step and checkpoint.asynchronous false, which copies nothing; set "
+                "checkpoint.asynchronous true, or leave checkpoint.snapshot out"
+            )
         if self.keep_every is not None and self.keep_last is None:
             found.append(
                 f"checkpoint.keep_every is {self.keep_every} and checkpoint.keep_last null, which keeps every "
@@ -390,6 +399,13 @@ class PretrainConfig:
                 f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "
                 f"{self.model.max_positions}; shorten the samples or raise model.max_positions"
             )
+        length = self.data.sequence_length
+        found += [
+            f"data.sequence_length {length} is not a multiple of model.attention_chunk_size {chunk}; use "
+            f"{length // chunk * chunk}, for example"
+            for chunk in self.model.chunk_sizes(length)
+            if length % chunk
+        ]
         if self.model.attention == "flex" and not self.data.isolate_documents:
             found.append(
                 "model.attention is 'flex' but data.isolate_documents is false; flex is only for isolated documents: "

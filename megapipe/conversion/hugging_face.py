@@ -6,7 +6,7 @@ changes cannot be expressed by that family of transformers.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,9 @@ class HuggingFaceTarget:
             )
         self._config = exported_config(contents.model, dtypes.pop())
         self._pairs = exported_pairs(contents.model, self._config)
+        repeats = family_of(self._config["model_type"]).repeats
+        # transformers has both tensors, and reads the second one if the model is untied.
+        self._again = {} if contents.model.tie_embeddings else {first: again for again, first in repeats.items()}
         self._check(contents)
         self._shards = self._planned(contents, options.max_shard_bytes)
         self._files = [_file_name(number, len(self._shards)) for number in range(len(self._shards))]
@@ -168,8 +171,7 @@ class HuggingFaceTarget:
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         """Write the tensors of a parameter; open the next file when one is full."""
-        pair = self._pairs[tensor.name]
-        for name, part in zip(pair.theirs, pair.part(values), strict=True):
+        for name, part in self._parts(tensor, values):
             if self._stream is None or self._stream.full:
                 self._open_next()
             assert self._stream is not None
@@ -224,8 +226,7 @@ class HuggingFaceTarget:
         shards: list[list[_Described]] = [[]]
         filled = 0
         for tensor in contents.tensors:
-            pair = self._pairs[tensor.name]
-            for name, part in zip(pair.theirs, pair.part(torch.empty(tensor.shape, device="meta")), strict=True):
+            for name, part in self._parts(tensor, torch.empty(tensor.shape, device="meta")):
                 num_bytes = part.numel() * DTYPES[tensor.dtype].itemsize
                 if shards[-1] and filled + num_bytes > max_bytes:
                     shards.append([])
@@ -233,6 +234,14 @@ class HuggingFaceTarget:
                 shards[-1].append((name, tensor.dtype, tuple(part.shape)))
                 filled += num_bytes
         return shards
+
+    def _parts(self, tensor: StoredTensor, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names of a parameter's tensors in the folder, and these tensors."""
+        pair = self._pairs[tensor.name]
+        for name, part in zip(pair.theirs, pair.part(values), strict=True):
+            yield name, part
+            if name in self._again:
+                yield self._again[name], part
 
     def _open_next(self) -> None:
         if self._stream is not None:

@@ -72,7 +72,7 @@ class ModelTable:
     @classmethod
     def of(cls, config: PretrainConfig, layout: StageLayout, mesh: Mesh, kernels: Registry = OPS) -> "ModelTable":
         """Return the table of a GPT or BERT. kernels: which backends run the layers' ops."""
-        family, tensor, seed = family_of(config), mesh.group("tensor"), config.training.seed
+        family, seed = family_of(config), config.training.seed
         lengths = tuple(map(len, slice_ranges(config)))
         boundary = residual_stream(config, config.batch.micro_size, max(lengths))
         if len(set(lengths)) > 1:
@@ -82,12 +82,19 @@ class ModelTable:
             layout.layers,
             layout.ranges,
             [boundary] * (len(layout.ranges) - 1),
-            lambda index: family.build(layout.layers[index], tensor, VOCABULARY_ALIGNMENT, kernels),
+            lambda index: family.build(
+                layout.layers[index], holders(layout.layers[index], mesh), VOCABULARY_ALIGNMENT, kernels
+            ),
             DTYPES[config.training.precision],
             alignment=VOCABULARY_ALIGNMENT,
             initialize=lambda state: state.initialize(seed),
             loss_terms=len(family.loss_terms),
         )
+
+
+def holders(layer: LayerSpec, mesh: Mesh) -> Group:
+    """Return the group of ranks that share the matrices of a layer."""
+    return mesh.group("pipeline", "tensor") if layer.kind == "output" else mesh.group("tensor")
 
 
 def residual_stream(
@@ -238,14 +245,13 @@ class Assembly:
             units: run instead of the modules of each stage, over their parameters, such as decoding layers.
             wrap: see `Engine`.
         """
-        stages, last = self.stages, len(self._model.ranges) - 1
+        stages = self.stages
         if units is not None:
             stages = {number: replace(stage, units=units[number]) for number, stage in stages.items()}
         if boundary is not None:
+            passed = {number: self._boundaries(number, [boundary] * len(self._model.ranges)) for number in stages}
             stages = {
-                number: replace(
-                    stage, inputs=boundary if number > 0 else (), outputs=boundary if number < last else ()
-                )
+                number: replace(stage, inputs=passed[number][0], outputs=passed[number][1])
                 for number, stage in stages.items()
             }
         transfers = connect(schedule, self._mesh, stages, self._links)
@@ -343,7 +349,9 @@ class Assembly:
             parts = self._header.states_of(stage, unit)
             for number, specs in zip(parts, _state_parts(own, len(parts)), strict=True):
                 apart = "" if number == parts.start else f".{specs[0].state_unit}"
-                states[number] = self._state(layer.name + apart, specs, self._choice(index).zero)
+                states[number] = self._state(
+                    layer.name + apart, specs, self._choice(index).zero, rank=holders(layer, self._mesh).rank
+                )
                 _bind(states[number], twins, layer, use=0)
             for names in tied:
                 use = self._next_use[names] = self._next_use.get(names, -1) + 1
@@ -354,10 +362,15 @@ class Assembly:
         for group, names in enumerate(self._tied):
             if stage in self._header.tied_owners(group) and stage in self._tied_groups[group]:
                 states[self._header.tied_unit(stage, group)] = self._tied_state(names)
-        boundaries, last = self._model.boundaries, len(self._model.ranges) - 1
-        return Stage(
-            units, states, () if stage == 0 else boundaries[stage - 1], () if stage == last else boundaries[stage]
-        )
+        return Stage(units, states, *self._boundaries(stage, self._model.boundaries))
+
+    def _boundaries(
+        self, stage: int, boundaries: Sequence[tuple[TensorSpec, ...]]
+    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on."""
+        header = self._header
+        ends = stage in header.vocabulary or (stage == header.num_routed - 1 and not header.vocabulary)
+        return boundaries[stage - 1] if stage > 0 else (), () if ends else boundaries[stage]
 
     def _choice(self, index: int) -> LayerChoice:
         return self._holding.choices[index] if self._holding.choices else LayerChoice(0)
@@ -372,14 +385,17 @@ class Assembly:
             self._tied_states[names] = self._state(names[0], list(unit.specs), zero_stage, uses=unit.uses)
         return self._tied_states[names]
 
-    def _state(self, name: str, specs: list[ParameterSpec], zero_stage: int, uses: int | None = None) -> UnitState:
-        """Return a new state. uses: of a tied weight."""
+    def _state(
+        self, name: str, specs: list[ParameterSpec], zero_stage: int, uses: int | None = None, rank: int | None = None
+    ) -> UnitState:
+        """Return a new state. uses: of a tied weight. rank: among those that share the matrices, by default the tensor
+        rank."""
         model, holding, mesh = self._model, self._holding, self._mesh
         tensor = mesh.group("tensor")
         shared: dict[str, Any] = {
             "compute_dtype": model.dtype,
             "device": mesh.device,
-            "tensor_rank": tensor.rank,
+            "tensor_rank": tensor.rank if rank is None else rank,
             "tensor_size": tensor.size,
             "alignment": model.alignment,
             "master_weights": holding.master_weights,

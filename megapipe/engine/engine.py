@@ -19,6 +19,8 @@ from megapipe.engine.stage import Stage, unit_states
 from megapipe.engine.step import StepInput, StepResult, StepState, finished
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
+from megapipe.schedules.actions import Kind
+from megapipe.schedules.offload import with_snapshots
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
 SPARE = (64 * 2**20, *[2**19] * 32)
@@ -71,6 +73,7 @@ class Engine:
         program = self._program(transfers, reductions)
         self._compiled = {name: list(self._wrapped(program.compile(name))) for name in SECTIONS}
         self._sections = self._compiled
+        self._snapshots: list[Instruction] | None = None
         self._under_way: StepState | None = None
         self._unread: list[StepState] = []
         self._broken_by: str | None = None
@@ -143,12 +146,13 @@ class Engine:
         """
         self._check(step_input)
         state = StepState(step_input, self._header.updates_per_step)
+        copies = () if step_input.snapshot is None else self._snapshot_instructions
         if self._flushes:
-            self._execute("body", (state,))
+            self._execute("body", (state,), copies)
             self._await_sends(step_input.step)
             return (finished(state),)
         if self._under_way is None:
-            self._execute("prologue", (state,))
+            self._execute("prologue", (state,), copies)
             self._under_way = state
             return ()
         ended, self._under_way = self._under_way, state
@@ -184,6 +188,11 @@ class Engine:
                 f"step {step_input.step} does not follow step {self._under_way.input.step}, which is in progress; "
                 "run the steps of a schedule that never flushes in order, or drain the engine between them"
             )
+        if self._under_way is not None and step_input.snapshot is not None:
+            raise EngineError(
+                f"step {step_input.step} copies the state for a checkpoint, and step {self._under_way.input.step}, "
+                "which is in progress, changes it; drain the engine before"
+            )
 
     def _require_whole(self) -> None:
         if self._broken_by is not None:
@@ -210,9 +219,19 @@ class Engine:
             )
         return result
 
-    def _execute(self, section: SectionName, steps: Sequence[StepState]) -> None:
-        """Run the actions of a section. steps: in progress, the section's own step first."""
-        instructions = self._sections[section]
+    @property
+    def _snapshot_instructions(self) -> Sequence[Instruction]:
+        """The instructions with which a step starts if it copies its state; the rest of it stays as it is."""
+        if self._snapshots is None:
+            schedule = with_snapshots(self.schedule)
+            program = Program(schedule, self._rank, self._stages, self._transfers, self._reductions, self._swaps)
+            compiled = self._wrapped(program.compile("body" if self._flushes else "prologue"))
+            self._snapshots = [each for each in compiled if each.action.kind == Kind.SNAPSHOT]
+        return self._snapshots
+
+    def _execute(self, section: SectionName, steps: Sequence[StepState], before: Sequence[Instruction] = ()) -> None:
+        """Run the actions of a section. steps: in progress, the section's own step first. before: run first."""
+        instructions = [*before, *self._sections[section]] if before else self._sections[section]
         for position, instruction in enumerate(instructions):
             try:
                 instruction.run(steps[instruction.offset])

@@ -17,7 +17,7 @@ from megapipe.engine.compute import (
     unsplit_parameters,
 )
 from megapipe.engine.errors import EngineError
-from megapipe.engine.host_memory import SavedTensors, Swaps, address_of
+from megapipe.engine.host_memory import SavedTensors, StateCopies, Swaps, address_of
 from megapipe.engine.reductions import shared_states
 from megapipe.engine.stage import Stage, UnitForward
 from megapipe.engine.step import StepState, UnitKey
@@ -47,13 +47,15 @@ class Moves:
             for action in schedule.actions(section, rank):
                 gathers = action.kind == Kind.GATHER_WEIGHTS
                 brings = gathers and schedule.header.host_weights[action.stage, action.unit]
-                if action.kind != Kind.OFFLOAD and not brings:
+                if action.kind not in (Kind.OFFLOAD, Kind.SNAPSHOT) and not brings:
                     continue
                 if swaps is None:
                     raise EngineError(
-                        f"schedule {schedule.header.name} offloads, but this engine was created without swaps: pass "
-                        "it a Swaps"
+                        f"schedule {schedule.header.name} copies to host memory, but this engine was created without "
+                        "swaps: pass it a Swaps"
                     )
+                if action.kind == Kind.SNAPSHOT:
+                    continue
                 if action.version < 0:
                     self._activations.add((action.stage, action.microbatch % count, action.unit))
                 elif not brings:
@@ -77,6 +79,16 @@ class Moves:
         key = action.stage, action.microbatch, action.unit
         return lambda step: swaps.reload(step.saved[key])
 
+    def snapshot(self, action: Action) -> Closure:
+        """Start the copy of a unit's state for a checkpoint, if the step has one."""
+        swaps, state = self._required(), self._state(action)
+
+        def run(step: StepState) -> None:
+            if step.input.snapshot is not None:
+                swaps.snapshot(step.input.snapshot, state)
+
+        return run
+
     def bring_weights(self, state: UnitState) -> Closure:
         """Return the start of the copy of a unit's weights from host memory."""
         swaps = self._required()
@@ -88,6 +100,10 @@ class Moves:
         if key not in self._activations:
             return run
         return self._after_arrival(lambda step: [step.saved.pop(key)], run)
+
+    def may_change(self, copies: StateCopies, state: UnitState) -> None:
+        """Wait for the copy of a unit's state for a checkpoint."""
+        self._required().may_change(copies, state)
 
     def update(self, actions: Sequence[Action], run: Closure) -> Closure:
         """Return `run`, the update of some units, preceded by the arrival of their state."""
@@ -192,6 +208,7 @@ class Forwards:
         self._schedule = schedule
         self._stages = stages
         self._transfers = transfers
+        self._shards = transfers.shards
         self._training = schedule.header.mode == "train"
         count = schedule.header.num_microbatches
         actions = [action for section in SECTIONS for action in schedule.actions(section, rank)]
@@ -216,6 +233,7 @@ class Forwards:
         stage, key = self._stages[stage_id], (stage_id, microbatch)
         chain = self._chain(action)
         flags = requires_grad_flags(stage.inputs)
+        shards = self._shards if self._shards is not None and stage_id == self._shards.stage else None
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
         place = stage_id, microbatch, unit
@@ -232,6 +250,8 @@ class Forwards:
             if not enters:
                 outputs = step.activations.pop(key)
                 inputs = as_leaves(outputs, requires_grad_flags(outputs))
+            elif shards is not None:
+                inputs = as_leaves(shards.hidden(step, microbatch), flags)
             elif slots is not None:
                 inputs = as_leaves(slots.take(slot), flags)
             else:
@@ -241,6 +261,8 @@ class Forwards:
                 with torch.no_grad():
                     outputs = chain.forward(stage.newest % len(chain.twins), inputs, context)
                     hand_on(step, outputs if slots is None else apart(outputs, inputs))
+                if shards is not None:
+                    shards.end_sums(step, microbatch)
                 return
             copy = (step.input.step * per_step + version) % len(chain.twins)
             leaves = inputs
@@ -313,6 +335,7 @@ class Forwards:
         """Return a function that passes outputs on: to the next unit or stage here, a send, or the step's result."""
         key, microbatch = (action.stage, action.microbatch), action.microbatch
         following = self._schedule.next_stage(action.stage, action.microbatch)
+        to_shards = self._shards is not None and action.stage == self._shards.last
         closes = action.unit in (WHOLE, len(self._stages[action.stage].units) - 1)
         training = self._training
         target = key
@@ -320,7 +343,7 @@ class Forwards:
             target = (following, microbatch)
 
         def run(step: StepState, outputs: Tensors) -> None:
-            if not closes or following is not None:
+            if not closes or following is not None or to_shards:
                 step.activations[target] = outputs
             elif training:
                 step.loss_sums.append(outputs[0].detach())

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,16 @@ class CopyStream(ABC):
     @abstractmethod
     def start(self, moves: Sequence[Move]) -> Copy:
         """Start copying. Neither side may be changed or freed before the copy has been waited for."""
+
+
+class StateCopies(Protocol):
+    """Copies of unit states for a checkpoint, which a step makes in the background of its compute."""
+
+    def start(self, state: UnitState, lane: CopyStream) -> None:
+        """Start to copy the state, unless it is not to be copied, or its copy has started."""
+
+    def wait(self, state: UnitState) -> None:
+        """Wait until the state may change: for its copy, which is made at once if it has not started."""
 
 
 class HostPool:
@@ -317,6 +327,14 @@ class Swaps:
         self._arriving: dict[int, tuple[Copy, Callable[[], None]]] = {}
         self._home: dict[int, dict[str, Tensor]] = {}
         self._watch: Watch = _at_once
+
+    def snapshot(self, copies: StateCopies, state: UnitState) -> None:
+        """Start to copy a state for a checkpoint, after the copies to host memory that were started before."""
+        copies.start(state, self._to_host)
+
+    def may_change(self, copies: StateCopies, state: UnitState) -> None:
+        """Wait for a state's copy for a checkpoint, before the update that follows."""
+        self._watch(lambda: copies.wait(state))
 
     def watch(self, wait: Watch | None) -> None:
         """Make every wait for a copy through `wait`, which calls its argument; None ends this."""

@@ -78,6 +78,7 @@ class Program:
             Kind.REDUCE_SCALARS: self._reduce_scalars,
             Kind.OFFLOAD: moves.offload,
             Kind.RELOAD: moves.reload,
+            Kind.SNAPSHOT: moves.snapshot,
         }
 
     def compile(self, section: SectionName) -> Iterator[Instruction]:
@@ -153,11 +154,18 @@ class Program:
         last = enters and self._schedule.next_stage(stage_id, microbatch) is None
         slots = self._transfers.receive_gradient.get(stage_id) if enters and slot >= 0 else None
         half = action.kind == Kind.BACKWARD_INPUT
+        shards = self._transfers.shards
+        own_shard = shards is not None and stage_id == shards.stage
+        from_shards = shards is not None and enters and stage_id == shards.last
 
         def run(step: StepState) -> None:
             piece = step.pieces[stage_id, microbatch, unit]
-            if last:
-                gradients: Tensors = (step.loss_gradient(microbatch),)
+            if shards is not None and own_shard:
+                shards.end_sums(step, microbatch)
+            if shards is not None and from_shards:
+                gradients: Tensors = shards.gradients(step, microbatch)
+            elif last:
+                gradients = (step.loss_gradient(microbatch),)
             elif slots is None:
                 gradients = step.gradients.pop(key)
             else:
@@ -169,7 +177,9 @@ class Program:
             else:
                 passed = backward(piece, gradients)
             del step.pieces[stage_id, microbatch, unit]  # only now: the report of a failed step reads it
-            if has_receiver:
+            if shards is not None and own_shard:
+                shards.start_sum(step, microbatch, passed)
+            elif has_receiver:
                 step.gradients[target] = passed if slots is None else apart(passed, gradients)
 
         return run
@@ -223,8 +233,14 @@ class Program:
         return lambda step: self._reductions.reduce_tied(step, state, group, number(step))
 
     def _reduce_scalars(self, action: Action) -> Closure:
-        number = self._update_number(action)
-        return lambda step: self._reductions.reduce_scalars(step, number(step))
+        number, shards = self._update_number(action), self._transfers.shards
+
+        def run(step: StepState) -> None:
+            if shards is not None:
+                shards.end_sums(step)
+            self._reductions.reduce_scalars(step, number(step))
+
+        return run
 
     def _update(self, actions: list[Action]) -> Closure:
         states = [self._state(action) for action in actions]
@@ -234,7 +250,13 @@ class Program:
             return self._moves.update(actions, lambda step: self._reductions.clear(step, states, number(step)))
 
         def run(step: StepState) -> None:
-            self._reductions.update(step, states, step.input.step * per_step + version, number(step))
+            absolute, update, copies = step.input.step * per_step + version, number(step), step.input.snapshot
+            if copies is None:
+                self._reductions.update(step, states, absolute, update)
+                return
+            for state in states:  # one by one: each waits for its own copy only
+                self._moves.may_change(copies, state)
+                self._reductions.update(step, [state], absolute, update)
 
         return self._moves.update(actions, run)
 

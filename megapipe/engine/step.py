@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.compute import SavedGraph
-from megapipe.engine.host_memory import SavedTensors
+from megapipe.engine.host_memory import SavedTensors, StateCopies
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
 
@@ -42,6 +42,7 @@ class StepInput:
         loss_scale: multiplies the loss, and with it all gradients until the optimizer.
         save: this rank asks all ranks to save after the step.
         save_failed: this rank's part of a background save has failed.
+        snapshot: copies of the state before the step for a checkpoint; each update waits for the copy of its unit.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepInput:
     loss_scale: float = 1.0
     save: bool = False
     save_failed: bool = False
+    snapshot: StateCopies | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class StepState:
     tapes: from an input half to the weight half.
     saved: saved tensors that move to host memory, from the forward to the backward or input half.
     activations, gradients: from the action that made them to the next unit or stage on this rank, or to a send.
+    handed_out, summed: where all pipeline ranks share the output layer, broadcasts of hidden states and sums of their
+    gradients, by micro-batch (`engine.shards`).
     counts: loss tokens of each update, by term, then the number of ranks that set each flag; float64.
     reductions: sums of gradients that were started and not awaited.
     scalars: the step's sums, once they are requested.
@@ -149,6 +153,8 @@ class StepState:
     saved: dict[UnitKey, SavedTensors] = field(default_factory=dict)
     activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    handed_out: dict[int, Work] = field(default_factory=dict)
+    summed: dict[int, tuple[Tensor, Work]] = field(default_factory=dict)
     loss_sums: list[Tensor] = field(default_factory=list)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     counts: Tensor | None = None

@@ -192,11 +192,13 @@ class Recorder:
         def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
             return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
 
+        shards = transfers.shards
         return Transfers(
             watched(transfers.receive_activation),
             watched(transfers.receive_gradient),
             transfers.send_activation,
             transfers.send_gradient,
+            None if shards is None else replace(shards, group=self.group(shards.group)),
         )
 
     def group(self, group: Group) -> Group:
@@ -296,8 +298,11 @@ class _WatchedGroup(Group):
     def reduce_into_part(self, whole: Tensor) -> Work:
         return _WatchedWork(self._group.reduce_into_part(whole), self._stopwatch)
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._stopwatch.wait(lambda: self._group.broadcast(tensor, source))
+    def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
+        work = _WatchedWork(self._group.broadcast(tensor, source, async_op=True), self._stopwatch)
+        if not async_op:
+            work.wait()
+        return work
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         return _WatchedWork(self._group.shift(tensor, into), self._stopwatch)

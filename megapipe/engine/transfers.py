@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.errors import EngineError
+from megapipe.engine.shards import Shards
 from megapipe.engine.stage import Stage, TensorSpec, described
 from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
 from megapipe.parallel.mesh import Mesh
@@ -195,7 +196,8 @@ class _Dropping(Sender):
 class Transfers:
     """All boundaries of one rank.
 
-    receive_*[stage], send_*[stage]: present where the neighbour stage lives on another rank.
+    receive_*[stage], send_*[stage]: present where the neighbour stage lives on another rank. shards: present where all
+    pipeline ranks share the output layer.
     """
 
     def __init__(
@@ -204,11 +206,13 @@ class Transfers:
         receive_gradient: dict[int, ReceiveSlots],
         send_activation: dict[int, Sender],
         send_gradient: dict[int, Sender],
+        shards: Shards | None = None,
     ) -> None:
         self.receive_activation = receive_activation
         self.receive_gradient = receive_gradient
         self.send_activation = send_activation
         self.send_gradient = send_gradient
+        self.shards = shards
 
     def drain(self) -> None:
         """Wait, at the end of a section, until all messages of this rank have been sent, and release the received
@@ -225,6 +229,7 @@ class Transfers:
             {stage: slots.without_peer() for stage, slots in self.receive_gradient.items()},
             {stage: sender.without_peer() for stage, sender in self.send_activation.items()},
             {stage: sender.without_peer() for stage, sender in self.send_gradient.items()},
+            self.shards,
         )
 
 
@@ -279,7 +284,12 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
     links = pool.links(link_edges(schedule.header, crossings))
     header, device = schedule.header, mesh.device
     training = header.mode == "train"
-    transfers = Transfers({}, {}, {}, {})
+    shards = None
+    if header.vocabulary:
+        rank = mesh.coordinate("pipeline")
+        specs = stages[header.vocabulary[rank]].inputs
+        shards = Shards.of(header, rank, mesh.group("pipeline", "tensor"), specs, device)
+    transfers = Transfers({}, {}, {}, {}, shards)
     for (stage, following), specs in crossings.items():
         source, destination = header.stages[stage].rank, header.stages[following].rank
         grads = tuple(spec for spec in specs if spec.requires_grad)

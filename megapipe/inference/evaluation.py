@@ -58,12 +58,12 @@ def _score_rows(model: LoadedModel, passes: Passes, rows: Sequence[Sequence[int]
     """Return the scores of every token after the first, float32 [rows, tokens, 2], on the CPU of every rank."""
     longest = -(-(max(map(len, rows)) - 1) // width) * width
     padded = torch.tensor([[*row, *[0] * (longest + 1 - len(row))] for row in rows])
-    last = torch.zeros(len(rows), dtype=torch.int64)
+    ends = torch.tensor([len(row) - 1 for row in rows])
     scores = torch.zeros(len(rows), longest, 2, device=model.mesh.device)
     for start in range(0, longest, width):
         positions = torch.arange(start, start + width).expand(len(rows), -1)
         piece = slice(start, start + width)
-        found = passes.run(padded[:, :-1][:, piece], positions, last, padded[:, 1:][:, piece])
+        found = passes.run(padded[:, :-1][:, piece], positions, ends - start, padded[:, 1:][:, piece])
         if found is not None:
             scores[:, piece] = found
     model.mesh.world.broadcast(scores, model.last_rank)

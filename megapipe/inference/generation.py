@@ -288,10 +288,10 @@ class _Growth:
         ends_logits: Tensor | None = None
         for start in range(0, int(ends.max()) + 1, self._chunk):
             pieces = [text.tokens[start : start + self._chunk] for text in rows]
-            # Shorter prompts are padded: no token attends to a padded position before a generated token replaces it.
+            # Shorter prompts are padded; padding does not get into caches.
             tokens = torch.tensor([piece + [0] * (self._chunk - len(piece)) for piece in pieces])
             positions = torch.arange(start, start + self._chunk).expand(len(rows), -1)
-            logits = self._passes.run(tokens, positions, (ends - start).clamp(0, self._chunk - 1))
+            logits = self._passes.run(tokens, positions, ends - start)
             if logits is not None:
                 ends_here = (ends // self._chunk == start // self._chunk).to(logits.device).unsqueeze(1)
                 ends_logits = logits if ends_logits is None else torch.where(ends_here, logits, ends_logits)

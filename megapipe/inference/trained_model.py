@@ -32,7 +32,7 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
 from megapipe.layout.stages import StageLayout, lay_out
 from megapipe.models.families import family_of
-from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
+from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from megapipe.parallel.launch import DeviceChoice, initialize, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -345,8 +345,12 @@ class Passes:
         self._model = model
         self._splits = {width: Split.of(num_texts, width) for width in widths}
         rows = max(split.total for split in self._splits.values())
+        reaches = {each.attention_reach for each in model.config.model.kinds_of_layers.values()}
+        self._slots = cache_slots(reaches, capacity, max(widths))
         self._units = {
-            number: [[decoding_layer(twins[0], rows=rows, capacity=capacity)] for twins in stage.units]
+            number: [
+                [decoding_layer(twins[0], rows=rows, capacity=capacity, slots=self._slots)] for twins in stage.units
+            ]
             for number, stage in model.assembly.stages.items()
         }
         self._engines: dict[int, Engine] = {}
@@ -356,11 +360,12 @@ class Passes:
 
         tokens, positions: int64 [n, s], the s new tokens of each of the n texts, and their positions; the earlier
         tokens of a text were in earlier passes. last: int64 [n], index within s of the token whose logits are
-        returned. targets: int64 [n, s]; with them, the result is float32 [n, s, 2] (see `DecodingHead`).
+        returned; tokens after it are padding. Below 0 for a text that ended in an earlier pass, whose logits mean
+        nothing; s or more if it goes on. targets: int64 [n, s]; with them, the result is float32 [n, s, 2] (see
+        `DecodingHead`).
         """
         num_texts, width = tokens.shape
         split = self._splits[width]
-        windows = {each.sliding_window for each in self._model.config.model.kinds_of_layers.values()}
         length = int(positions.max()) + 1
         # The last text is repeated to fill the last micro-batch, in rows of the caches that no text uses.
         source = torch.arange(split.total).clamp(max=num_texts - 1)
@@ -373,7 +378,7 @@ class Passes:
             wanted = None if targets is None else targets[rows]
             contexts.append(
                 DecodingContext.of(
-                    rows, tokens[rows], positions[rows], last[rows], length=length, windows=windows, targets=wanted
+                    rows, tokens[rows], positions[rows], last[rows], length=length, slots=self._slots, targets=wanted
                 )
             )
         result = self._engine(width).run(StepInput(0, contexts, token_counts=()))

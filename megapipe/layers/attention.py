@@ -205,7 +205,8 @@ class Attention(nn.Module):
         self.all_heads = model.num_heads
         self.falls_with_distance = model.positions == "alibi"
         self.path = model.attention
-        self.window = model.sliding_window
+        self.window, self.chunk = model.sliding_window, model.attention_chunk_size
+        self.reach = model.attention_reach
         self.kernels = kernels
         self.recompute = False
         self.rotary = RotaryAngles(model) if model.positions == "rotary" else None
@@ -256,6 +257,25 @@ class Attention(nn.Module):
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Mixed values [b, s, kv groups, heads, d'] or [b, s, all heads, d'] of whole samples: query [b, s, kv groups,
         heads, d], key [b, s, kv groups, 1, d], value [b, s, kv groups, 1, d']."""
+        if self.chunk is not None and self.chunk < query.shape[1]:
+            return self._in_chunks(query, key, value, context, self.chunk)
+        return self._mix(query, key, value, context)
+
+    def _in_chunks(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext, chunk: int) -> Tensor:
+        """Mixed values [b, s, heads x d'] of samples whose chunks attend to themselves: a sample by itself each."""
+        batch, length = query.shape[:2]
+        if length % chunk:
+            raise ValueError(
+                f"samples of {length} tokens do not divide into chunks of model.attention_chunk_size {chunk}; pad them"
+            )
+        if context.document_starts is not None:
+            begins = torch.arange(0, length, chunk, device=query.device).unsqueeze(1)
+            starts = context.document_starts.unflatten(1, (-1, chunk)) - begins
+            context = replace(context, document_starts=starts.clamp(min=0).flatten(0, 1))
+        query, key, value = (part.unflatten(1, (-1, chunk)).flatten(0, 1) for part in (query, key, value))
+        return self._mix(query, key, value, context).flatten(2).view(batch, length, -1)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         if self.in_pieces is not None:
             return self.in_pieces.mix(query, key, value, context)
         if context.document_blocks is not None:
@@ -266,12 +286,12 @@ class Attention(nn.Module):
 
     def weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
         """Return how pieces of attention turn scores into weights, without dropout. queries [..., rows], keys
-        [columns]: their integer places in samples."""
+        [..., columns]: their integer places in samples."""
         how = Weighing(self.scale, unfused=self.path == "unfused", softcap=self.softcap)
         if not self.falls_with_distance:
             return how
         slopes = alibi_slopes(self.all_heads, keys.device)[self.first_head : self.first_head + self.num_heads]
-        return replace(how, slopes=slopes, distances=(queries.unsqueeze(-1) - keys).abs())
+        return replace(how, slopes=slopes, distances=(queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs())
 
     def own_sinks(self, tape: SplitTape | None) -> Tensor | None:
         """Return the sinks of the heads that this rank attends with, [heads]; None if the model has none."""

@@ -152,6 +152,23 @@ class VocabParallelHead(Linear, OnShards):
         return columns.masked_fill(~owned, 0), owned
 
 
+class SharedHead(VocabParallelHead):
+    """A shard of an output matrix that all pipeline ranks share, whose statistics are exchanged between forward and
+    backward: algorithm 1 of "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288.
+
+    Where gradients are computed, the loss is 0 until the backward has run.
+    """
+
+    def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
+        rows = x.flatten(0, -2)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
+        targets = self._targets(labels.flatten(), row_weight)
+        if not torch.is_grad_enabled():
+            return loss_and_logit_gradient(rows, self.weight, self, targets, row_weight, keep=False)[0]
+        return _DelayedCrossEntropy.apply(rows, self.weight, self, targets, row_weight)
+
+
 def loss_and_logit_gradient(
     rows: Tensor, weight: Tensor, head: VocabParallelHead, targets: Targets, row_weight: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -174,7 +191,14 @@ def loss_and_logit_gradient(
 def merged_loss(own: Tensor, group: Group, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """(log-sum-exp of each row [n], loss sum) from each rank's own statistics [3, n]."""
     by_rank = own.unsqueeze(0)
-    log_sum_exp, target = merged(by_rank if group.size == 1 else gather_from_group(by_rank, group, dim=0))
+    return loss_of_statistics(
+        by_rank if group.size == 1 else gather_from_group(by_rank, group, dim=0), targets, row_weight
+    )
+
+
+def loss_of_statistics(by_rank: Tensor, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(log-sum-exp of each row [n], loss sum) from the statistics of all ranks [ranks, 3, n]."""
+    log_sum_exp, target = merged(by_rank)
     losses = (log_sum_exp - target).masked_fill(~targets.known, torch.nan)
     return log_sum_exp, losses.sum() if row_weight is None else (losses * row_weight).sum()
 
@@ -221,6 +245,40 @@ class _FusedCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dweight = loss_weight_gradient(ctx.head.rows_of(kept), gradient, row_weight, dloss)
         return dx, dweight, None, None, None, None, None
+
+
+class _DelayedCrossEntropy(torch.autograd.Function):
+    """The forward starts to gather the statistics of all ranks, and the backward completes loss and gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, head: SharedHead, targets: Targets, row_weight: Tensor | None
+    ) -> Tensor:
+        op = head.loss_op(rows)
+        columns, owned = targets.columns, targets.owned
+        own, gradient = op.statistics_and_gradient(
+            rows, weight, columns, owned, head.num_columns, False, **head.capped
+        )
+        by_rank = own.new_empty((head.group.size, *own.shape))
+        ctx.gathered = head.group.gather_into(by_rank.view(-1), own.contiguous().view(-1))
+        ctx.by_rank = by_rank  # the gather fills it after it was saved
+        ctx.save_for_backward(rows, weight, gradient, row_weight, own)
+        loss = own.new_zeros(())
+        ctx.head, ctx.targets, ctx.loss = head, targets, loss.detach()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, gradient, row_weight, own = ctx.saved_tensors
+        head, targets = ctx.head, ctx.targets
+        ctx.gathered.wait()
+        log_sum_exp, loss = loss_of_statistics(ctx.by_rank, targets, row_weight)
+        ctx.loss.copy_(loss)
+        head.loss_op(rows).complete_gradient(
+            gradient, targets.columns, targets.owned, head.num_columns, own, log_sum_exp, **head.capped
+        )
+        dx = loss_input_gradient(weight, gradient, row_weight, dloss)
+        return dx, loss_weight_gradient(rows, gradient, row_weight, dloss), None, None, None
 
 
 class _Recomputed(torch.autograd.Function):

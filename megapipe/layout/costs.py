@@ -50,8 +50,8 @@ class LayoutCosts:
     config: of the run; its parallel.data may be open. layers: the model's, in order. data: data-parallel replicas.
     attention: the path that attention takes. alignment: rows of a padded vocabulary shard are multiples of it.
     shard: as in `UnitCosts`. device: type of the ranks' devices. On a GPU the backward of a dropout recomputes its
-    mask, and attention within documents takes lists of blocks in place of a mask. tensor_rank, context_rank: this
-    rank's coordinates, on which only kernel calls depend. slices, slice: as in `MicrobatchShape`.
+    mask, and attention within documents takes lists of blocks in place of a mask. tensor_rank, context_rank,
+    pipeline_rank: this rank's coordinates, on which only kernel calls depend. slices, slice: as in `MicrobatchShape`.
     """
 
     config: PretrainConfig
@@ -63,6 +63,7 @@ class LayoutCosts:
     device: str = "cpu"
     tensor_rank: int = 0
     context_rank: int = 0
+    pipeline_rank: int = 0
     slices: tuple[range, ...] = ()
     slice: int = 0
 
@@ -124,6 +125,9 @@ class LayoutCosts:
         decides which these are.
         """
         base, config = self._shape_of(layer.variant), self.config
+        if layer.kind == "output":
+            rank = self.pipeline_rank * self.tensor + self.tensor_rank
+            return replace(base, tensor=self.tensor * config.parallel.pipeline, tensor_rank=rank)
         held = base.predictions if predictions is None else predictions
         in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
         recompute = base.recompute

@@ -16,7 +16,7 @@ from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts, merged, repeated, scalar_exchanges
 from megapipe.layout.slices import slice_ranges
-from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, layers_of
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, stage_layers
 from megapipe.layout.table import LayoutTable
 from megapipe.layout.units import StateBytes, Unit, UnitCosts, layer_units, tied_unit
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Held, Sizes, Tensor, Walk
@@ -125,9 +125,9 @@ class RankPrediction:
         allocated with the engine, for all steps."""
         header, ranks, slots = self.schedule.header, self.schedule.header.stage_ranks, 0
         for stage in self.own_stages:
-            if stage > 0 and ranks[stage - 1] != ranks[stage]:
+            if 0 < stage < header.num_routed and ranks[stage - 1] != ranks[stage]:
                 slots += header.activation_slots[stage]
-            if stage < len(ranks) - 1 and ranks[stage + 1] != ranks[stage]:
+            if stage < header.num_routed - 1 and ranks[stage + 1] != ranks[stage]:
                 slots += header.gradient_slots[stage]
         return slots * max(costs.stream for costs in self._of_slices)
 
@@ -149,7 +149,7 @@ class RankPrediction:
     def _sizes(self) -> Sizes:
         """Bytes of the tensors that the walk counts. A message from another rank stays in its slot, and does not count
         as an activation."""
-        walk, units = self._walk, self.costs.of_units
+        walk, units, routed = self._walk, self.costs.of_units, self.schedule.header.num_routed
         streams = [costs.stream for costs in self._of_slices]
         sizes = Sizes(walk.num_places, walk.num_variants, streams, 0 if self.over_gloo else max(streams))
         for variant, (costs, predictions, _) in enumerate(self._microbatches):
@@ -158,12 +158,12 @@ class RankPrediction:
                 split = walk.calls[Kind.BACKWARD_INPUT, stage, unit] > 0
                 kept = costs.kept(layer, predictions, split=split)
                 held = kept, costs.pending(layer, predictions), stream
-                arrives = unit == 0 and stage - 1 not in (-1, *self.own_stages)
+                arrives = unit == 0 and stage < routed and stage - 1 not in (-1, *self.own_stages)
                 sizes.of[: Tensor.BACKWARD, place, variant] = [
                     each - min(stream, each) if arrives else each for each in held
                 ]
                 last = unit == len(self.stages[stage]) - 1
-                returns = last and stage + 1 not in (len(self.stages), *self.own_stages)
+                returns = last and stage + 1 < routed and stage + 1 not in self.own_stages
                 if returns and costs.reads_output_gradient(layer):
                     sizes.of[Tensor.PENDING, place, variant] -= stream
                 for kind, phase in PHASES.items():
@@ -228,6 +228,8 @@ class RankPrediction:
     @cached_property
     def _of_slices(self) -> tuple[LayoutCosts, ...]:
         """Costs of each slice of a sample; of whole samples where the schedule passes these."""
+        if self.schedule.header.vocabulary:
+            return (replace(self.costs, pipeline_rank=self.pipeline_rank),)
         if self.schedule.header.slices == 1:
             return (self.costs,)
         ranges = slice_ranges(self.costs.config)
@@ -283,8 +285,9 @@ class RankPrediction:
         return repeated(found, header.updates_per_step)
 
     def _links(self) -> list[Exchange]:
-        header, mine = self.schedule.header, self.own_stages
-        last = len(header.stages) - 1
+        header = self.schedule.header
+        last = header.num_routed - 1
+        mine = [stage for stage in self.own_stages if stage <= last]
         sends = sum(stage < last and stage + 1 not in mine for stage in mine)
         sends += sum(stage > 0 and stage - 1 not in mine for stage in mine)
         width = ELEMENT_BYTES[self.costs.precision]
@@ -337,7 +340,7 @@ def layout_costs(
         config.model, cast(Precision, config.training.precision), device, config.data.sequence_length, amx
     )
     data = config.parallel.data or 1
-    found = layers_of(config) if layers is None else layers
+    found = stage_layers(config) if layers is None else layers
     return LayoutCosts(config, found, data, path, VOCABULARY_ALIGNMENT, shard=shard, device=device)
 
 

@@ -11,7 +11,7 @@ from megapipe.layout.batch_plan import BatchPlan
 from megapipe.schedules import Schedule, ScheduleError, check_microbatches, rank_costs, simulate
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.balance import check_assignment
-from megapipe.schedules.build import check_one_route, is_for_all_sizes, read_file, read_file_header
+from megapipe.schedules.build import check_one_route, is_for_all_sizes, order, read_file, read_file_header
 from megapipe.schedules.parameters import FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Header
@@ -54,7 +54,7 @@ def schedule_name(config: PretrainConfig) -> str:
 
 
 def num_stages(config: PretrainConfig) -> int:
-    """Return the number of stages over all pipeline ranks. Raises ScheduleError."""
+    """Return the number of stages of all pipeline ranks, without shards of the output layer. Raises ScheduleError."""
     if config.schedule.file:
         return len(_file_header(config).stages)
     generator = find_generator(config.schedule.name)
@@ -69,11 +69,13 @@ def num_slices(config: PretrainConfig) -> int:
 
 
 def stage_ranks(config: PretrainConfig) -> tuple[int, ...]:
-    """Return the pipeline rank of every stage. Raises ScheduleError."""
+    """Return the pipeline rank of every stage, shards of the output layer included. Raises ScheduleError."""
     if config.schedule.file:
         return tuple(place.rank for place in _file_header(config).stages)
     chunks = find_generator(config.schedule.name).number_of_chunks(schedule_options(config))
-    return _placed(config.schedule.name, config.parallel.pipeline, chunks)
+    placed = _placed(config.schedule.name, config.parallel.pipeline, chunks)
+    shards = range(config.parallel.pipeline) if config.parallel.vocabulary == "pipeline" else ()
+    return (*placed, *shards)
 
 
 @lru_cache(maxsize=1024)
@@ -87,6 +89,7 @@ def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[s
     try:
         problems = _file_problems(config, share) if config.schedule.file else _named_problems(config, share)
         problems = problems or _stage_problems(config, config.schedule.file or config.schedule.name)
+        problems = problems or _vocabulary_problems(config, config.batch.global_size // share)
         return problems + _recomputation_problems(config) + _host_weight_problems(config, share)
     except ScheduleError as error:
         return [f"schedule: {error}"]
@@ -191,6 +194,36 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
         "the logits; set recompute.logits false, or use a schedule with whole backwards, such as 1f1b without "
         "schedule.two_bp"
     ]
+
+
+def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[str]:
+    """Return why pipeline ranks cannot share the output layer. Raises ScheduleError if the order does not allow it."""
+    parallel = config.parallel
+    if parallel.vocabulary == "tensor":
+        return []
+    problems = [
+        f"parallel.vocabulary is pipeline, but {what}; {remedy}, or set parallel.vocabulary tensor"
+        for wrong, what, remedy in (
+            (parallel.pipeline == 1, "parallel.pipeline is 1", "use more pipeline ranks"),
+            (
+                isinstance(config.model, BertModelConfig),
+                "only a GPT's output layer can be shared by pipeline ranks",
+                "train a GPT",
+            ),
+            (
+                config.model.tie_embeddings,
+                "model.tie_embeddings is true and only the output layer is shared",
+                "set model.tie_embeddings false",
+            ),
+            (parallel.sequence, "parallel.sequence is true", "set parallel.sequence false"),
+            (config.recompute.logits, "recompute.logits is true", "set recompute.logits false"),
+            (bool(config.schedule.file), "schedule files do not place its passes", "name a schedule"),
+        )
+        if wrong
+    ]
+    if not problems:
+        order(config.schedule.name, parallel.pipeline, num_microbatches, vocabulary=True, **schedule_options(config))
+    return problems
 
 
 def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:

@@ -10,7 +10,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import num_stages
 from megapipe.schedules.balance import balance_layers, check_assignment
-from megapipe.spec.layers import layer_flops, model_layers, one_of_each
+from megapipe.spec.layers import layer_flops, model_layers, one_of_each, sharded_output
 from megapipe.spec.parameters import LayerSpec, tied_stages
 
 VOCABULARY_ALIGNMENT = 64
@@ -39,8 +39,9 @@ class StageLayout:
     @classmethod
     def of(cls, config: PretrainConfig) -> "StageLayout":
         """Return the layout that a configuration describes. Raises ScheduleError."""
-        return lay_out(
-            layers_of(config),
+        sharded = config.parallel.vocabulary == "pipeline"
+        layout = lay_out(
+            stage_layers(config)[:-1] if sharded else layers_of(config),
             config.model,
             num_stages(config),
             config.data.sequence_length,
@@ -48,6 +49,13 @@ class StageLayout:
             predictions_of(config),
             config.recompute.logits,
         )
+        return layout.sharded(stage_layers(config), config.parallel.pipeline) if sharded else layout
+
+    def sharded(self, layers: tuple[LayerSpec, ...], pipeline: int) -> "StageLayout":
+        """Return the layout with one more stage on each pipeline rank: a shard of the last of `layers`, an output
+        matrix that all of them share (`schedules.vocabulary`)."""
+        output = range(len(layers) - 1, len(layers))
+        return StageLayout(layers, (*self.ranges, *(output for _ in range(pipeline))), self.tied)
 
     @cached_property
     def units_per_stage(self) -> tuple[int, ...]:
@@ -62,6 +70,12 @@ class StageLayout:
 def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a GPT, or of a BERT for the configuration of a BERT run."""
     return _layers_of(Keyed(repr(config.model), config.model))
+
+
+def stage_layers(config: PretrainConfig) -> tuple[LayerSpec, ...]:
+    """Return the layers that stages are made of: with parallel.vocabulary pipeline, the head is two of them."""
+    layers = layers_of(config)
+    return sharded_output(layers, config.parallel.pipeline) if config.parallel.vocabulary == "pipeline" else layers
 
 
 @lru_cache(maxsize=16)

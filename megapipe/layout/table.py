@@ -67,7 +67,11 @@ class LayoutTable:
         stages = StageLayout.of(config) if stages is None else stages
         if problems := undecided(config):
             raise ConfigError(problems)
-        strategies = [strategy for members in stages.ranges for strategy in _stage_strategies(config, stages, members)]
+        strategies = [
+            strategy
+            for members in dict.fromkeys(stages.ranges)
+            for strategy in _stage_strategies(config, stages, members)
+        ]
         if config.offload.activations == "blocks" and not any(each.offload for each in strategies):
             raise ConfigError(
                 "offload.activations blocks has nothing to move, because every block is recomputed or left out; "
@@ -102,7 +106,8 @@ class LayoutTable:
         groups: dict[str, dict[str, Any]] = {
             "parallel": {
                 **{name: getattr(parallel, name) for name in (*DIMENSIONS, "sequence")},
-                "layers_per_stage": list(self.stages.units_per_stage),
+                **({"vocabulary": "pipeline"} if parallel.vocabulary == "pipeline" else {}),
+                "layers_per_stage": [len(each) for each in self.stages.ranges if each.stop <= self._num_named],
                 "layers": {name: fields for name, fields in named.items() if fields},
             },
             "batch": {"global_size": config.batch.global_size, "micro_size": config.batch.micro_size},
@@ -120,13 +125,19 @@ class LayoutTable:
         written = {name: group for name, group in groups.items() if group}
         return "".join(lines) + str(yaml.safe_dump(written, sort_keys=False))
 
+    @property
+    def _num_named(self) -> int:
+        """Layers that `parallel` names: an output matrix that pipeline ranks share is part of the head."""
+        return len(self.stages.layers) - (self.config.parallel.vocabulary == "pipeline")
+
     def _named_strategies(self) -> list[tuple[str, str, LayerChoice]]:
         """Return name, kind and strategy of each layer, where neighboring blocks of one strategy are a range."""
         found = []
-        named = zip(self.stages.layers, self.strategies, strict=True)
+        layers = self.stages.layers[: self._num_named]
+        named = zip(layers, self.strategies[: self._num_named], strict=True)
         for (kind, strategy), members in groupby(named, lambda pair: (pair[0].kind, pair[1]._replace(joined=False))):
             indices = [layer.index for layer, _ in members]
-            name = kind if kind != "block" else f"blocks.{indices[0]}"
+            name = f"blocks.{indices[0]}" if kind == "block" else "embedding" if kind == "embedding" else "head"
             found.append((name if len(indices) == 1 else f"{name}-{indices[-1]}", kind, strategy))
         return found
 

@@ -80,6 +80,11 @@ def context_problems(config: PretrainConfig) -> list[str]:
                 f"heads per tensor rank, which parallel.context {size} does not divide, as parallel.context_attention "
                 f"all_to_all requires; set it to ring, or parallel.context to one of {working}"
             )
+    if kind == "ring" and (chunks := config.model.chunk_sizes(length)):
+        problems.append(
+            f"model.attention_chunk_size is {chunks[0]}, which parallel.context_attention ring does not support; set "
+            "parallel.context_attention to all_to_all"
+        )
     if kind == "ring" and config.model.attention == "flex":
         problems.append(
             "model.attention is 'flex', which parallel.context_attention ring does not support; set model.attention "

@@ -317,18 +317,42 @@ class Walk:
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
         places."""
-        last, units = len(self._header.stages) - 1, self._header.units_per_stage[-1]
-        found = []
+        last, found = self._header.num_routed - 1, self._summed_over_shards()
+        units, shard = self._header.units_per_stage[last], self._header.is_shard
         for direction, kinds, send, end in (
             (0, (Kind.FORWARD,), Kind.SEND_ACTIVATION, (last, units - 1)),
             (1, (Kind.BACKWARD, Kind.BACKWARD_INPUT), Kind.SEND_GRADIENT, (0, 0)),
         ):
             rows = self._rows(*kinds, send)
+            rows = rows[~self._is_summed[rows]]
             gone = (self._kind[rows] == send) | ((self._stage[rows] == end[0]) & (self._unit[rows] == end[1]))
+            if shard.any() and kinds == (
+                Kind.FORWARD,
+            ):  # what the last stage returns is the input of the rank's shard
+                gone = (self._kind[rows] == send) | shard[self._stage[rows]]
             owner = self.num_places + 2 * self._rank[rows] + direction
             number = owner * self._num_microbatches + self._microbatch[rows]
             found.append((rows, number, np.where(gone, NOTHING, STREAM + self._variant[rows])))
         return found
+
+    @cached_property
+    def _is_summed(self) -> Mask:
+        """Steps that make a gradient for the last stage of another rank: backwards of shards of the output layer."""
+        header = self._header
+        if not header.vocabulary:
+            return np.zeros(len(self._kind), dtype=np.bool_)
+        home = header.stage_ranks[header.routes[0][-1]]
+        found: Mask = header.is_shard[self._stage] & (self._kind == Kind.BACKWARD)
+        found &= header.stage_ranks[self._stage] != home
+        return found
+
+    def _summed_over_shards(self) -> list[tuple[Ints, Ints, Ints]]:
+        """Return what such a gradient holds until the next one, or the end of the step."""
+        rows = np.flatnonzero(self._is_summed)
+        ends = self._rows(Kind.REDUCE_SCALARS)
+        rows = np.sort(np.concatenate([rows, ends])) if len(rows) else rows
+        new = np.where(self._is_summed[rows], STREAM + self._variant[rows], NOTHING)
+        return [(rows, -1 - self._rank[rows], new)]
 
     def _handed_on(self, recomputed: Mask) -> list[tuple[Ints, Ints, Ints]]:
         """Return what slices of a sample read of earlier ones, where the layer's own is recomputed, and its gradients,

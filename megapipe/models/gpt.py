@@ -11,7 +11,7 @@ from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention
 from megapipe.layers.context import MicrobatchContext, token_numbers
 from megapipe.layers.context_parallel import attend_in_pieces, share_samples
-from megapipe.layers.cross_entropy import VocabParallelHead
+from megapipe.layers.cross_entropy import SharedHead, VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
 from megapipe.layers.feed_forward import MLP, Experts
@@ -163,6 +163,35 @@ class Head(nn.Module):
         return hidden if self.logit_scale == 1 else hidden * self.logit_scale
 
 
+class LastNorm(nn.Module):
+    """The last norm of a GPT whose output matrix all pipeline ranks share."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, kernels: Registry) -> None:
+        super().__init__()
+        self.norm = make_norm(model, within(shapes, "norm"), kernels)
+        self.logit_scale = model.logit_scale
+
+    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (what the output matrix reads [b, s, h],)."""
+        hidden = self.norm(hidden, context.tape)
+        return (hidden if self.logit_scale == 1 else hidden * self.logit_scale,)
+
+
+class OutputShard(nn.Module):
+    """A pipeline rank's shard of the output matrix, with the loss. group: all ranks that share the matrix."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__()
+        self.output = SharedHead(
+            within(shapes, "output"), model.vocabulary_size, group, kernels, softcap=model.logit_softcap
+        )
+
+    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
+        """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), known once the backward has run."""
+        assert context.labels is not None
+        return (self.output.loss_sum(hidden, context.labels, context.loss_mask, None),)
+
+
 def build_layer(
     spec: LayerSpec,
     model: ModelConfig,
@@ -177,13 +206,20 @@ def build_layer(
     the head computes its logits again in the backward rather than keep their gradient.
     Raises ValueError where the module's parameters and the spec's are not the same, or do not divide over the group.
     """
-    shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
+    shapes = {
+        path: entry.local_shape(tensor_group.size // entry.shards, alignment)
+        for path, entry in spec.parameters.items()
+    }
     model = model.of_kind(spec.variant)
     module: nn.Module
     if spec.kind == "embedding":
         module = Embedding(model, shapes, tensor_group, kernels)
     elif spec.kind == "block":
         module = Block(model, shapes, tensor_group, kernels, spec.index)
+    elif spec.kind == "norm":
+        module = LastNorm(model, shapes, kernels)
+    elif spec.kind == "output":
+        module = OutputShard(model, shapes, tensor_group, kernels)
     else:
         module = Head(model, shapes, tensor_group, kernels, recompute_logits)
     check_declared(module, spec, model, shapes)

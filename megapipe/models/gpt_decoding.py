@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe.config.model import Reach
 from megapipe.layers.attention import Attention
 from megapipe.layers.attention_pieces import Seen, piece_forward, with_sinks
 from megapipe.layers.latent_attention import MultiLatentAttention
@@ -20,22 +21,46 @@ from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
 
 
+def cache_slots(reaches: Collection[Reach], capacity: int, width: int) -> dict[Reach, int]:
+    """Return how many tokens of a text a block's cache has room for, by the reach of its attention.
+
+    With a window: the window of the first of up to `width` new tokens, and the others, so that new tokens may replace
+    what none of them attends to; a chunk is no longer than a window of its size. capacity: of a text.
+    """
+    return {each: capacity if each.tokens is None else min(capacity, each.tokens + width - 1) for each in reaches}
+
+
+@dataclass(frozen=True)
+class CacheContent:
+    """The tokens that the caches with one reach hold when the new ones are in: the latest, each in the slot of its
+    position modulo the number of slots.
+
+    slots: int64 [b, s], of the new tokens. positions: int64 [b, slots], of the token in each slot; below 0 for none.
+    visible: bool [b, s, slots], which of them each new token attends to.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    visible: Tensor
+
+
 @dataclass(frozen=True)
 class DecodingContext:
     """One micro-batch of b texts, of which s tokens each are new.
 
     rows: the texts' rows in the caches. tokens: int64 [b, s], for the embedding. positions: int64 [b, s], of these
-    tokens in their texts. last: int64 [b], index within s of the token whose successor is asked for.
-    visible: bool [b, s, length], which of the first `length` positions each new token attends to, by the sliding
-    window of a block's attention. targets: int64 [b, s], the token to score after each new token; None for the logits
-    after the token at `last`.
+    tokens in their texts, consecutive. last: int64 [b], index within s of the token whose successor is asked for.
+    real: bool [b, s], false for padding, which is not cached. held: the tokens in caches, by the reach of a block's
+    attention. targets: int64 [b, s], the token to score after each new token; None for the logits after the
+    token at `last`.
     """
 
     rows: slice
     tokens: Tensor
     positions: Tensor
     last: Tensor
-    visible: Mapping[int | None, Tensor]
+    real: Tensor
+    held: Mapping[Reach, CacheContent]
     targets: Tensor | None = None
 
     @classmethod
@@ -47,13 +72,33 @@ class DecodingContext:
         last: Tensor,
         *,
         length: int,
-        windows: Collection[int | None],
+        slots: Mapping[Reach, int],
         targets: Tensor | None = None,
     ) -> "DecodingContext":
-        """With what causal attention sees, at most so many positions. length: above every position."""
-        distance = positions.unsqueeze(-1) - torch.arange(length, device=positions.device)
-        visible = {each: (distance >= 0) & (distance < (length if each is None else each)) for each in windows}
-        return cls(rows, tokens, positions, last, visible, targets)
+        """With what causal attention sees. length: above every position. slots: those of `cache_slots`.
+
+        last: tokens after it are padding; below 0 for a text that ended before these tokens.
+        """
+        new = torch.arange(positions.shape[1], device=positions.device)
+        newest = positions[:, :1] + last.clamp(max=len(new) - 1).unsqueeze(1)
+        real = new <= last.unsqueeze(1)
+        held = {}
+        for reach, number in slots.items():
+            places = newest - (newest - torch.arange(min(length, number), device=positions.device)) % number
+            distance = positions.unsqueeze(-1) - places.unsqueeze(1)
+            most = length if reach.tokens is None else reach.tokens
+            within = (positions % most + 1).unsqueeze(-1) if reach.in_chunks else most
+            visible = (distance >= 0) & (distance < within)
+            # Padding sees everything: a softmax of nothing would be NaN.
+            visible = (visible & (places >= 0).unsqueeze(1)) | ~real.unsqueeze(-1)
+            held[reach] = CacheContent(positions % number, places, visible)
+        return cls(rows, tokens, positions, last.clamp(0, len(new) - 1), real, held, targets)
+
+    def store(self, reach: Reach, cache: Tensor, new: Tensor) -> None:
+        """Write new tokens [b, s, groups, d] into a cache [b, groups, slots, d]."""
+        place = (torch.arange(len(new), device=new.device).unsqueeze(1), self.held[reach].slots)
+        stored = cache.transpose(1, 2)
+        stored[place] = torch.where(self.real[..., None, None], new, stored[place])
 
 
 class DecodingLayer(Protocol):
@@ -81,16 +126,16 @@ class DecodingEmbedding:
 
 
 class DecodingBlock:
-    """A transformer block with the cache of `rows` texts of up to `capacity` tokens."""
+    """A transformer block with the cache of `rows` texts of up to `capacity` tokens, of which it keeps `slots`."""
 
-    def __init__(self, block: Block, rows: int, capacity: int) -> None:
+    def __init__(self, block: Block, rows: int, capacity: int, slots: Mapping[Reach, int]) -> None:
         self._block = block
-        attention = block.attention
+        attention, held = block.attention, slots[block.attention.reach]
         self._attend: CachedAttention
         if isinstance(attention, MultiLatentAttention):
-            self._attend = LatentCache(attention, rows, capacity)
+            self._attend = LatentCache(attention, rows, capacity, held)
         else:
-            self._attend = KeyValueCache(attention, rows, capacity)
+            self._attend = KeyValueCache(attention, rows, capacity, held)
 
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
@@ -109,9 +154,9 @@ class CachedAttention(Protocol):
 class KeyValueCache:
     """Attention with the keys and values of every head."""
 
-    def __init__(self, attention: Attention, rows: int, capacity: int) -> None:
-        self._attention = attention
-        shape = (rows, attention.kv_groups, capacity, attention.head_dim)
+    def __init__(self, attention: Attention, rows: int, capacity: int, slots: int) -> None:
+        self._attention, self._capacity = attention, capacity
+        shape = (rows, attention.kv_groups, slots, attention.head_dim)
         # Zeros, since a hidden position still takes part in the sum, with weight 0.
         self._keys = attention.qkv.weight.new_zeros(shape)
         self._values = attention.qkv.weight.new_zeros(shape)
@@ -122,13 +167,11 @@ class KeyValueCache:
         groups, heads, width = attention.kv_groups, attention.heads_per_group, attention.head_dim
         qkv = attention.qkv(x, None).view(batch, new, groups, heads + 2, width)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
-        capacity = self._keys.shape[2]
-        query = _placed(attention, query, attention.query_norm, context.positions, capacity)
-        key = _placed(attention, key, attention.key_norm, context.positions, capacity)
+        query = _placed(attention, query, attention.query_norm, context.positions, self._capacity)
+        key = _placed(attention, key, attention.key_norm, context.positions, self._capacity)
         keys, values = self._keys[context.rows], self._values[context.rows]
-        place = (torch.arange(batch, device=x.device).unsqueeze(1), context.positions)
-        keys.transpose(1, 2)[place] = key.squeeze(3)
-        values.transpose(1, 2)[place] = value.squeeze(3)
+        context.store(attention.reach, keys, key.squeeze(3))
+        context.store(attention.reach, values, value.squeeze(3))
         return attention.project(_mixed(attention, query, keys, values, context), None)
 
 
@@ -140,13 +183,13 @@ class LatentCache:
     that neither keys nor values exist (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads attend to one key.
     """
 
-    def __init__(self, attention: MultiLatentAttention, rows: int, capacity: int) -> None:
-        self._attention = attention
+    def __init__(self, attention: MultiLatentAttention, rows: int, capacity: int, slots: int) -> None:
+        self._attention, self._capacity = attention, capacity
         channels = attention.kv_down.weight.shape[0]
-        self._latents = attention.kv_down.weight.new_zeros((rows, 1, capacity, channels))
+        self._latents = attention.kv_down.weight.new_zeros((rows, 1, slots, channels))
 
     def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
-        attention, capacity = self._attention, self._latents.shape[2]
+        attention, capacity = self._attention, self._capacity
         up = attention.kv_up.weight.unflatten(0, (attention.kv_groups, -1))
         of_keys, of_values = up.split([up.shape[1] - attention.value_dim, attention.value_dim], dim=1)
         query = _placed(attention, attention.queries(x, None), None, context.positions, capacity).squeeze(3)
@@ -155,8 +198,7 @@ class LatentCache:
         rotated, own = query.split([shared.shape[-1], of_keys.shape[1]], dim=-1)
         query = torch.cat([torch.einsum("bshd,hdc->bshc", own, of_keys), rotated], dim=-1)
         latents = self._latents[context.rows]
-        place = (torch.arange(len(x), device=x.device).unsqueeze(1), context.positions)
-        latents[:, 0][place] = torch.cat([latent, shared], dim=-1)
+        context.store(attention.reach, latents, torch.cat([latent, shared], dim=-1).unsqueeze(2))
         # What the shared keys add to the mixed channels is cut off: fused kernels need values as wide as keys.
         mixed = _mixed(attention, query.unsqueeze(2), latents, latents, context).flatten(2, -2)
         return attention.project(torch.einsum("bshc,hdc->bshd", mixed[..., : latent.shape[-1]], of_values), None)
@@ -164,14 +206,14 @@ class LatentCache:
 
 def _mixed(attention: Attention, query: Tensor, keys: Tensor, values: Tensor, context: DecodingContext) -> Tensor:
     """Return mixed values [b, s, kv groups, heads, d] or [b, s, heads, d] of query [b, s, kv groups, heads, d] and of
-    cached keys and values [b, kv groups, capacity, d]."""
+    cached keys and values [b, kv groups, slots, d]."""
     batch, new, groups, heads, width = query.shape
-    visible = context.visible[attention.window]
-    length = visible.shape[-1]
+    held = context.held[attention.reach]
+    visible, length = held.visible, held.visible.shape[-1]
     if attention.softcap is not None or attention.in_pieces is not None:
         query = query.flatten(2, 3).transpose(1, 2)
         seen = Seen(visible=visible.unsqueeze(1))
-        how = attention.weighing(context.positions.unsqueeze(1), torch.arange(length, device=query.device))
+        how = attention.weighing(context.positions.unsqueeze(1), held.positions.unsqueeze(1))
         mixed, log_sum = piece_forward(query, keys[:, :, :length], values[:, :, :length], seen, how)
         if (sinks := attention.own_sinks(None)) is not None:
             mixed, _ = with_sinks(mixed, log_sum, sinks)
@@ -208,15 +250,16 @@ class DecodingHead:
         return (self._head.output.logits(self._head.normalised(wanted, None), None).squeeze(1),)
 
 
-def decoding_layer(layer: object, *, rows: int, capacity: int) -> DecodingLayer:
+def decoding_layer(layer: object, *, rows: int, capacity: int, slots: Mapping[Reach, int]) -> DecodingLayer:
     """The decoding form of a layer of `build_layer`, over its parameters.
 
-    rows, capacity: texts, and tokens of each, that a block's cache has room for.
+    rows, capacity: number of texts, and of tokens of each. slots: those of `cache_slots`, tokens of a text that a
+    block's cache has room for.
     """
     if isinstance(layer, Embedding):
         return DecodingEmbedding(layer)
     if isinstance(layer, Block):
-        return DecodingBlock(layer, rows, capacity)
+        return DecodingBlock(layer, rows, capacity, slots)
     if isinstance(layer, Head):
         return DecodingHead(layer)
     raise TypeError(f"{type(layer).__name__} is not a layer of a GPT; it must be an Embedding, a Block or a Head")

@@ -114,8 +114,9 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite `tensor` by that of the member whose rank in the group is `source`."""
+    def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
+        """Overwrite `tensor` by that of the member whose rank in the group is `source`; `async_op` as in
+        `all_reduce`."""
 
     @abstractmethod
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
@@ -162,8 +163,8 @@ class SoloGroup(Group):
     def reduce_into_part(self, whole: Tensor) -> Work:
         return _Finished()
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Nothing to do."""
+    def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
+        return _Finished()
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         into.detach().copy_(tensor.detach())
@@ -338,9 +339,13 @@ class DistributedGroup(Group):
         """For functional collectives, which a compiler may trace: its graphs have no exception handlers."""
         return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
+    def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
         with self.errors_named("broadcast"):
-            dist.broadcast(tensor.detach(), group=self.process_group, group_src=source)
+            handle = dist.broadcast(tensor.detach(), group=self.process_group, group_src=source, async_op=True)
+        work = _DistributedWork(self, handle, "broadcast")
+        if not async_op:
+            work.wait()
+        return work
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         following, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))

@@ -149,10 +149,17 @@ class ThreadGroup(Group):
             self, number, lambda deposits: _reduce_into(own, [self.own_part(each) for each in deposits], "sum")
         )
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        mine = Deposit(tensor.detach().clone()) if self.rank == source else None
-        number = self._post(_described(f"broadcast from {source}", tensor), mine)
-        tensor.detach().copy_(self._read(number)[source].take())
+    def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
+        given = tensor.detach().clone() if self.rank == source else tensor.new_empty(0)
+        number = self._post(_described(f"broadcast from {source}", tensor), Deposit(given))
+
+        def finish(deposits: list[Tensor]) -> None:
+            tensor.detach().copy_(deposits[source])
+
+        work = _ThreadWork(self, number, finish)
+        if not async_op:
+            work.wait()
+        return work
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         number = self._post(_described("shift", tensor), Deposit(tensor.detach().clone()))

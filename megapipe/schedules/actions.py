@@ -52,6 +52,7 @@ class Kind(IntEnum):
     OFFLOAD = 15
     RELOAD = 16
     UPDATE = 17
+    SNAPSHOT = 18
 
 
 COMPUTE_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -121,6 +122,7 @@ LETTERS: Final[dict[Kind, str]] = {
     Kind.OFFLOAD: "OF",
     Kind.RELOAD: "RE",
     Kind.UPDATE: "U",
+    Kind.SNAPSHOT: "SS",
 }
 _KINDS: Final = {letters: kind for kind, letters in LETTERS.items()}
 _MARKS: Final = ("", "/", ".", ":", "@", "^")

@@ -17,6 +17,7 @@ from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StageP
 from megapipe.schedules.states import WHOLE_STATES, StateTable
 from megapipe.schedules.text import has_parameters, loads, loads_header
 from megapipe.schedules.validation import check_compute, validate
+from megapipe.schedules.vocabulary import vocabulary_shards, with_vocabulary
 
 MOST_FORWARDS = 4_000_000
 """Forwards of all stages in a step. A larger schedule takes minutes and gigabytes to lower and to simulate."""
@@ -35,6 +36,7 @@ def build(
     receive_ahead: int = 1,
     recompute: Spans = (),
     offload: Offload = NOTHING,
+    vocabulary: bool = False,
     **options: Unpack[Options],
 ) -> Schedule:
     """Return the lowered schedule of a name.
@@ -53,6 +55,7 @@ def build(
         recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
             backward; nothing by default.
         offload: what goes to host memory between its uses; nothing by default.
+        vocabulary: all ranks share the output layer, and each has one more stage, its shard (`with_vocabulary`).
         options: what the named schedule takes besides, see :class:`Options`.
 
     Raises:
@@ -65,7 +68,7 @@ def build(
     """
     compute = order(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
-        data_parallel=data_parallel, states=states, **options,
+        data_parallel=data_parallel, states=states, vocabulary=vocabulary, **options,
     )  # fmt: skip
     lowered = lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
     generator = find_generator(name)
@@ -84,6 +87,7 @@ def order(
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
     states: StateTable = WHOLE_STATES,
+    vocabulary: bool = False,
     **options: Unpack[Options],
 ) -> Schedule:
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
@@ -92,33 +96,37 @@ def order(
     placement = generator.placed(num_ranks, options)
     arguments = generator.arguments(generator.order_options, options)
     policy = generator.policy_of(num_ranks, num_microbatches, options)
-    units = _checked_units(units_per_stage, len(placement.stages))
+    shards = vocabulary_shards(len(placement.stages), num_ranks) if vocabulary else ()
+    stages = (*placement.stages, *shards)
+    units = _checked_units(units_per_stage, len(stages))
     header = Header(
         name=name,
         mode="train",
         num_ranks=num_ranks,
         num_microbatches=num_microbatches * generator.number_of_slices(options),
-        stages=placement.stages,
+        stages=stages,
         routes=placement.routes,
         units_per_stage=units,
-        numerical_class=generator.numerical_class,
-        versions_per_stage=tuple(policy.versions_by_rank[place.rank] for place in placement.stages),
-        tied_groups=_checked_tied(tied_groups, len(placement.stages)),
+        numerical_class="C" if vocabulary else generator.numerical_class,
+        versions_per_stage=tuple(policy.versions_by_rank[place.rank] for place in stages),
+        tied_groups=_checked_tied(tied_groups, len(stages)),
         data_parallel=data_parallel,
         updates_per_step=policy.updates_per_step,
         gradient_buffers=policy.gradient_buffers,
         slices=generator.number_of_slices(options),
+        vocabulary=tuple(place.part for place in shards),
         states=states.checked(name, units),
     )
     sections = generator.order(num_ranks, num_microbatches, **arguments)
-    if not generator.built_in:
+    if not generator.built_in and not vocabulary:
         check_compute(Schedule(header, sections))
     if not generator.splits and any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in sections.body):
         raise ScheduleError(f"schedule {name} splits backwards; register it with splits=True ({generator.source})")
     if options.get("two_bp", False):
         sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
     schedule = Schedule(header, sections)
-    return forward_only(schedule) if mode == "forward" else schedule
+    schedule = forward_only(schedule) if mode == "forward" else schedule
+    return with_vocabulary(schedule) if vocabulary else schedule
 
 
 def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **options: Unpack[Options]) -> None:
@@ -297,6 +305,12 @@ def check_one_route(name: str, num_routes: int) -> None:
 
 def _check_route(header: Header) -> None:
     """Training cuts the model into stages in their order and runs each micro-batch through all of them."""
+    if header.vocabulary:
+        raise _mismatch(
+            header,
+            f"stages {list(header.vocabulary)} are shards of the output layer",
+            "training adds these itself to the order of a named schedule (parallel.vocabulary pipeline)",
+        )
     if any(place.replica for place in header.stages):
         raise _mismatch(
             header,

@@ -13,7 +13,7 @@ import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
 from megapipe.schedules.gathers import ADDING, USES, awaited_reductions, num_places, of_states
-from megapipe.schedules.offload import move_needs, reload_needs
+from megapipe.schedules.offload import move_needs, reload_needs, snapshot_needs
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
@@ -190,7 +190,7 @@ class Dependencies:
         yield from self.compute_needs()
         yield self._counts_needs()
         yield from self._recompute_needs()
-        yield from (self.reloads, *(Needs(*pair) for pair in move_needs(self.table)))
+        yield from (self.reloads, self.snapshots, *(Needs(*pair) for pair in move_needs(self.table)))
         if self.table.header.mode == "train":
             yield from self._reduction_needs()
             yield from self._version_needs()
@@ -226,9 +226,34 @@ class Dependencies:
             neighbour = self._neighbour_keys(neighbours)
             row.append(first)
             needed.append(np.where(neighbour < 0, -1, last[neighbour]))
+        row.append(self.shard_needs.row)
+        needed.append(self.shard_needs.needed)
         needs = Needs(np.concatenate(row), np.concatenate(needed)).where_known()
         wanted = (self.table.rank[needs.row] == self.table.rank[needs.needed]) == same_rank
         return Needs(needs.row[wanted], needs.needed[wanted])
+
+    @cached_property
+    def shard_needs(self) -> Needs:
+        """Needs where all ranks share the output layer: forwards of shards need that of the route's last stage, their
+        backwards the forwards of all shards, and its backward the backwards of all of them. Each pass of a shard
+        needs the pass before it on all ranks, which is the same one."""
+        shards = np.array(self.table.header.vocabulary, dtype=np.int64)
+        if not len(shards):
+            return NO_NEEDS
+        shape, last = (self.table.num_stages, self.table.num_microbatches), self.table.header.routes[0][-1]
+        (forward, forwarded), (backward, done) = (
+            tuple(each.reshape(shape) for each in both) for both in (self._forward, self._backward)
+        )
+        parts = [(forward[shards], np.broadcast_to(forwarded[last], (len(shards), shape[1])))]
+        for shard in shards.tolist():
+            parts.append((backward[shards], np.broadcast_to(forwarded[shard], (len(shards), shape[1]))))
+            parts.append((backward[last], done[shard]))
+        passes = shard_passes(self.table)
+        by_rank = np.stack(passes) if len({*map(len, passes)}) == 1 else forward[shards, :0]
+        for other in by_rank:
+            parts.append((by_rank[:, 1:], np.broadcast_to(other[:-1], by_rank[:, 1:].shape)))
+        row, needed = (np.concatenate([part[side].ravel() for part in parts]) for side in (0, 1))
+        return Needs(row, needed).where_known()
 
     def _slice_needs(self) -> Iterator[Needs]:
         """On each stage a slice's forward needs that of the slice before it, whose keys and values it reads; its
@@ -281,6 +306,11 @@ class Dependencies:
     def reloads(self) -> Needs:
         """Backwards need the reload of their activations, and updates need that of their state."""
         return Needs(*reload_needs(self.table, BACKWARDS))
+
+    @cached_property
+    def snapshots(self) -> Needs:
+        """Updates need the copy of the state that they replace, if it is copied for a checkpoint."""
+        return Needs(*snapshot_needs(self.table))
 
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.
@@ -367,7 +397,7 @@ class Dependencies:
         """
         table, header = self.table, self.table.header
         counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
-        parts = [_against_all(self._counts_users(), counts)]
+        parts = [_against_all(self._counts_users(), counts), self.shard_needs]
         if header.updates_per_step == 1:
             updates = table.rows_with(Kind.UPDATE)
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
@@ -387,6 +417,12 @@ class Dependencies:
         rows = rows[rows >= 0]
         place = table.rank[rows] * table.steps + table.microbatch[rows] // header.num_microbatches
         return first_row_per(place, rows, header.num_ranks * table.steps).reshape(header.num_ranks, table.steps)
+
+
+def shard_passes(table: Table) -> list[Ints]:
+    """Return for each rank the passes of its shard of the output layer, in program order; empty if there are none."""
+    rows = np.flatnonzero(table.header.is_shard[table.stage] & table.is_kind(Kind.FORWARD, Kind.BACKWARD))
+    return [rows[table.rank[rows] == rank] for rank in range(table.header.num_ranks)] if len(rows) else []
 
 
 def _against_all(users: Ints, members: Ints) -> Needs:

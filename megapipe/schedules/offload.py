@@ -1,18 +1,20 @@
-"""Tensors that leave a device for host memory between their uses, and the rows that move them.
+"""Tensors that are copied between a device and host memory in the background, and the rows that copy them.
 
 `OFFLOAD` and `RELOAD` without a version move the activations of a unit and micro-batch; with one, they move the state
-of the update that makes this version: moments, and the fp32 master of bf16 weights.
+of the update that makes this version: moments, and the fp32 master of bf16 weights. `SNAPSHOT` copies the state of a
+version to host memory for a checkpoint; the update that replaces this state waits for the copy (CheckFreq, Mohan et
+al., FAST 2021, section 4.1).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind
+from megapipe.schedules.actions import Ints, Kind, Rows, rows_of
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import Header
+from megapipe.schedules.schedule import Header, Schedule, Sections
 from megapipe.schedules.table import Table
 
 STATES_ON_DEVICE: Final = 2
@@ -94,6 +96,38 @@ def state_places(table: Table) -> Ints:
     most = header.most_states + len(header.tied_groups)
     places: Ints = (table.stage.astype(np.int64) * table.num_updates + table.update) * most + table.unit
     return places
+
+
+def with_snapshots(schedule: Schedule) -> Schedule:
+    """Return a lowered schedule whose first step starts to copy the state of every unit before it computes anything.
+
+    For a schedule that flushes that is every step, because each runs the same rows. Raises ScheduleError for one that
+    trains nothing, or is not lowered.
+    """
+    header, sections = schedule.header, schedule.sections
+    if header.mode != "train" or not header.lowered:
+        raise ScheduleError(
+            f"{header.name} of mode {header.mode!r} updates nothing that can be copied for a checkpoint; take a "
+            "lowered schedule of mode 'train'"
+        )
+    before = sections.body if schedule.flushes else sections.prologue
+    first = tuple(np.concatenate([_snapshots(header, rank), rows]) for rank, rows in enumerate(before))
+    if schedule.flushes:
+        return replace(schedule, sections=Sections.flushing(first))
+    return replace(schedule, sections=replace(sections, prologue=first))
+
+
+def _snapshots(header: Header, rank: int) -> Rows:
+    """Rows that copy the state of a rank's units before the first update of a step."""
+    places = [(stage, unit) for stage in header.stages_on(rank) for unit in header.state_units(stage)]
+    stage, unit = np.array(places, dtype=np.int32).reshape(-1, 2).T
+    kept = np.array(header.versions_per_stage, dtype=np.int32)[stage]
+    return rows_of(Kind.SNAPSHOT, stage, header.microbatches_per_update - 1, unit=unit, version=kept - 1)
+
+
+def snapshot_needs(table: Table) -> tuple[Ints, Ints]:
+    """Updates against the copy of the state that they replace: (row, row it needs)."""
+    return _joined(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
 
 
 def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]:

@@ -75,7 +75,9 @@ class Header:
     ``k + versions_per_stage[s]`` over it, so a stage keeps that many copies and its gradients are
     ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers per stage; ``gradient_buffers`` is how many
     updates' gradients may be alive at once. ``slices``: parts of a sequence: each that many micro-batches in turn are
-    the slices of one batch of samples, and ``num_microbatches`` counts slices. Compute actions name a layer of their
+    the slices of one batch of samples, and ``num_microbatches`` counts slices. ``vocabulary``: stages off the route,
+    one on each rank, which are shards of the output layer: all of them follow the route's last stage
+    (`schedules.vocabulary`). Compute actions name a layer of their
     stage (``units_per_stage``); gathers, reductions and updates name a state unit: ``states`` lists those of every
     stage, in the order of their layers, with what is sharded of each and where it is between its uses.
     """
@@ -94,6 +96,7 @@ class Header:
     updates_per_step: int = 1
     gradient_buffers: int = 1
     slices: int = 1
+    vocabulary: tuple[int, ...] = ()
     states: StateTable = WHOLE_STATES
     activation_slots: tuple[int, ...] = ()
     gradient_slots: tuple[int, ...] = ()
@@ -123,6 +126,16 @@ class Header:
     def microbatches_per_update(self) -> int:
         """Micro-batches of a replica that one optimizer update covers."""
         return self.num_microbatches // self.updates_per_step
+
+    @property
+    def num_routed(self) -> int:
+        """Number of stages that are on routes: all but shards of the output layer, which come last."""
+        return len(self.stages) - len(self.vocabulary)
+
+    @cached_property
+    def is_shard(self) -> Mask:
+        """Whether each stage is a shard of the output layer, shape [stages]."""
+        return np.arange(len(self.stages)) >= self.num_routed
 
     @cached_property
     def stage_ranks(self) -> Ints:
@@ -214,8 +227,10 @@ class Header:
     @cached_property
     def stages_sharing(self) -> tuple[int, ...]:
         """Per stage, the number of stages of the same copy of the model on its rank, including itself. A stage has
-        an equal share of that copy's layers on the rank."""
-        homes = [(place.rank, place.replica) for place in self.stages]
+        an equal share of that copy's layers on the rank. Shards of the output layer count by themselves."""
+        homes = [
+            (place.rank, place.replica, bool(shard)) for place, shard in zip(self.stages, self.is_shard, strict=True)
+        ]
         return tuple(homes.count(home) for home in homes)
 
     @cached_property

@@ -76,7 +76,7 @@ _STATE_CHOICES: Final = {"weights": ("sharded", "host"), "gradients": ("sharded"
 _STATE_NUMBERS: Final = ("size", "shards")
 _AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "slices", "updates", "gradient_buffers")
 _USUAL: Final = {"name": "name mine", "microbatches": "microbatches 4"}
-_KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "tied", "state")
+_KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "vocabulary", "tied", "state")
 _VERSION_1_KEYS: Final = (
     *(key for key in _KEYS if key not in (*_POOLS, "state")),
     *_VERSION_1_POOLS,
@@ -112,8 +112,9 @@ def write_header(header: Header) -> list[str]:
         usual = _STAGE_FIELDS | {"part": stage}
         words = (f"{key} {value}" for key, value in said.items() if value != usual[key])
         lines.append(" ".join([f"stage {stage}", *words]))
-    if header.routes != (tuple(range(len(header.stages))),):
+    if header.routes != (tuple(range(header.num_routed)),):
         lines += ["route " + " ".join(map(str, route)) for route in header.routes]
+    lines += ["vocabulary " + " ".join(map(str, header.vocabulary))] * bool(header.vocabulary)
     lines += ["tied " + " ".join(map(str, group)) for group in header.tied_groups]
     return lines + [line for stage, units in enumerate(header.states.units) for line in _state_lines(stage, units)]
 
@@ -171,6 +172,8 @@ class HeaderReader:
             self._read_stage(line)
         elif key == "route":
             self._routes.append(self._stage_list(line))
+        elif key == "vocabulary":
+            self._fields[key] = self._stage_list(line)
         elif key == "tied":
             self._tied.append(self._stage_list(line))
         elif key == "zero":
@@ -225,7 +228,7 @@ class HeaderReader:
         return Header(
             num_ranks=len(ranks),
             stages=tuple(StagePlace(stage["part"], stage["replica"], stage["rank"]) for stage in self._stages),
-            routes=tuple(self._routes) or (tuple(range(len(self._stages))),),
+            routes=tuple(self._routes) or (tuple(range(len(self._stages) - len(fields.get("vocabulary", ())))),),
             units_per_stage=units,
             versions_per_stage=tuple(stage["versions"] for stage in self._stages),
             tied_groups=tuple(self._tied),

@@ -90,7 +90,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
     changed = model.qk_norm or model.positions == "rotary"
     exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
-    ring = _is_ring(shape)
+    ring, chunks = _is_ring(shape), shape.num_chunks
     copies = kv_copies(keys, model.num_heads // model.kv_heads, shape.context) if exchanged else 1
     by_group = (model.kv_heads, model.num_heads // model.kv_heads)
     init = Init("normal", model.init_std)
@@ -114,9 +114,9 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     result = Value("attention result", shape.tokens * heads * model.value_dim * width)
     if exchanged:
         copied = keys * copies
-        own = shape.micro_size, shape.sequence_length, heads // shape.context, copied // shape.context
+        whole, own = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
         # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
-        saves += _attended(shape, *own, changed=False, keeps_projected=False)
+        saves += _attended(shape, shape.micro_size * chunks, whole, *own, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
         if not _is_unfused(shape):  # its backward reads the result as it was before the exchange
@@ -124,9 +124,8 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         for channels in ((heads + 2 * copied) * head_dim, heads * model.value_dim):
             collectives.append(Collective("context", "all_to_all", shape.tokens * channels, width, 1, 1))
     else:
-        saves += _attended(
-            shape, shape.micro_size, shape.local_length, heads, keys, changed=changed, keeps_projected=model.qk_norm
-        )
+        own = shape.micro_size * chunks, shape.local_length // chunks, heads, keys
+        saves += _attended(shape, *own, changed=changed, keeps_projected=model.qk_norm)
         if model.value_dim < head_dim and not _is_unfused(shape):
             saves.append(Value("widened attention result", shape.tokens * heads * head_dim * width))
         if ring:
@@ -232,7 +231,7 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
         if model.positions == "rotary":
             yield Value("rotary tables", 4 * shape.tokens * model.rotary_dim // 2 * FULL_BYTES)
         if not shape.document_blocks and not in_pieces:
-            pairs = shape.micro_size * shape.sequence_length**2
+            pairs = shape.micro_size * shape.sequence_length**2 // shape.num_chunks
             unfused = shape.attention == "unfused"
             yield Value("mask", pairs * (1 if unfused else width), "attention" if unfused else None)
     if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not in_pieces:
@@ -260,6 +259,8 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
     """Yield one fused kernel, or scores, softmax, dropout and the weighted sum of values, each by itself."""
     model, length, keys = shape.model, shape.local_length, _seen_keys(shape)
     batch = shape.micro_size * (model.num_heads // shape.tensor)
+    if shape.num_chunks > 1:
+        length, batch = keys, batch * shape.num_chunks // shape.context
     scores = Kernel("attention scores", "forward", (length, model.head_dim, keys, batch), dtype=shape.precision)
     if shape.attention == "unfused" and shape.context == 1 and not _in_pieces(shape):
         again = "attention" in shape.recompute
@@ -277,7 +278,7 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
             moved = 2 * weights * shape.width
             yield from passes("attention dropout", moved, moved, again=again, mask=weights)
         return
-    causal = not isinstance(model, BertModelConfig) and keys == shape.sequence_length
+    causal = not isinstance(model, BertModelConfig) and keys == shape.sequence_length // shape.num_chunks
     share = CAUSAL_SHARE if causal else 1.0
     if causal and shape.slices:  # all earlier keys, and half of its own
         places = shape.slices[shape.slice]
@@ -339,7 +340,7 @@ def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
 
 def _seen_keys(shape: MicrobatchShape) -> int:
     """Return the most keys that a query sees."""
-    window, length = shape.model.sliding_window, shape.sequence_length
+    window, length = shape.model.attention_reach.tokens, shape.sequence_length
     if window is None:
         return length
     return min(2 * window - 1 if isinstance(shape.model, BertModelConfig) else window, length)
@@ -386,6 +387,8 @@ def why_a_mask(model: ModelConfig, device: str) -> str | None:
         return f"{model.why_unfused} needs the unfused path"
     if model.why_pieces is not None:
         return f"{model.why_pieces} needs attention in pieces"
+    if any(each.attention_chunk_size is not None for each in model.kinds_of_layers.values()):
+        return "model.attention_chunk_size needs a mask for each chunk"
     if device != "cuda":
         return f"torch's flex_attention has no backward on {device}"
     narrowest = min(each.head_dim for each in model.kinds_of_layers.values())

@@ -6,7 +6,14 @@ from typing import Any
 from megapipe.config.model import ModelConfig, RopeScaling
 from megapipe.spec.family import OMITTED, ROPE_SCALING, Family, FamilyError, Tensors, keys, known_word
 
-GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+GELU = {
+    "gelu": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
+    "gelu_python": "gelu",
+}
+UNGATED = {**GELU, "relu": "relu", "silu": "silu", "swish": "silu", "relu2": "relu_squared"}
+GATED = {"silu": "swiglu", "swish": "swiglu", **{word: ours.replace("gelu", "geglu") for word, ours in GELU.items()}}
+"""Words of transformers for an activation function of one matrix, and for one of a gate -> ours."""
 SIZES = {
     "vocab_size": "vocabulary_size",
     "num_hidden_layers": "num_layers",
@@ -16,6 +23,8 @@ SIZES = {
 TIED = {"tie_word_embeddings": "tie_embeddings"}
 EXPERTS = {"normalize_expert_shares": True, "expert_balance_rate": 0.0}
 ROUTER_OUTPUT = keys("output_router_logits router_aux_loss_coef")
+UNUSED_BIASES = ("rotary_emb.inv_freq", "e_score_correction_bias")
+"""Ends of names that a model may not use: biases of experts, if every token uses all experts."""
 _ATTENTION = "model.layers.{layer}.self_attn"
 QKV = Tensors((f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"), ("query_key_value",))
 NAMES: Mapping[str, str | Tensors] = {
@@ -87,7 +96,7 @@ def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:
     longest = config["max_position_embeddings"]
     first = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
     known = {**rope, "original_max_position_embeddings": first}
-    if kind == "longrope" or (kind == "yarn" and rope.get("factor") is None):
+    if kind in ("longrope", "yarn") and rope.get("factor") is None:
         known["factor"] = longest / first
     scaling = {f"rope_scaling.{ours}": known.get(key) for key, ours in ROPE_SCALING[kind].items()}
     missing = [key for key in ROPE_SCALING[kind] if key not in _OPTIONAL and known.get(key) is None]
@@ -105,8 +114,8 @@ def rope_scaling(model: ModelConfig) -> Fields | None:
     if scaling.kind == "none":
         return None
     values = {key: getattr(scaling, ours) for key, ours in ROPE_SCALING[scaling.kind].items()}
-    if scaling.kind == "longrope":
-        del values["factor"]  # the ratio of the longest sequence to the original one
+    if scaling.kind == "longrope" and scaling.factor == model.max_positions / scaling.original_length:
+        del values["factor"]  # transformers computes this ratio
     usual = {key: getattr(RopeScaling(), ROPE_SCALING[scaling.kind][key]) for key in _OPTIONAL & values.keys()}
     return {"rope_type": scaling.kind, **{key: each for key, each in values.items() if usual.get(key, ...) != each}}
 
@@ -197,6 +206,17 @@ def rope_parameters(model: ModelConfig) -> Fields:
 def blocks(model: ModelConfig) -> list[ModelConfig]:
     """Return the configuration of every block."""
     return [model.of_kind(model.kind_of_layer(index)) for index in range(model.num_layers)]
+
+
+def dense_size(model: ModelConfig) -> int:
+    """Return the width of the MLP of blocks without experts."""
+    sizes = (each.ffn_size for each in blocks(model) if each.num_experts is None)
+    return next(sizes, model.ffn_size)
+
+
+def num_shared(model: ModelConfig) -> int:
+    """Return how many of a model's experts its shared ones are as wide as together."""
+    return (model.shared_expert_size or 0) // model.ffn_size
 
 
 def layer_types(model: ModelConfig) -> list[str]:
@@ -300,5 +320,5 @@ def decoder(
     }
     merged = with_additions(entries, changes)
     merged["fixed"] = {key: values for key, values in merged["fixed"].items() if key not in merged["reads"]}
-    others = {"words": {"silu": "swiglu", "swish": "swiglu"}, "more": (rotary_fields,), **changes}
+    others = {"words": GATED, "more": (rotary_fields,), **changes}
     return Family(model_type=model_type, kind="gpt", activation=activation, **merged, **others)

@@ -8,7 +8,14 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import BASE_KIND, ModelConfig
 from megapipe.spec.ops import Flops, MicrobatchShape, Op, total_flops
 from megapipe.spec.parameters import LayerKind, LayerSpec
-from megapipe.spec.transformer import bert_head_ops, block_ops, embedding_ops, gpt_head_ops
+from megapipe.spec.transformer import (
+    bert_head_ops,
+    block_ops,
+    embedding_ops,
+    gpt_head_ops,
+    last_norm_ops,
+    shared_output_ops,
+)
 
 
 def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -32,10 +39,25 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     return (embedding, *blocks, head)
 
 
+def sharded_output(layers: Sequence[LayerSpec], ranks: int) -> tuple[LayerSpec, ...]:
+    """Return a GPT's layers with its head cut in two: the last norm, and the output matrix, which this number of
+    pipeline ranks share."""
+    *others, head = layers
+    norm = {path: spec for path, spec in head.parameters.items() if path != "output.weight"}
+    output = {"output.weight": replace(head.parameters["output.weight"], shards=ranks)}
+    return (*others, LayerSpec("head.norm", "norm", 0, norm), LayerSpec("head.output", "output", 0, output))
+
+
 def layer_ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
     """Return the ops of a kind of layer for a micro-batch on one rank. shape: its model is the layer's own, as
     `ModelConfig.of_kind` returns it for the layer's variant."""
-    kinds = {"embedding": embedding_ops, "block": block_ops, "head": _head_ops}
+    kinds = {
+        "embedding": embedding_ops,
+        "block": block_ops,
+        "head": _head_ops,
+        "norm": last_norm_ops,
+        "output": shared_output_ops,
+    }
     return tuple(kinds[kind](shape))
 
 

@@ -154,7 +154,8 @@ def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
     gradients before and after the softmax. It comes after the MLP's ops, which have freed what they saved."""
     if shape.attention != "unfused":
         return ()
-    weights = shape.tokens * shape.local_length * shape.model.num_heads * shape.width // shape.tensor
+    rows = shape.tokens * shape.model.num_heads // shape.tensor
+    weights = rows * (shape.local_length // shape.num_chunks) * shape.width
     if "attention" in shape.recompute:
         needed = 3 * weights + shape.stream // shape.tensor
     elif shape.model.attention_dropout:  # the dropped weights have been freed

@@ -16,7 +16,8 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, AttentionPath, ContextAttention, Precision
 from megapipe.spec.parameters import ParameterSpec
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
+GroupName = Literal["tensor", "context", "pipeline+tensor"]
 BackwardPhase = Literal["backward", "input half", "weight half"]
 KernelPhase = Literal["forward", "backward_input", "backward_weight", "recompute"]
 
@@ -72,6 +73,12 @@ class MicrobatchShape:
     def local_length(self) -> int:
         """Tokens of a sample, or of its slice, on the tensor ranks of one context rank."""
         return self.passing_length // self.context
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of a sample that attend to themselves, by `model.attention_chunk_size`."""
+        chunk = self.model.attention_chunk_size
+        return 1 if chunk is None else max(1, self.sequence_length // chunk)
 
     @property
     def passing_length(self) -> int:
@@ -140,7 +147,7 @@ class Collective(NamedTuple):
     backward and four times in a split one. input_half None means `backward`.
     """
 
-    group: Literal["tensor", "context"]
+    group: GroupName
     operation: Operation
     elements: int
     element_bytes: int

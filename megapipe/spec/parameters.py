@@ -7,7 +7,8 @@ from typing import Literal
 
 from megapipe.config.model import BASE_KIND
 
-LayerKind = Literal["embedding", "block", "head"]
+LayerKind = Literal["embedding", "block", "head", "norm", "output"]
+"""Kinds of layers. norm, output: the two parts of a GPT's head whose output matrix all pipeline ranks share."""
 SEGMENT_ALIGNMENT = 64
 """Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
 collectives see aligned addresses."""
@@ -51,6 +52,7 @@ class ParameterSpec:
     state_unit: which of its layer's state units has it, where there are several; the layer's own by default.
     balance_rate: above 0 for what the loss does not train: its gradient is how much more than their share experts were
     given, and an update moves it by this much the other way.
+    shards: ranks that share the partition axis for each tensor rank: pipeline ranks that share the output matrix.
     one_accumulator: all uses of a tied weight on a rank add to one gradient, not each to its own, which sums of the
     same bits on any stages would need.
     """
@@ -65,6 +67,7 @@ class ParameterSpec:
     balance_rate: float = 0.0
     state_unit: Literal["layer", "experts"] = "layer"
     one_accumulator: bool = False
+    shards: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -74,14 +77,14 @@ class ParameterSpec:
     def local_shape(self, tensor_size: int, alignment: int = 1) -> tuple[int, ...]:
         """Return the shape of one shard as stored, padding included.
 
-        A padded spec's shards have ceil(n / tensor_size) rows rounded up to `alignment`.
+        A padded spec's shards have ceil(n / (tensor_size x shards)) rows rounded up to `alignment`.
         Raises ValueError when an unpadded partition axis does not divide.
         """
         if self.partition_axis is None:
             return self.shape
         axis, length = self.partition_axis, self.shape[self.partition_axis]
         if self.padded:
-            share = -(-length // tensor_size)
+            share = -(-length // (tensor_size * self.shards))
             share = -(-share // alignment) * alignment
         elif length % tensor_size:
             raise ValueError(
@@ -94,6 +97,8 @@ class ParameterSpec:
 
     def box(self, tensor_rank: int, tensor_size: int, alignment: int = 1) -> Box:
         """Return the part of the global tensor that a tensor rank owns, without padding; the last ranks' may be empty.
+
+        tensor_rank: among all ranks that share the tensor, tensor_size x shards.
 
         The owned elements are the leading ones of the stored shard: padding is only at the end of axis 0.
         """

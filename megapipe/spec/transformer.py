@@ -47,6 +47,7 @@ from megapipe.spec.moments import (
 from megapipe.spec.ops import (
     Collective,
     Flops,
+    GroupName,
     Kernel,
     KernelUse,
     MicrobatchShape,
@@ -452,6 +453,28 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         kernels=partial(_output_kernels, shape),
         uses=(_loss_use(shape, tokens),),
         moments=partial(output_moments, shape, columns),
+    )
+
+
+def last_norm_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the op of a GPT's last norm, where all pipeline ranks share the output matrix."""
+    yield next(gpt_head_ops(shape))
+
+
+def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the op of an output matrix that all pipeline ranks share, with its loss.
+
+    shape: its tensor ranks are all ranks that share the matrix. They get the last hidden states by a broadcast, and
+    sum their gradient. Statistics of all ranks come between forward and backward.
+    """
+    _, output = gpt_head_ops(shape)
+    group: GroupName = "pipeline+tensor"
+    rows = shape.tokens
+    own = LOSS_STATISTICS * rows * FULL_BYTES
+    hidden = Collective(group, "broadcast", rows * shape.model.hidden_size, shape.width, 1)
+    yield output._replace(
+        saves=(*output.saves, Value("statistics", own), Value("statistics of all ranks", own * shape.tensor)),
+        collectives=(hidden, *(each._replace(group=group) for each in output.collectives)),
     )
 
 

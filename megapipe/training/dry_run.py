@@ -129,7 +129,7 @@ def dry_run(
         mesh = silent_mesh(shape, rank, META)
         model = ModelTable.of(config, layout, mesh, kernels)
         stages = Assembly(model, holding, mesh, schedule.header, kernels=kernels).stages
-        _run_shapes(config, stages, layout, HeldTokens.of(config, mesh))
+        _run_shapes(config, stages, HeldTokens.of(config, mesh))
         # The memory of a rank depends only on its pipeline coordinate.
         found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
         report((place + 1) / shape.sizes["pipeline"])
@@ -137,7 +137,7 @@ def dry_run(
     return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
 
 
-def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], layout: StageLayout, held: HeldTokens) -> None:
+def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldTokens) -> None:
     """Run a forward and a backward of each stage, and compare the shapes with its declared inputs and outputs."""
     terms = len(family_of(config).loss_terms)
     context = _context(config, held)
@@ -146,7 +146,7 @@ def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], layout: Sta
         outputs: tuple[Tensor, ...] = tuple(inputs)
         for unit in stage.units:
             outputs = unit[0](*outputs, context=context)
-        if number == len(layout.ranges) - 1:
+        if not stage.outputs:
             wanted = described([torch.empty((terms,) if terms > 1 else (), dtype=torch.float32, device=META)])
         else:
             wanted = described(stage.outputs)

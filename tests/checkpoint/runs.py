@@ -90,7 +90,8 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
             scaler = replica.loss_scaler
             scale = 1.0 if scaler is None else scaler.scale(step)
-            given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
+            copies = checkpointer.saves.take_snapshot()
+            given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale, snapshot=copies)
             results = replica.engine.feed(given)
             consumed += config.batch.global_size
             last = step + 1 == until

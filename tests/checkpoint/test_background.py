@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from megapipe.checkpoint.save_and_load import Content
 from megapipe.checkpoint.shards import Extent
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.checkpoint.tensor_file import FileTensor
+from megapipe.engine.host_memory import Move, ThreadCopies
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.parameters import Box
 from megapipe.training.loop.steps import any_rank
@@ -79,6 +81,69 @@ def test_files_equal_those_of_a_save_between_steps(tmp_path: Path, layout: Layou
     )
     assert background_files == between
     assert [path.name for path in (tmp_path / "background").iterdir()] == ["step-00000005"]
+
+
+class HeldCopies(ThreadCopies):
+    """Copies that wait until they are released."""
+
+    def __init__(self) -> None:
+        super().__init__("snapshot")
+        self.released = threading.Event()
+
+    def copy(self, moves: Sequence[Move]) -> None:
+        assert self.released.wait(30)
+        super().copy(moves)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_each_state_waits_for_its_own_copy(tmp_path: Path, taken: int) -> None:
+    """The step starts some of the copies; the last copy is held, and the others are made when a state changes."""
+    mesh, states = alone(), make_states(alone(), ALONE)
+    fill(states, 4)
+    saver = BackgroundSaver(tmp_path, mesh)
+    saver.start(states, {state.name: 4 for state in states}, run_state(4), by_step=True)
+    copies, held, free = saver.take_snapshot(), HeldCopies(), ThreadCopies("snapshot")
+    assert copies is not None
+    assert saver.take_snapshot() is None
+    for state, lane in zip(states[:taken], (free, free, held), strict=False):
+        copies.start(state, lane)
+    for state in states[:2]:
+        copies.wait(state)
+        state.master.fill_(torch.nan)
+    changed = threading.Thread(target=lambda: (copies.wait(states[2]), states[2].master.fill_(torch.nan)))
+    changed.start()
+    changed.join(0.1)
+    assert changed.is_alive() == (taken == 3)
+    held.released.set()
+    changed.join()
+    saver.finish()
+    load_step(mesh, ALONE, tmp_path / "step-00000004", 4)
+
+
+def test_a_save_that_no_step_copies_is_whole(tmp_path: Path) -> None:
+    mesh, states = alone(), make_states(alone(), ALONE)
+    fill(states, 4)
+    saver = BackgroundSaver(tmp_path, mesh)
+    saver.start(states, {state.name: 4 for state in states}, run_state(4), by_step=True)
+    saver.finish()
+    load_step(mesh, ALONE, tmp_path / "step-00000004", 4)
+    assert saver.take_snapshot() is None
+
+
+def test_a_run_that_fails_during_its_copy_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    save_step(alone(), ALONE, tmp_path, 1)
+    mesh, states, held = alone(), make_states(alone(), ALONE), HeldCopies()
+    fill(states, 2)
+    saver = BackgroundSaver(tmp_path, mesh)
+    saver.start(states, {state.name: 2 for state in states}, run_state(2), by_step=True)
+    copies = saver.take_snapshot()
+    assert copies is not None
+    for state in states:
+        copies.start(state, held)
+    saver.abandon(0.1)
+    held.released.set()
+    wait_until(lambda: not saver.under_way)
+    assert check_whole(tmp_path) == 1
 
 
 def test_training_continues_while_the_disk_waits(tmp_path: Path) -> None:

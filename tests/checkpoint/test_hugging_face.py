@@ -224,8 +224,8 @@ def without_masked_token_head(folder: Path) -> None:
     [
         ("gpt2", {"model_type": "t5"}, "model_type 't5' .* gpt2, gpt_neox, gpt_oss"),
         ("gpt2", {"n_embd": None}, "a value that its model_type cannot have"),
-        ("gpt2", {"activation_function": "relu"}, "'relu' is not supported"),
-        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),
+        ("gpt2", {"activation_function": "tanh"}, "'tanh' is not supported"),
+        ("gpt2", {"scale_attn_weights": False}, "set model.attention_scale to 1.0"),
         ("gpt2", {"quantization_config": {"bits": 4}}, "weights are quantized"),
         ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, r"are in mxfp4; .*Mxfp4Config\(dequantize=True"),
         ("bert", {"model_type": "gpt2"}, r"model_type 'gpt2' .* taken from albert, bert, megatron-bert"),

@@ -125,6 +125,26 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
         ]
 
 
+@pytest.mark.parametrize("name", ["roberta", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in BERTS)])
+def test_an_untied_head_keeps_the_bias_that_transformers_reads(name: str, tmp_path: Path) -> None:
+    """Its files have two biases, one of which transformers ignores."""
+    tied = theirs_of(name)
+    torch.manual_seed(0)
+    theirs = type(tied)(type(tied.config)(**{**tied.config.to_dict(), "tie_word_embeddings": False})).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert main(["convert", str(tmp_path / "theirs"), "--to", "megapipe", str(tmp_path / "ours")]) == 0
+    assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 0
+    back, report = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not report["missing_keys"]
+    context = bert.make_context(HuggingFaceSource(tmp_path / "theirs").contents.model)
+    for found, expected in zip(
+        bert.their_logits(back.eval(), context), bert.their_logits(theirs, context), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
 def test_a_tokenizer_with_another_padding_than_the_positions_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

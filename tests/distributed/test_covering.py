@@ -80,6 +80,11 @@ OPTIONS: list[tuple[Case, Change]] = [
     ),
     ({"schedule": "dualpipe_v", "model": "llama", "data": "2", "pipeline": "2", "zero": "3"}, {}),
     ({"schedule": "v_min", "tensor": "2", "pipeline": "2", "recompute": "selective", "precision": "bf16"}, {}),
+    ({"pipeline": "2", "tied": "untied"}, {"parallel": {"vocabulary": "pipeline"}}),
+    (
+        {"schedule": "zb_h1", "model": "llama", "tied": "untied", "data": "2", "pipeline": "2", "zero": "3"},
+        {"parallel": {"vocabulary": "pipeline"}, "training": {"precision": "bf16"}},
+    ),
 ]
 """What the array leaves out: a case, and what else is changed."""
 WINDOWS: Change = {
@@ -94,6 +99,7 @@ NO_ROPE: Change = {
         "layer_pattern": ("base", "no_rope", "base"),
     }
 }
+SHARED: Change = {"parallel": {"vocabulary": "pipeline"}}
 EXPERTS: Change = {
     "model": {
         "num_experts": 4,
@@ -152,6 +158,7 @@ MIXED = [
     pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"}, WINDOWS, marks=RARE),
     pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, NO_ROPE, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2", "recompute": "full"}, EXPERTS, marks=SLOW),
+    pytest.param({"pipeline": "2", "tensor": "2", "tied": "untied"}, SHARED, marks=SLOW),
     pytest.param(
         {"data": "2", "tensor": "2", "zero": "3", "sequence": "on"},
         {**EXPERTS, "zero": {"expert_shard_size": 1}},
@@ -191,7 +198,11 @@ MIXED = [
     pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS, marks=RARE),
     pytest.param({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS, marks=RARE),
     pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
-    pytest.param({"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"}, SLICES, marks=SLOW),
+    pytest.param(
+        {"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"},
+        {**SLICES, "schedule": {**SLICES["schedule"], "chunks": 2}},
+        marks=SLOW,
+    ),
     pytest.param({"schedule": "seq1f1b", "data": "2", "zero": "3", "documents": "isolated"}, SLICES, marks=RARE),
     pytest.param(
         {"schedule": "seq1f1b", "model": "gpt2", "tensor": "2", "sequence": "on", "recompute": "selective"},

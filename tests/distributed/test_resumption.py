@@ -34,6 +34,7 @@ from tests.distributed.layout_cases import (
 Part = tuple[dict[str, int], Groups]
 RISING: Groups = {**FP16, "loss_scale": {"initial": 256.0, "window": 4}}
 """The loss scale rises on the way, so that its counters matter."""
+SHARED: Groups = {"parallel": {"vocabulary": "pipeline"}}
 SLOW = pytest.mark.slow
 
 
@@ -52,7 +53,7 @@ def outcome(make: Make, folder: Path, model: str, part: Part, run_options: Group
         ("gpt2-untied-dropout", schedule("2bw"), [(P2, NOTHING), (P4, NOTHING)]),
         ("llama", {**schedule("pipedream"), **UNCLIPPED}, [(P2, NOTHING), (P2, NOTHING)]),
         ("llama", MUON, [(P2, NOTHING), (ONE, NOTHING)]),
-        ("llama", RISING, [(ONE, NOTHING), (ONE, NOTHING)]),
+        pytest.param("llama", RISING, [(ONE, NOTHING), (ONE, NOTHING)], marks=EXHAUSTIVE),
         pytest.param("gpt2-untied-dropout", schedule("2bw"), [(P2, NOTHING), (ONE, NOTHING)], marks=EXHAUSTIVE),
         *(
             pytest.param("bert-pre-dropout", schedule(name), [(P2, NOTHING), (P4, NOTHING)], marks=EXHAUSTIVE)
@@ -88,6 +89,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(
     ("model", "parts"),
     [
         ("llama", [(C2, context("ring")), (C4, context("all_to_all")), (ONE, NOTHING)]),
+        ("gpt2-untied-dropout", [(P2, SHARED), (P4, SHARED), (ONE, NOTHING)]),
         pytest.param("gpt2-untied-dropout", [(T2, sequence()), (T2, NOTHING)], marks=SLOW),
         pytest.param("gpt2-untied-dropout", [(T2, NOTHING), (T2, sequence())], marks=SLOW),
     ],

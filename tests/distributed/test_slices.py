@@ -18,7 +18,7 @@ from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, run_gpt
 from tests.support.meshes import run_threads
 
 DROPPING = replace(GPT2_SHAPE, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
-UNIFORM, FLOPS = {"slices": 4}, {"slices": 3, "slice_split": "flops"}
+INTERLEAVED, FLOPS = {"slices": 4, "chunks": 2}, {"slices": 3, "slice_split": "flops"}
 
 
 def configuration(folder: Path, model: ModelConfig, **groups: dict[str, Any]) -> PretrainConfig:
@@ -31,7 +31,7 @@ def configuration(folder: Path, model: ModelConfig, **groups: dict[str, Any]) ->
     ("model", "sizes", "slices", "groups"),
     [
         (DROPPING, {"pipeline": 2}, FLOPS, {}),
-        pytest.param(LLAMA_SHAPE, {"pipeline": 4}, UNIFORM, {}, marks=pytest.mark.slow),
+        pytest.param(replace(LLAMA_SHAPE, num_layers=4), {"pipeline": 2}, INTERLEAVED, {}, marks=pytest.mark.slow),
         pytest.param(
             replace(LLAMA_SHAPE, sliding_window=9), {"tensor": 2, "pipeline": 2}, FLOPS,
             {"data": {"isolate_documents": True}, "parallel": {"sequence": True}},

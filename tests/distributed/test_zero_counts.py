@@ -169,6 +169,7 @@ def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: st
             assert (counts.whole_weights, counts.whole_gradients) == (2, 2)
 
 
+@pytest.mark.exhaustive
 def test_versions_are_gathered_and_reduced_as_if_no_other_were_there(corpus: str) -> None:
     """2bw reads one version in all of a step's micro-batches, so that layers at both turns stay on hand, as in 1f1b;
     pipedream reads another in each. Room for every layer's gradient leaves one reduction an update."""

@@ -236,5 +236,5 @@ def test_an_engine_without_swaps_refuses_a_schedule_that_moves(config: PretrainC
         replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh)
         Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
 
-    with pytest.raises(EngineError, match="gpipe offloads, but this engine was created without swaps"):
+    with pytest.raises(EngineError, match="gpipe copies to host memory, but this engine was created without swaps"):
         run_threads({}, bare)

@@ -241,5 +241,5 @@ def test_an_engine_without_swaps_refuses_weights_in_host_memory(config: Pretrain
         schedule = replica.forward_engine().schedule
         Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
 
-    with pytest.raises(EngineError, match="gpipe offloads, but this engine was created without swaps"):
+    with pytest.raises(EngineError, match="gpipe copies to host memory, but this engine was created without swaps"):
         run_threads({}, bare)

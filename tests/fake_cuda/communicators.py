@@ -292,7 +292,8 @@ class Communicator(dist.ProcessGroup):
         return self.collective("all_reduce", tensors, tensors, opts.asyncOp)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self.collective("broadcast", tensors, tensors, opts.asyncOp)
+        written = [] if opts.rootRank == self.rank() else tensors  # in place, the source only sends
+        return self.collective("broadcast", tensors, written, opts.asyncOp)
 
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Any:
         if output.numel() != x.numel() * self.size():

@@ -82,10 +82,14 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
             "parallel": {"pipeline": 2},
         },
     ),
+    "shared output layer": (
+        replace(WIDE, tie_embeddings=False, logit_softcap=3.0),
+        {"parallel": {"pipeline": 2, "tensor": 2, "vocabulary": "pipeline"}},
+    ),
     **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-29:]
+LATE_OPTIONS = tuple(OPTIONS)[-30:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never

@@ -50,11 +50,12 @@ def survives(folder: Path, kills: int, seed: int, asynchronous: bool, save_on: C
     save_on: has the saves of the process that calls it go to a disk; a function of a module, called within a rank.
     """
     chosen = random.Random(seed)
+    snapshot = "next_step" if asynchronous else "between_steps"
     config = config_in(
         folder / "killed",
         write_shard(folder),
         GPT2_SHAPE,
-        checkpoint={"every": 1, "keep_last": 2, "asynchronous": asynchronous},
+        checkpoint={"every": 1, "keep_last": 2, "asynchronous": asynchronous, "snapshot": snapshot},
         training={"steps": kills * STEPS_A_LIFE + 1},
         parallel={"pipeline": 2, "data": 1, "timeout_seconds": 20.0},
     )

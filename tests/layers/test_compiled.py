@@ -108,6 +108,7 @@ def test_traced(case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str) -> None:
     check(case, "inductor")

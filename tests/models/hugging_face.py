@@ -229,6 +229,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "experts_implementation": "eager",
         },
     ),
+    # Shared experts, and a layer without experts.
+    "ernie4_5_moe_shared": (
+        "Ernie4_5_Moe",
+        {
+            **GROUPED,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 48,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "experts_implementation": "eager",
+        },
+    ),
     # Queries without a latent.
     "deepseek_v2": (
         "DeepseekV2",

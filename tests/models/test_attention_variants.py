@@ -17,7 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig, Reach, RopeScaling
 from megapipe.conversion.megatron_model import arguments_of, model_of_arguments
 from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.rotary import attention_factor, inverse_frequencies
@@ -178,7 +178,8 @@ def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
     context = make_context(model)
     with torch.no_grad():
         expected = run_layers(layers, replace(context, labels=None))
-        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH) for layer in layers]
+        slots = {Reach(None): LENGTH}
+        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH, slots=slots) for layer in layers]
         for position in range(LENGTH):
             positions = torch.full((2, 1), position)
             step = DecodingContext.of(
@@ -187,7 +188,7 @@ def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
                 positions,
                 torch.zeros(2, dtype=torch.int64),
                 length=LENGTH,
-                windows=[None],
+                slots=slots,
             )
             hidden: tuple[Tensor, ...] = ()
             for layer in decoding:
@@ -221,6 +222,7 @@ def test_impossible_fields_are_refused(fields: dict[str, Any], message: str) -> 
         ({"attention_scale": 0.5}, "model.attention_scale is 0.5; Megatron-LM's arguments can express only null or"),
         ({"attention_softcap": 5.0}, "model.attention_softcap is 5.0"),
         ({"attention_sinks": True}, "model.attention_sinks is True"),
+        ({"attention_chunk_size": 4}, "model.attention_chunk_size is 4"),
         ({"positions": "alibi"}, "model.positions is alibi"),
         ({"rope_scaling": YARN}, "model.rope_scaling.kind is yarn"),
         ({"qk_norm": True, "qk_norm_over": "projection"}, "model.qk_norm_over is projection"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ModelConfig, Reach
 from megapipe.conversion.megatron_model import _fields, arguments_of
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
@@ -38,12 +38,13 @@ def test_generation_has_the_logits_of_training(name: str) -> None:
     layers, context = bind_model(model), replace(make_context(model, length=LENGTH), labels=None)
     with torch.no_grad():
         expected = run(layers, context)
-        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH) for layer in layers]
+        slots = {Reach(None): LENGTH}
+        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH, slots=slots) for layer in layers]
         for first, last in ((0, 7), (7, LENGTH)):
             positions = torch.arange(first, last).expand(2, -1)
             new = torch.full((2,), last - first - 1)
             tokens = context.tokens[:, first:last]
-            step = DecodingContext.of(slice(0, 2), tokens, positions, new, length=LENGTH, windows=[None])
+            step = DecodingContext.of(slice(0, 2), tokens, positions, new, length=LENGTH, slots=slots)
             hidden: tuple[Tensor, ...] = ()
             for layer in decoding:
                 hidden = layer(*hidden, context=step)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import Reach
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.conversion.megatron_model import arguments_of, places
-from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
+from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
 from tests.models.hugging_face import case_of
 
@@ -37,7 +38,8 @@ def test_decoding_from_cached_latents_gives_the_same_logits(fields: dict[str, An
     context = make_context(model)
     with torch.no_grad():
         expected = run(layers, replace(context, labels=None))
-        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH) for layer in layers]
+        slots = cache_slots([model.attention_reach], LENGTH, LENGTH - 6)
+        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH, slots=slots) for layer in layers]
         for first, last in ((0, 5), (5, 6), (6, LENGTH)):
             step = DecodingContext.of(
                 slice(0, 2),
@@ -45,7 +47,7 @@ def test_decoding_from_cached_latents_gives_the_same_logits(fields: dict[str, An
                 torch.arange(first, last).expand(2, -1),
                 torch.full((2,), last - first - 1),
                 length=LENGTH,
-                windows=[model.sliding_window],
+                slots=slots,
             )
             hidden: tuple[Tensor, ...] = ()
             for layer in decoding:
@@ -54,7 +56,9 @@ def test_decoding_from_cached_latents_gives_the_same_logits(fields: dict[str, An
 
 
 def test_a_cache_has_latents_and_rotated_keys_alone() -> None:
-    block: Any = decoding_layer(bind_model(small_model(**LATENTS))[1].module, rows=3, capacity=LENGTH)
+    block: Any = decoding_layer(
+        bind_model(small_model(**LATENTS))[1].module, rows=3, capacity=LENGTH, slots={Reach(None): LENGTH}
+    )
     kept = [each for each in vars(block._attend).values() if isinstance(each, Tensor)]
     assert sum(each.nbytes for each in kept) == 3 * LENGTH * (LATENT + ROTATED) * 4
 

@@ -24,7 +24,7 @@ def words(schedule: Schedule, rank: int, section: SectionName = "body") -> str:
 
 OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "interleaved_1f1b": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},
-    "seq1f1b": {"slices": st.integers(1, 4)},
+    "seq1f1b": {"slices": st.integers(1, 4), "chunks": st.integers(1, 3)},
     "modular": {"chunks": st.integers(1, 3)},
     "zb_v": {"chunks": st.just(2)},
     "gis": {"chunks": st.integers(1, 3), "group_size": st.integers(1, 6)},

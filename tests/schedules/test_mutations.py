@@ -19,7 +19,7 @@ def accepted(schedule: Schedule) -> bool | None:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.data(), schedules())
 def test_a_changed_schedule_is_refused_or_trains_the_same_model(data, schedule):
     mutant = data.draw(mutations(schedule))

@@ -23,9 +23,26 @@ def test_seq1f1b_has_the_figures_of_its_paper(ranks, microbatches, slices):
     assert loads(dumps(schedule)) == schedule
 
 
-@given(st.integers(1, 5), st.integers(1, 6))
-def test_one_slice_is_1f1b(ranks, microbatches):
-    sliced, whole = build("seq1f1b", ranks, microbatches, slices=1), build("1f1b", ranks, microbatches)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 4), st.integers(1, 5))
+def test_interleaved_slices_have_the_figures_of_the_paper(ranks, rounds, chunks, slices):
+    """Bubble (p - 1) / (v s m), and the warm-up and one forward on rank 0, in groups of g slices:
+    ((v - 1) g + 2 (p - 1) + s) / (v s) micro-batches. s divides g; the paper's groups have p slices."""
+    group = -(-ranks // slices) * slices
+    microbatches = rounds * group // slices
+    schedule = build("seq1f1b", ranks, microbatches, chunks=chunks, slices=slices)
+    report = validate(schedule)
+    simulation = simulate(schedule, rank_costs(schedule.header, forward=1.0, backward=2.0))
+    assert simulation.bubble == pytest.approx((ranks - 1) / (chunks * slices * microbatches))
+    held = min(2 * (ranks - 1), 2 * group) + (chunks - 1) * group + slices
+    assert report.peak_activations[0] == pytest.approx(min(microbatches, held / (chunks * slices)))
+    assert loads(dumps(schedule)) == schedule
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 3))
+def test_one_slice_is_1f1b(ranks, microbatches, chunks):
+    other = {"chunks": chunks, "group_size": ranks} if chunks > 1 else {}
+    whole = build("interleaved_1f1b" if chunks > 1 else "1f1b", ranks, microbatches, **other)
+    sliced = build("seq1f1b", ranks, microbatches, slices=1, chunks=chunks)
     assert all(words(sliced, rank) == words(whole, rank) for rank in range(ranks))
 
 

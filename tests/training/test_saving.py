@@ -5,6 +5,7 @@ The oracle of a save beside training is the run that saves between its steps: th
 
 import itertools
 import math
+import random
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.save_and_load import Content, save
 from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import CheckpointConfig, PretrainConfig, SpikesConfig
+from megapipe.engine.host_memory import Move, ThreadCopies
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import LaunchEnvironment, initialize
 from megapipe.training.loop import checkpoints, steps
@@ -60,14 +62,31 @@ def tensors(directory: Path, step: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
-def test_background_saves_equal_saves_between_steps(tmp_path: Path, corpus: str, schedule: str) -> None:
-    for name, asynchronous in (("beside", True), ("between", False)):
-        config = configuration(corpus, tmp_path / name, every=1, asynchronous=asynchronous)
+def test_background_saves_equal_saves_between_steps(
+    tmp_path: Path, corpus: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreadCopies, "copy", slow_copy(random.Random(3)))
+    for name, options in (
+        ("beside", {}), ("in the next step", {"snapshot": "next_step"}), ("between", {"asynchronous": False})
+    ):  # fmt: skip
+        config = configuration(corpus, tmp_path / name, every=1, **options)
         config.schedule = replace(config.schedule, name=schedule)
         assert run(config) == 0
-    assert saved(tmp_path / "beside") == saved(tmp_path / "between") == [1, 2, 3, 4, 5, 6]
+        assert saved(tmp_path / name) == [1, 2, 3, 4, 5, 6]
     for step in range(1, 7):
-        assert tensors(tmp_path / "beside", step) == tensors(tmp_path / "between", step)
+        expected = tensors(tmp_path / "between", step)
+        assert tensors(tmp_path / "beside", step) == tensors(tmp_path / "in the next step", step) == expected
+
+
+def slow_copy(chosen: random.Random) -> Callable[[ThreadCopies, Sequence[Move]], None]:
+    """Copies that end before, during or after the step that starts them."""
+    copy = ThreadCopies.copy
+
+    def slow(self: ThreadCopies, moves: Sequence[Move]) -> None:
+        time.sleep(chosen.choice((0.0, 0.01, 0.05)))
+        copy(self, moves)
+
+    return slow
 
 
 def test_the_last_few_and_every_so_many_th_are_kept(tmp_path: Path, corpus: str) -> None:

@@ -37,20 +37,28 @@ def exchanges_seconds(placement: Placement, exchanges: Iterable[Exchange], *name
 
 
 def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: LayerSpec, group: str) -> PhaseSeconds:
-    """Return the seconds that `group`, "tensor" or "context", exchanges for one micro-batch in a layer.
+    """Return the seconds that `group`, "tensor", "context" or "pipeline+tensor", exchanges for one micro-batch in a
+    layer.
 
     `LayoutCosts.within_layer` counts forward and backward together, so the forward's part is what one more forward
     adds. The embedding and the head are never recomputed: the embedding exchanges in its forward and the head in its
-    backward; with sequence parallelism, half of the exchanges are in each.
+    backward; with sequence parallelism, half of the exchanges are in each. A shard of an output layer that pipeline
+    ranks share sums its gradients in the backward.
     """
+    names = group.split("+")
 
     def seconds(forwards: int, halves: bool) -> float:
         exchanges = costs.within_layer(layer, forwards=forwards, halves=halves).get(group, [])
-        return exchanges_seconds(placement, exchanges, group)
+        return exchanges_seconds(placement, exchanges, *names)
 
     whole = seconds(1, False)
     if not whole:
         return PhaseSeconds()
+    if layer.kind == "output":
+        exchanges = costs.within_layer(layer, forwards=1, halves=False)[group]
+        sums = [each for each in exchanges if each.operation == "all_reduce"]
+        backward = exchanges_seconds(placement, sums, *names)
+        return PhaseSeconds(whole - backward, backward)
     if layer.kind != "block":
         shared = costs.config.parallel.sequence
         forward = whole / 2 if shared else (whole if layer.kind == "embedding" else 0.0)
@@ -230,7 +238,8 @@ def layer_cost(
     updates. assumptions: with the machine's slow-down filled in.
     """
     compute = times.of(run.config, layer)
-    tensor = layer_exchange_seconds(run.costs, run.placement, layer, "tensor")
+    over = "pipeline+tensor" if layer.kind == "output" else "tensor"
+    tensor = layer_exchange_seconds(run.costs, run.placement, layer, over)
     context = layer_exchange_seconds(run.costs, run.placement, layer, "context")
     tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)
     if run.config.parallel.context_attention == "ring":
@@ -442,8 +451,8 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
 
 
 def each_layer(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
-    """Return the costs of every layer by itself, in model order. Updates exclude tied weights."""
-    return _parts_costs(run, kinds, [range(layer, layer + 1) for layer in range(len(run.classes))])
+    """Return the costs of every layer by itself, stage by stage. Updates exclude tied weights."""
+    return _parts_costs(run, kinds, [range(layer, layer + 1) for members in run.stages.ranges for layer in members])
 
 
 def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, int], float]:

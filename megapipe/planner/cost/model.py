@@ -338,7 +338,7 @@ def estimate(
         ConfigError: the configuration cannot run on this number of ranks, or the cost model cannot time it.
     """
     run = lay_run(config, hardware, world_size, node_order)
-    if run.config.schedule.file:
+    if run.config.schedule.file or run.shares_output:
         return _predicted(run, times, assumptions).estimate
     assumptions = assumptions.on(hardware)
     layers = layer_costs(run, times, assumptions)
@@ -424,7 +424,7 @@ def _predicted(
     layers = layer_costs(run, times, assumptions)
     costs, source = _of_stages(run, layers)
     schedule, simulation, terms = simulated(run, layers, assumptions, source, contended)
-    if not contended and not run.config.schedule.file:
+    if not contended and not run.config.schedule.file and not run.shares_output:
         terms += _slow_down(run, costs, assumptions)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
 

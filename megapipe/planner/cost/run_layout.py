@@ -59,7 +59,7 @@ class RunLayout:
     @cached_property
     def chunks(self) -> int:
         """Return the number of stages on each rank."""
-        return len(self.ranks) // self.pipeline
+        return len(self.ranks) // self.pipeline - self.shares_output
 
     @cached_property
     def splits(self) -> bool:
@@ -71,6 +71,11 @@ class RunLayout:
         """Return when the schedule writes weights."""
         schedule, options = find_generator(self.config.schedule.name), schedule_options(self.config)
         return schedule.policy_of(self.pipeline, self.num_microbatches, options)
+
+    @property
+    def shares_output(self) -> bool:
+        """Return whether all pipeline ranks share the output layer; each has its shard as a stage of its own."""
+        return self.config.parallel.vocabulary == "pipeline"
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -187,6 +192,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
         num_stages(config),
         config.data.sequence_length,
         None if by_hand is None else tuple(by_hand),
+        (config.parallel.vocabulary, config.parallel.pipeline),
         predictions_of(config),
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),

@@ -11,12 +11,13 @@ from megapipe.schedules.actions import Kind
 from megapipe.schedules.build import MOST_FORWARDS, build, load_file, order, read_file
 from megapipe.schedules.building_blocks import Times
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.offload import Offload, with_snapshots
 from megapipe.schedules.parameters import OPTIONS, FileParameters
 from megapipe.schedules.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.schedules.simulation import Costs, Link, rank_costs
 from megapipe.schedules.states import StateTable
+from megapipe.schedules.vocabulary import PASS_SECONDS
 
 NEVER_FLUSHING_STEPS = 4
 DEFAULT_SIZES: Final = {"ranks": 4, "microbatches": 8}
@@ -26,7 +27,8 @@ STAGE_TIMES: Final = {
 }
 """Compute actions by the flag that sets their time."""
 LOWERING_FLAGS = {
-    "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False, "offload_weights": 0
+    "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False,
+    "offload_weights": 0, "snapshot": False,
 }  # fmt: skip
 """Flags that change what lowering adds to the compute actions, and their defaults."""
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
@@ -91,7 +93,9 @@ def _sizes(command: Any) -> None:
     for name, what in (("ranks", "pipeline ranks"), ("microbatches", "micro-batches per step")):
         usual = DEFAULT_SIZES[name]
         command.add_argument(f"--{name}", type=int, default=usual, help=f"{what} (default {usual})")
-    command.add_argument("--chunks", type=int, help="stages on each rank (default 2 for schedules with several)")
+    command.add_argument(
+        "--chunks", type=int, help="stages on each rank (default 2 for schedules with several, 1 for seq1f1b)"
+    )
 
 
 def _flags(command: argparse.ArgumentParser) -> None:
@@ -123,7 +127,16 @@ def _flags(command: argparse.ArgumentParser) -> None:
         help="weights and optimizer state in host memory: maximum number of units with weights on the device",
     )  # fmt: skip
     shape.add_argument(
+        "--snapshot", action="store_true",
+        help="the step starts to copy its state for a checkpoint, and each update waits for the copy of its unit",
+    )  # fmt: skip
+    shape.add_argument(
         "--receive-ahead", type=int, default=1, help="compute actions between a receive and its use (default 1)"
+    )
+    shape.add_argument(
+        "--vocabulary",
+        action="store_true",
+        help="shard the output layer over all ranks (parallel.vocabulary pipeline)",
     )
     options = command.add_argument_group("options of particular schedules")
     options.add_argument(
@@ -160,6 +173,10 @@ def _flags(command: argparse.ArgumentParser) -> None:
     times.add_argument(
         "--blocking-sends", action="store_true", help="a send blocks its rank until the message has arrived"
     )
+    times.add_argument(
+        "--vocabulary-time", type=finite, default=PASS_SECONDS,
+        help="with --vocabulary: pass of a rank's shard of the output layer, in forwards (default 0.25)",
+    )  # fmt: skip
     times.add_argument("--update-time", type=finite, default=0.0, help="optimizer step of a rank's share")
     times.add_argument("--reduce-time", type=finite, default=0.0, help="gradient reduction of a rank's share")
     times.add_argument(
@@ -171,6 +188,9 @@ def _flags(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     times.add_argument("--offload-time", type=finite, default=0.0, help="copy of a micro-batch's activations, one way")
     times.add_argument("--offload-state-time", type=finite, default=0.0, help="copy of the optimizer state, one way")
+    times.add_argument(
+        "--snapshot-time", type=finite, default=0.0, help="copy of a rank's share of the state for a checkpoint"
+    )
     times.add_argument("--scalars-time", type=finite, default=0.0, help="global norm and finite flag over all ranks")
 
 
@@ -207,6 +227,11 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
 
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
+    schedule = _without_snapshots(flags, name)
+    return with_snapshots(schedule) if flags.snapshot else schedule
+
+
+def _without_snapshots(flags: argparse.Namespace, name: str) -> Schedule:
     if is_schedule_file(name):
         return load_file(Path(name), sizes_of(flags))
     arguments = _arguments(flags, name)
@@ -258,12 +283,14 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     in_host = getattr(flags, "offload_weights", 0)
     if in_host and flags.weight_buffers:
         raise ScheduleError("--offload-weights and --weight-buffers exclude each other; leave one of the two out")
-    stages = flags.ranks * generator.number_of_chunks(cast(Options, options))
+    stages = flags.ranks * (generator.number_of_chunks(cast(Options, options)) + flags.vocabulary)
+    units = [flags.units] * (stages - flags.ranks * flags.vocabulary) + [1] * (flags.ranks * flags.vocabulary)
     return {
-        "units_per_stage": [flags.units] * stages,
+        "vocabulary": flags.vocabulary,
+        "units_per_stage": units,
         "data_parallel": flags.reduce_time > 0 or flags.weight_buffers > 0 or flags.whole_gradients > 0,
         "states": StateTable.uniform(
-            [flags.units] * stages,
+            units,
             weight_pool=in_host or flags.weight_buffers,
             gradient_pool=flags.whole_gradients,
             weights="host" if in_host else "sharded",
@@ -279,8 +306,9 @@ def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
         raise ScheduleError(
             f"--recompute is {flags.recompute}; it must be at least 1, or left out to keep all activations"
         )
-    units = range(flags.units)
-    return [[units[at : at + flags.recompute] for at in units[:: flags.recompute]]] * num_stages
+    units, shards = range(flags.units), flags.ranks * flags.vocabulary
+    spans = [units[at : at + flags.recompute] for at in units[:: flags.recompute]]
+    return [spans] * (num_stages - shards) + [[] for _ in range(shards)]
 
 
 def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
@@ -288,7 +316,9 @@ def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
         raise ScheduleError(
             f"--offload is {flags.offload}; it must be at least 1, or left out to keep all activations"
         )
-    units = () if flags.offload is None else (tuple(range(0, flags.units, flags.offload)),) * num_stages
+    shards = flags.ranks * flags.vocabulary
+    moved: tuple[int, ...] = () if flags.offload is None else tuple(range(0, flags.units, flags.offload))
+    units = () if flags.offload is None else (moved,) * (num_stages - shards) + ((),) * shards
     state = flags.offload_state or flags.offload_weights > 0
     return Offload(units, flags.prefetch, state)
 
@@ -314,7 +344,8 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
         backward_input=flags.backward_input, backward_weight=flags.backward_weight, update=flags.update_time,
         reduce_gradients=flags.reduce_time, gather_weights=flags.gather_time, reduce_scalars=flags.scalars_time,
         link=Link(flags.latency, transfer), blocking_sends=flags.blocking_sends, offload=flags.offload_time,
-        offload_state=flags.offload_state_time, group=flags.group_time,
+        offload_state=flags.offload_state_time, snapshot=flags.snapshot_time, group=flags.group_time,
+        vocabulary=flags.vocabulary_time,
     )  # fmt: skip
 
 

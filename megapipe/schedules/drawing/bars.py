@@ -29,6 +29,7 @@ LANES: Final = {
     Kind.REDUCE_SCALARS: COLLECTIVES,
     Kind.OFFLOAD: COPY_OUT,
     Kind.RELOAD: COPY_IN,
+    Kind.SNAPSHOT: COPY_OUT,
 }
 
 
@@ -136,6 +137,7 @@ FILLS: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.REDUCE_SCALARS: ("#c9a3d6",),
     Kind.OFFLOAD: ("#a8894f",),
     Kind.RELOAD: ("#cdb587",),
+    Kind.SNAPSHOT: ("#7d8f3c",),
 }
 NAMES: Final[dict[Kind, str]] = {
     Kind.FORWARD: "forward",
@@ -155,6 +157,7 @@ NAMES: Final[dict[Kind, str]] = {
     Kind.REDUCE_SCALARS: "reduce scalars",
     Kind.OFFLOAD: "offload",
     Kind.RELOAD: "reload",
+    Kind.SNAPSHOT: "snapshot",
 }
 
 

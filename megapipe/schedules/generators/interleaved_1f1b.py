@@ -30,24 +30,26 @@ def default_group_size(num_ranks: int, num_microbatches: int, chunks: int) -> in
     return larger if held <= usual + MORE_HELD * chunks else num_ranks
 
 
-def _in_groups(num_ranks: int, num_microbatches: int, chunks: int, group_size: int, rank: int) -> Rows:
-    """Return the rows of one rank."""
-    group_size = min(group_size, num_microbatches)
-    groups = -(-num_microbatches // group_size)
-    group, chunk, place = (grid.ravel() for grid in np.mgrid[:groups, :chunks, :group_size])
-    microbatch = group * group_size + place
+def in_groups(num_ranks: int, num_microbatches: int, chunks: int, group_size: int, rank: int, slices: int = 1) -> Rows:
+    """Return the rows of one rank. slices: of each micro-batch, which pass one by one; backward from the last one on.
+
+    num_microbatches, group_size: in whole micro-batches; a chunk passes all slices of those of a group in a row.
+    """
+    count, size = num_microbatches * slices, min(group_size, num_microbatches) * slices
+    group, chunk, place = (grid.ravel() for grid in np.mgrid[: -(-count // size), :chunks, :size])
+    unit = group * size + place
     rows = alternate(
-        rows_of(Kind.FORWARD, chunk * num_ranks + rank, microbatch),
-        rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, microbatch),
+        rows_of(Kind.FORWARD, chunk * num_ranks + rank, unit),
+        rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, unit - 2 * (unit % slices) + slices - 1),
         # The first rank may start at most two groups before the last rank, or a chunk would wait for itself.
-        warmup=(chunks - 1) * group_size + min(2 * (num_ranks - 1 - rank), 2 * group_size),
+        warmup=(chunks - 1) * size + min(2 * (num_ranks - 1 - rank), 2 * size) + slices - 1,
     )
-    return rows[rows[:, MICROBATCH] < num_microbatches]
+    return rows[rows[:, MICROBATCH] < count]
 
 
 def _peak_held(num_ranks: int, num_microbatches: int, chunks: int, group_size: int) -> int:
     """Peak number of chunk activations on the first rank, which holds the most."""
-    rows = _in_groups(num_ranks, num_microbatches, chunks, group_size, 0)
+    rows = in_groups(num_ranks, num_microbatches, chunks, group_size, 0)
     return int(np.cumsum(np.where(rows[:, KIND] == Kind.FORWARD, 1, -1)).max())
 
 
@@ -116,5 +118,5 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, grou
     if group_size is None:
         group_size = default_group_size(num_ranks, num_microbatches, chunks)
     return Sections.flushing(
-        tuple(_in_groups(num_ranks, num_microbatches, chunks, group_size, rank) for rank in range(num_ranks))
+        tuple(in_groups(num_ranks, num_microbatches, chunks, group_size, rank) for rank in range(num_ranks))
     )

@@ -2,29 +2,33 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import Kind, rows_of
-from megapipe.schedules.building_blocks import alternate
+from megapipe.schedules.actions import Kind, Rows, rows_of
+from megapipe.schedules.building_blocks import alternate, round_robin
+from megapipe.schedules.generators.interleaved_1f1b import in_groups
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
 
-@schedule("seq1f1b", "C")
-def seq1f1b(num_ranks: int, num_microbatches: int, *, slices: int = 4) -> Sections:
+@schedule("seq1f1b", "C", placement=round_robin)
+def seq1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, slices: int = 4) -> Sections:
     """1F1B whose unit is one of ``slices`` parts of a sequence: its bubble divided by their number, and far fewer
     activations (Seq1F1B, arXiv 2406.03488, section 3.2).
 
     A forward reads the keys and values of the slices before it, so slices run forward in their order and backward in
-    the reverse. Rank r starts with p - r - 2 + s forwards of s slices.
+    the reverse. Rank r starts with p - r - 2 + s forwards of s slices. With ``chunks`` above 1 it is interleaved: all
+    slices of the ceil(p / s) micro-batches of a group, g slices, pass a chunk in a row, and rank r starts with
+    (v - 1) g + 2 (p - 1 - r) + s - 1 forwards of v chunks.
     """
-    order = np.arange(num_microbatches * slices)
-    reverse = order - 2 * (order % slices) + slices - 1
-    return Sections.flushing(
-        tuple(
-            alternate(
-                rows_of(Kind.FORWARD, rank, order),
-                rows_of(Kind.BACKWARD, rank, reverse),
-                warmup=num_ranks - rank - 2 + slices,
-            )
-            for rank in range(num_ranks)
+    group_size = -(-num_ranks // slices)
+
+    def rows(rank: int) -> Rows:
+        if chunks > 1:
+            return in_groups(num_ranks, num_microbatches, chunks, group_size, rank, slices)
+        order = np.arange(num_microbatches * slices)
+        return alternate(
+            rows_of(Kind.FORWARD, rank, order),
+            rows_of(Kind.BACKWARD, rank, order - 2 * (order % slices) + slices - 1),
+            warmup=num_ranks - rank - 2 + slices,
         )
-    )
+
+    return Sections.flushing(tuple(rows(rank) for rank in range(num_ranks)))

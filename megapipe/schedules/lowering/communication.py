@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask, rows_of
-from megapipe.schedules.dependencies import Progress
+from megapipe.schedules.dependencies import Dependencies, Progress
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
 from megapipe.schedules.table import Table
@@ -149,7 +149,7 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
             + "; ".join(
                 f"{table.place_of(row)} at {Kind(int(table.kind[row])).name} stage {table.stage[row]}, "
                 f"micro-batch {table.microbatch[row]}"
-                for row in _waiting_rows(messages, posts)[stuck].tolist()
+                for row in _waiting_rows(table, messages, posts)[stuck].tolist()
             )
             + "; change the order on one of these ranks"
         )
@@ -182,7 +182,8 @@ def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
 
 
 def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
-    """The ranks' progress with receives posted there: waits of sends, of uses, and of receives for the one before."""
+    """The ranks' progress with receives posted there: waits of sends, of uses, of receives for the one before, and of
+    shards of the output layer."""
     index = new_indices(insertion_order(table, [messages.sends(table), messages.receives(table, posts)]))
     num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
@@ -190,14 +191,18 @@ def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
     receive[np.argsort(posts.turn)] = index[num_compute + num_messages :]
     use, after = index[table.action_first[messages.consumer]], messages.follows
     waiting, needed = [send, use, receive[after]], [receive, send, send[after - 1]]
+    shards = Dependencies(table).shard_needs
+    waiting.append(index[shards.row])
+    needed.append(index[shards.needed])
     rows = np.concatenate([table.rank, table.rank[messages.producer], table.rank[messages.consumer]])
     offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=table.header.num_ranks)))
     return Progress(np.concatenate(waiting), np.concatenate(needed), offsets)
 
 
-def _waiting_rows(messages: MessageTable, posts: Posts) -> Ints:
+def _waiting_rows(table: Table, messages: MessageTable, posts: Posts) -> Ints:
     """The compute row that each of the waits of `_progress` is at."""
-    return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows]])
+    shards = Dependencies(table).shard_needs.row
+    return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows], shards])
 
 
 def _early_enough(
@@ -210,7 +215,7 @@ def _early_enough(
     of one row.
     """
     count, first_stuck, after = len(posts.row), stuck, messages.follows
-    waiting_rows = _waiting_rows(messages, posts)
+    waiting_rows = _waiting_rows(table, messages, posts)
     row, turn, late = posts.row.copy(), posts.turn.copy(), posts.late.copy()
     for moved in itertools.count():
         if len(stuck) == 0:
@@ -226,7 +231,8 @@ def _early_enough(
         # What a group sends leaves in turn after all of it, and so a receive may be posted between.
         late[blocked] = (wait < count) & (table.action_first < table.action_last)[row[blocked]]
         # Before the receive at which a rank hangs, or after those that it has posted.
-        turn[blocked] = moved + np.where(wait >= 2 * count, -count, count)
+        receiving = (wait >= 2 * count) & (wait < 2 * count + len(after))
+        turn[blocked] = moved + np.where(receiving, -count, count)
         progress.release(blocked)
         stuck = progress.stuck()
     posts = Posts(row, turn, late)

@@ -54,7 +54,7 @@ def simulate_contended(
     if costs.blocking_sends:
         raise ScheduleError("blocking sends are not simulated on ranks that share a machine; use `simulate`")
     table = Table.unroll(schedule, steps)
-    if table.is_kind(Kind.OFFLOAD, Kind.RELOAD).any():
+    if table.is_kind(Kind.OFFLOAD, Kind.RELOAD, Kind.SNAPSHOT).any():
         raise ScheduleError("copies to host memory are not simulated on ranks that share a machine; use `simulate`")
     durations = costs.durations(table)
     run = _Run(Dependencies(table), costs, durations.tolist(), slowdown, processes, traffic_share)

@@ -12,10 +12,11 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.offload import states_moved
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
+from megapipe.schedules.vocabulary import PASS_SECONDS
 
 Times = npt.NDArray[np.float64]
 
-OF_STATES: Final = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.UPDATE)
+OF_STATES: Final = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.UPDATE, Kind.SNAPSHOT)
 """Kinds whose rows name a state unit."""
 TIMED: Final = (*COMPUTE_STREAM, Kind.OFFLOAD, Kind.RELOAD, *OF_STATES)
 """Kinds whose rows take the time of their stage and unit."""
@@ -47,12 +48,13 @@ class Costs:
 
     ``times`` has an entry for every kind, stage and unit that a timed row names (`TIMED`), or one for each slice; a
     row without one is an error. Gathers and reductions of a rank share one stream in the background of its compute.
-    Offloads and reloads of activations take one copy stream a direction, as do gathers of weights from host memory;
-    ``moved_states`` gives the copy of each stage's state units, one way. ``group``: the time of a group of rows, which
-    is one action, as a fraction of the sum of its rows' times; ``groups`` gives the time itself for groups of whole
-    chunks, by the kind and stage of each row; groups of units take the same fraction. ``links`` replaces ``link`` for
-    pairs of ranks (from, to). Sends run in the background, one after another on each link; with ``blocking_sends``
-    they hold the sender until the message arrived, and start only when the receive is posted.
+    Offloads and reloads of activations take one copy stream a direction, as do gathers of weights from host memory
+    and copies for a checkpoint; ``moved_states`` gives the copy of each stage's state units, one way. ``group``: the
+    time of a group of rows, which is one action, as a fraction of the sum of its rows' times; ``groups`` gives the
+    time itself for groups of whole chunks, by the kind and stage of each row; groups of units take the same fraction.
+    ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run in the background, one after another on each
+    link; with ``blocking_sends`` they hold the sender until the message arrived, and start only when the receive is
+    posted.
     """
 
     times: Mapping[CostPlace, float]
@@ -139,8 +141,8 @@ def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[
     """Divide times of whole stages among their units; for times that the user gives, when nothing is known of units.
 
     totals: of each kind, one entry a stage. A layer takes an equal part of its stage's compute, a state unit a part of
-    the gathers and reductions by its size and an equal part of the update; a slice takes an equal part of the compute
-    and copies of a micro-batch. All other costs are times of units.
+    the gathers and reductions by its size and an equal part of the update and of the copy for a checkpoint; a slice
+    takes an equal part of the compute and copies of a micro-batch. All other costs are times of units.
     """
     times = {}
     for kind, by_stage in totals.items():
@@ -154,7 +156,7 @@ def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[
 
 def _parts(header: Header, kind: Kind, stage: int) -> Iterator[tuple[int, int]]:
     """Yield each unit of a stage that a kind of action names, and its part of the stage's time."""
-    if kind == Kind.UPDATE:
+    if kind in (Kind.UPDATE, Kind.SNAPSHOT):
         yield from ((unit, 1) for unit in header.state_units(stage))
     elif kind in OF_STATES:
         yield from enumerate(max(1, unit.size) for unit in header.stage_states[stage])
@@ -179,14 +181,17 @@ def rank_costs(
     blocking_sends: bool = False,
     offload: float = 0.0,
     offload_state: float = 0.0,
+    snapshot: float = 0.0,
     group: float = 1.0,
+    vocabulary: float = PASS_SECONDS,
 ) -> Costs:
     """Return costs from the times of one rank's layers of one copy of the model, which its stages share equally, as do
     the slices of a micro-batch its compute, copies and messages.
 
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the
-    forward. ``group`` is a fraction, as in :class:`Costs`. Units of a stage divide its times as in
+    forward. ``group`` is a fraction, as in :class:`Costs`. A pass of a shard of the output layer takes ``vocabulary``
+    forwards. Units of a stage divide its times as in
     :func:`stage_times`.
 
     Example:
@@ -206,15 +211,24 @@ def rank_costs(
         Kind.FORWARD: forward, Kind.RECOMPUTE: recompute, Kind.BACKWARD: backward,
         Kind.BACKWARD_INPUT: backward_input, Kind.BACKWARD_WEIGHT: backward_weight, Kind.UPDATE: update,
         Kind.REDUCE_GRADIENTS: reduce_gradients, Kind.GATHER_WEIGHTS: gather_weights, Kind.OFFLOAD: offload,
-        Kind.RELOAD: offload,
+        Kind.RELOAD: offload, Kind.SNAPSHOT: snapshot,
     }  # fmt: skip
     given = (*times.values(), offload_state)
     if min(*given, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must be at least 0 and compute times above 0, got {given}")
-    shares = header.stages_sharing
+    shares, passes = header.stages_sharing, (Kind.FORWARD, Kind.BACKWARD)
     states = [(stage, header.state_units(stage)) for stage in range(len(shares))]
     return Costs(
-        stage_times(header, {kind: [time / share for share in shares] for kind, time in times.items()}),
+        stage_times(
+            header,
+            {
+                kind: [
+                    vocabulary * forward * (kind in passes) if shard else time / share
+                    for share, shard in zip(shares, header.is_shard, strict=True)
+                ]
+                for kind, time in times.items()
+            },
+        ),
         {(stage, unit): offload_state / shares[stage] / len(units) for stage, units in states for unit in units},
         reduce_tied=reduce_tied,
         reduce_scalars=reduce_scalars,

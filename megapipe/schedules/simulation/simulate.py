@@ -69,6 +69,7 @@ class _Clocks:
         self._note_waits(dependencies.gradient_buffers.row.tolist(), dependencies.gradient_buffers.needed.tolist())
         self._note_waits(dependencies.reduced.row.tolist(), dependencies.reduced.needed.tolist())
         self._note_waits(dependencies.reloads.row.tolist(), dependencies.reloads.needed.tolist())
+        self._note_waits(dependencies.snapshots.row.tolist(), dependencies.snapshots.needed.tolist())
         collectives = dependencies.collective_needs()
         self._note_waits(collectives.row.tolist(), collectives.needed.tolist())
         self._link_of = dict(
@@ -83,6 +84,7 @@ class _Clocks:
         self._compute = [(0.0, -1)] * num_ranks
         self._data_parallel = [(0.0, -1)] * num_ranks
         self._copied_out = [(0.0, -1)] * num_ranks
+        self._offloaded = [(0.0, -1)] * num_ranks
         self._copied_in = [(0.0, -1)] * num_ranks
         self._rows = table.rows
         self._collectives = collectives
@@ -112,6 +114,8 @@ class _Clocks:
             self.end[row] = self.start[row]
         elif kind == Kind.OFFLOAD:
             self._offload(rank, row)
+        elif kind == Kind.SNAPSHOT:
+            self._copied_out[rank] = self._put(row, self._compute[rank], self._copied_out[rank])
         elif kind == Kind.RELOAD:
             self._reload(rank, row)
         elif kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, Kind.RELEASE_WEIGHTS):
@@ -139,16 +143,17 @@ class _Clocks:
         return self._duration[row] if self._kind[row] in (Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS) else 0.0
 
     def _offload(self, rank: int, row: int) -> None:
-        """One copy leaves at a time: compute waits for the one before, whose memory it goes on with."""
-        self._compute[rank] = max(self._compute[rank], self._copied_out[rank])
-        self._copied_out[rank] = self._put(row, self._compute[rank])
+        """One tensor leaves at a time: compute waits for the one before, whose memory it goes on with."""
+        self._compute[rank] = max(self._compute[rank], self._offloaded[rank])
+        self._copied_out[rank] = self._put(row, self._compute[rank], self._copied_out[rank])
+        self._offloaded[rank] = self._copied_out[rank]
 
     def _reload(self, rank: int, row: int) -> None:
         """Copies arrive one after another. What leaves last is waited for where it comes back, and by a state, which
         needs the memory of the state that left before."""
-        last = self._copied_out[rank][1]
+        last = self._offloaded[rank][1]
         if last >= 0 and (self._rows[row, VERSION] >= 0 or np.array_equal(self._rows[row, 1:], self._rows[last, 1:])):
-            self._compute[rank] = max(self._compute[rank], self._copied_out[rank])
+            self._compute[rank] = max(self._compute[rank], self._offloaded[rank])
         self._copied_in[rank] = self._put(row, self._compute[rank], self._copied_in[rank])
 
     def _send(self, rank: int, row: int) -> None:
@@ -171,7 +176,7 @@ class _Clocks:
         pairs = [
             (row, member)
             for row, member in zip(self._collectives.row.tolist(), self._collectives.needed.tolist(), strict=True)
-            if self._kind[member] != Kind.REDUCE_GRADIENTS
+            if self._kind[member] in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
         ]
         done: dict[int, float] = {}
         for row, member in pairs:

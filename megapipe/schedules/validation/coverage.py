@@ -51,7 +51,7 @@ def _on_route(table: Table) -> Mask:
     header = table.header
     member = np.zeros((table.num_stages, len(header.routes)), dtype=np.bool_)
     for index, route in enumerate(header.routes):
-        member[list(route), index] = True
+        member[[*route, *header.vocabulary], index] = True
     return member[:, np.arange(table.num_microbatches) % len(header.routes)].ravel()
 
 

@@ -42,7 +42,8 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
                 f"{header.name}: {name} {list(values)} must have a value of at least {least} for each of "
                 f"{len(stages)} stages"
             )
-    visited = {stage for route in header.routes for stage in route}
+    visited = {stage for route in header.routes for stage in route} | set(header.vocabulary)
+    _check_shards(header, origin)
     for route in header.routes:
         if not set(route) <= set(stages) or len(set(route)) < len(route):
             raise ScheduleError(f"{routes}: route {list(route)} must visit stages 0 to {len(stages) - 1} once each")
@@ -79,6 +80,24 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
         raise ScheduleError(
             f"{header.name}: {header.whole_microbatches} micro-batches cannot be divided evenly into "
             f"{header.updates_per_step} updates"
+        )
+
+
+def _check_shards(header: Header, origin: Origin | None) -> None:
+    """Raise ScheduleError unless shards of the output layer are the last stages, one on each rank, after one route."""
+    shards = header.vocabulary
+    if not shards:
+        return
+    what, last = _placed(header.name, origin, "vocabulary"), len(header.stages)
+    if shards != tuple(range(last - header.num_ranks, last)) or [header.stages[each].rank for each in shards] != list(
+        range(header.num_ranks)
+    ):
+        raise ScheduleError(
+            f"{what}: vocabulary {list(shards)} must name the last {header.num_ranks} stages, one on each rank in turn"
+        )
+    if len(header.routes) > 1 or header.slices > 1 or not {*header.routes[0]}.isdisjoint(shards):
+        raise ScheduleError(
+            f"{what}: vocabulary needs one route of whole micro-batches, without its stages {list(shards)}"
         )
 
 
@@ -136,6 +155,7 @@ SHAPES: Final[dict[Kind, ColumnUse]] = {
     Kind.OFFLOAD: ColumnUse(stage=True, unit=None, version=None, slot=False),
     Kind.RELOAD: ColumnUse(stage=True, unit=None, version=None, slot=False),
     Kind.UPDATE: ColumnUse(stage=True, unit=True, version=True, slot=False),
+    Kind.SNAPSHOT: ColumnUse(stage=True, unit=True, version=True, slot=False),
 }
 FORWARD_MODE_KINDS: Final = (
     Kind.FORWARD,
@@ -227,7 +247,7 @@ def check_units(table: Table) -> None:
         table, ~computes | (table.unit < table.units), "the stage has fewer units; change its unit, or leave it out"
     )
     _require(table, ~table.is_kind(*STATE_KINDS) | (table.unit < table.num_states), "the stage has fewer state units")
-    owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE) | (moved & (table.version >= 0))
+    owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE, Kind.SNAPSHOT) | (moved & (table.version >= 0))
     for row in np.flatnonzero(owned).tolist():
         stage, unit = int(table.stage[row]), int(table.unit[row])
         tied = table.header.tied_group(stage, unit) >= 0
@@ -237,7 +257,7 @@ def check_units(table: Table) -> None:
 
 def _check_last_included(table: Table) -> None:
     """Reductions and updates name the last micro-batch of their update; counts that of their step."""
-    reducing = table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE)
+    reducing = table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE, Kind.SNAPSHOT)
     # An update may have several reductions of sharded gradients, each after the gradients that it includes.
     reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
     reducing[of_states(table, reductions, ~table.header.sharded_gradients).row] = True
@@ -257,7 +277,8 @@ def _check_versions(table: Table) -> None:
     """A micro-batch of update k reads version k, on every stage; update k writes the version after the oldest kept."""
     kept = np.array(table.header.versions_per_stage, dtype=np.int64)[table.stage]
     writes = table.is_kind(Kind.UPDATE, Kind.OFFLOAD, Kind.RELOAD)
-    expected: Ints = table.update + np.where(writes, kept, 0)
+    # A copy for a checkpoint has the newest version before the update.
+    expected: Ints = table.update + np.where(writes, kept, np.where(table.is_kind(Kind.SNAPSHOT), kept - 1, 0))
     good = (table.version < 0) | (table.version == expected)
     if not good.all():
         row = int(np.argmin(good))

@@ -180,6 +180,22 @@ def _check_states(table: Table) -> None:
     refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
 
 
+def check_snapshots(table: Table) -> None:
+    """Raise ScheduleError unless checkpoints get the state of all units of an update, each unit once."""
+    copies, updates, places = table.rows_with(Kind.SNAPSHOT), table.rows_with(Kind.UPDATE), state_places(table)
+    if len(copies) == 0:
+        return
+    _require_once(table, (copies,), places)
+    refuse(table, copies, ~np.isin(places[copies], places[updates]), "no update replaces this state")
+    of_one = np.isin(table.update[updates], table.update[copies])
+    missing = of_one & ~np.isin(places[updates], places[copies])
+    refuse(
+        table, updates, missing,
+        "a checkpoint copies the state of other units before this update, but not that of this one; add its SNAPSHOT "
+        "before it, so that it waits for the copy",
+    )  # fmt: skip
+
+
 def _require_once(table: Table, kinds: tuple[Ints, ...], places: Ints) -> None:
     for rows in kinds:
         ordered = rows[np.argsort(places[rows], kind="stable")]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask, describe
-from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress
+from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, shard_passes
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import action_at, failure
@@ -67,6 +67,8 @@ def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]
     rows = table.rows_with(Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS)
     for each in (rows,) if flushes else (table.rows_with(Kind.REDUCE_COUNTS), table.rows_with(Kind.REDUCE_SCALARS)):
         yield [each[table.rank[each] == rank] for rank in range(header.num_ranks)]
+    if header.vocabulary:
+        yield shard_passes(table)
     sums = _sums_over_ranks(table)
     places = zip(table.stage[sums].tolist(), table.unit[sums].tolist(), strict=True)
     by_ranks: dict[frozenset[int], list[int]] = {}
@@ -166,6 +168,7 @@ def needs_resident_kernels(schedule: Schedule) -> bool:
     dependencies = Dependencies(table)
     communicates = table.is_kind(*_COMMUNICATION)
     communicates[table.shared_reductions] = True
+    communicates[np.concatenate([NO_NEEDS.row, *shard_passes(table)])] = True
     # Each rank has two lanes, computation and communication, whose rows pass in order.
     lane = 2 * table.rank + communicates
     order = np.argsort(lane, kind="stable")

@@ -14,7 +14,13 @@ from megapipe.schedules.table import Table
 from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields, check_header
 from megapipe.schedules.validation.first_use import FirstUses
-from megapipe.schedules.validation.holdings import check_buffers, check_gathers, check_gradients, check_offload
+from megapipe.schedules.validation.holdings import (
+    check_buffers,
+    check_gathers,
+    check_gradients,
+    check_offload,
+    check_snapshots,
+)
 from megapipe.schedules.validation.order import check_local_order
 from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
 
@@ -93,6 +99,7 @@ def _check(table: Table, *, flushes: bool) -> None:
     check_gathers(table)
     check_gradients(table)
     check_offload(table)
+    check_snapshots(table)
     dependencies = Dependencies(table)
     check_local_order(table, dependencies.local_needs())
     check_links(dependencies)

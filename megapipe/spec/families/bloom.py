@@ -17,6 +17,16 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"ffn_hidden_size": 4 * hidden, "head_size": hidden // heads}
 
 
+def _exact(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raise FamilyError for slow_but_exact with pretraining_tp above 1, where transformers leaves out biases."""
+    if config["slow_but_exact"] and config["pretraining_tp"] != 1:
+        raise FamilyError(
+            f"slow_but_exact is true with pretraining_tp {config['pretraining_tp']}, where transformers leaves out "
+            "biases; set slow_but_exact to false"
+        )
+    return {}
+
+
 Family(
     model_type="bloom",
     kind="gpt",
@@ -33,7 +43,8 @@ Family(
     activation="activation_function",
     words={"gelu_tanh": "gelu_tanh"},
     needs={"normalization": "layer_norm", "positions": "alibi", "bias": "all", "embedding_norm": True},
-    more=(_sizes,),
+    reads=keys("slow_but_exact pretraining_tp"),
+    more=(_sizes, _exact),
     writes={
         "architectures": ["BloomForCausalLM"],
         "activation_function": OMITTED,
@@ -42,15 +53,20 @@ Family(
         "attention_dropout": "attention_dropout",
         "initializer_range": "init_std",
     },
-    # With slow_but_exact and pretraining_tp above 1, transformers leaves out biases.
     # The last lines are keys of the published files that transformers does not read.
     ignored=keys(
-        "seq_length hidden_dropout attention_dropout pretraining_tp is_decoder "
+        "seq_length hidden_dropout attention_dropout is_decoder "
         "skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion "
         "offset_alibi n_inner unk_token_id"
     ),
-    fixed={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
-    defaults={"activation_function": "gelu_tanh", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    fixed={"apply_residual_connection_post_layernorm": (False,)},
+    defaults={
+        "activation_function": "gelu_tanh",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "slow_but_exact": False,
+        "pretraining_tp": 1,
+    },
     tensors={
         "embedding.word": "transformer.word_embeddings",
         "embedding.norm": "transformer.word_embeddings_layernorm",

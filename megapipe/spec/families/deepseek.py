@@ -9,14 +9,17 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     ROUTER_OUTPUT,
+    UNUSED_BIASES,
     Fields,
     all_rotated,
     bias_fields,
     blocks,
     decoder,
+    dense_size,
     described_rope,
     expert_names,
     layer_fields,
+    num_shared,
     stretched,
     with_additions,
 )
@@ -83,17 +86,8 @@ def _groups(config: Mapping[str, Any]) -> Fields:
     return {"router_groups": config["n_group"], "router_groups_chosen": config["topk_group"]}
 
 
-def _of_dense(model: ModelConfig) -> int:
-    sizes = (each.ffn_size for each in blocks(model) if each.num_experts is None)
-    return next(sizes, model.ffn_size)
-
-
 def _num_dense(model: ModelConfig) -> int:
     return sum(each.num_experts is None for each in blocks(model))
-
-
-def _num_shared(model: ModelConfig) -> int:
-    return (model.shared_expert_size or 0) // model.ffn_size
 
 
 def _grouped(model: ModelConfig, value: Any, otherwise: Any) -> Any:
@@ -120,8 +114,8 @@ def _deepseek(model_type: str, architecture: str, *more: Any, **changes: Any) ->
             **ATTENTION_BIAS,
             "head_dim": "rotary_head_size",
             "first_k_dense_replace": _num_dense,
-            "n_shared_experts": _num_shared,
-            "intermediate_size": _of_dense,
+            "n_shared_experts": num_shared,
+            "intermediate_size": dense_size,
         },
         "ignored": ROUTER_OUTPUT | keys("ep_size aux_loss_alpha seq_aux"),
         "fixed": {"moe_layer_freq": (1,)},
@@ -187,6 +181,7 @@ _deepseek(
     ignored=keys("num_nextn_predict_layers num_mtp_layers"),
     writes={"num_nextn_predict_layers": 0},
     more_layers=True,
+    buffers=UNUSED_BIASES,
     fixed={"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     defaults={
         "first_k_dense_replace": 3,

@@ -7,6 +7,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     FULL,
+    GATED,
     SLIDING,
     WINDOWS,
     Fields,
@@ -52,7 +53,7 @@ def _gemma(model_type: str, architecture: str, *more: Any, **changes: Any) -> Fa
         "defaults": {"head_dim": 256, "tie_word_embeddings": True},
     }
     merged = with_additions(entries, changes)
-    words = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "silu": "swiglu"}
+    words = {"gelu_pytorch_tanh": "geglu_tanh", **GATED}
     # transformers reads "gelu" as the tanh form in the first Gemma, whose published files meant that.
     gelu = {"gelu": "geglu_tanh" if model_type == "gemma" else "geglu"}
     more = (_embedding_scale, bias_fields, *more)

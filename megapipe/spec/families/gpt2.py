@@ -1,6 +1,10 @@
 """GPT-2 (Radford et al. 2019). Its matrices have their input on axis 0."""
 
-from megapipe.spec.decoder_family import GELU, TIED
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.config.model import ModelConfig
+from megapipe.spec.decoder_family import TIED, UNGATED, Fields, blocks, layer_fields
 from megapipe.spec.family import Family, Tensors, keys
 
 _BLOCK = "transformer.h.{layer}"
@@ -8,6 +12,18 @@ _BLOCK = "transformer.h.{layer}"
 
 def _matrix(name: str, *steps: str) -> Tensors:
     return Tensors((f"{_BLOCK}.{name}",), ("transposed", *steps))  # type: ignore[arg-type]  # names of steps
+
+
+def _scales(config: Mapping[str, Any]) -> Fields:
+    """Return the scale of scores: that of other models, or 1, and in each block divided by its number from 1."""
+    first = (config["n_embd"] // config["n_head"]) ** -0.5 if config["scale_attn_weights"] else 1.0
+    numbers = range(1, config["n_layer"] + 1) if config["scale_attn_by_inverse_layer_idx"] else (1,)
+    scales = {f"divided_by_{number}": {"attention_scale": first / number} for number in numbers}
+    return layer_fields(list(scales), scales)
+
+
+def _scale_of(block: ModelConfig) -> float:
+    return block.head_dim**-0.5 if block.attention_scale is None else block.attention_scale
 
 
 Family(
@@ -24,12 +40,15 @@ Family(
         **TIED,
     },
     activation="activation_function",
-    words=GELU,
+    words=UNGATED,
     needs={"normalization": "layer_norm", "positions": "learned", "bias": "all"},
-    more=(lambda config: {"ffn_hidden_size": config["n_inner"] or 4 * config["n_embd"]},),
+    reads=keys("scale_attn_weights scale_attn_by_inverse_layer_idx"),
+    more=(lambda config: {"ffn_hidden_size": config["n_inner"] or 4 * config["n_embd"]}, _scales),
     writes={
         "architectures": ["GPT2LMHeadModel"],
         "n_ctx": "max_positions",
+        "scale_attn_weights": lambda model: _scale_of(blocks(model)[0]) != 1.0,
+        "scale_attn_by_inverse_layer_idx": lambda model: len({_scale_of(each) for each in blocks(model)}) > 1,
         "embd_pdrop": "embedding_dropout",
         "attn_pdrop": "attention_dropout",
         "resid_pdrop": "hidden_dropout",
@@ -40,12 +59,13 @@ Family(
         "summary_proj_to_labels summary_first_dropout reorder_and_upcast_attn is_decoder output_past "
         "predict_special_tokens"
     ),
-    fixed={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
     defaults={
         "n_inner": None,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
     },
     tensors={
         "embedding.word": "transformer.wte",

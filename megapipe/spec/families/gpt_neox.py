@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.spec.decoder_family import GELU, SIZES, TIED, Fields, described_rope, rope_scaling, stretched
+from megapipe.spec.decoder_family import SIZES, TIED, UNGATED, Fields, described_rope, rope_scaling, stretched
 from megapipe.spec.family import Family, keys
 
 _LAYER = "gpt_neox.layers.{layer}"
@@ -27,7 +27,7 @@ Family(
         **TIED,
     },
     activation="hidden_act",
-    words={**GELU, "relu": "relu", "silu": "silu"},
+    words=UNGATED,
     needs={"normalization": "layer_norm", "positions": "rotary"},
     reads=keys("attention_bias rotary_pct rotary_emb_base rope_parameters rope_scaling"),
     more=(_rotary, lambda config: {"bias": "all" if config["attention_bias"] else "mlp"}),

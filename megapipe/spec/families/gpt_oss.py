@@ -19,7 +19,7 @@ from megapipe.spec.decoder_family import (
     stretched,
     windowed_layers,
 )
-from megapipe.spec.family import Tensors, keys
+from megapipe.spec.family import OMITTED, Tensors, keys
 
 _LAYER = "model.layers.{layer}"
 _EXPERTS = f"{_LAYER}.mlp.experts"
@@ -45,15 +45,18 @@ decoder(
     "GptOssForCausalLM",
     fields={"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
     aliases={"num_experts": "num_local_experts"},
-    words={"silu": "swiglu_clamped"},
+    # hidden_act is not read: the activation is always this one.
+    activation="activation_function",
+    words={"swiglu_clamped": "swiglu_clamped"},
     needs={**EXPERTS, "attention_sinks": True, "router_bias": True},
     reads=keys("attention_bias sliding_window layer_types"),
     more=(_rotary, _biases, windowed_layers(_alternating)),
-    writes={**WINDOWS, **ATTENTION_BIAS, **_ACTIVATION},
+    writes={**WINDOWS, **ATTENTION_BIAS, **_ACTIVATION, "hidden_act": "silu", "activation_function": OMITTED},
     # The published files repeat two sizes under the names that OpenAI's own program reads.
-    ignored=ROUTER_OUTPUT | keys("initial_context_length experts_per_token"),
+    ignored=ROUTER_OUTPUT | keys("initial_context_length experts_per_token hidden_act"),
     fixed={key: (value,) for key, value in _ACTIVATION.items()},
     defaults={
+        "activation_function": "swiglu_clamped",
         "num_key_value_heads": 8,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,

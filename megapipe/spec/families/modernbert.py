@@ -8,6 +8,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     BIASES,
     FULL,
+    GATED,
     SIZES,
     SLIDING,
     TIED,
@@ -67,7 +68,7 @@ Family(
         **TIED,
     },
     activation="hidden_activation",
-    words={"gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"},
+    words={"gelu": "geglu", **GATED},
     needs={
         "norm_position": "pre",
         "embedding_norm": True,

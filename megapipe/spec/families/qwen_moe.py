@@ -11,6 +11,7 @@ from megapipe.spec.decoder_family import (
     bias_fields,
     blocks,
     decoder,
+    dense_size,
     expert_names,
     layer_fields,
     rotary_fields,
@@ -43,11 +44,6 @@ def _dense_numbers(model: Any) -> list[int]:
     return [index for index, each in enumerate(blocks(model)) if each.num_experts is None]
 
 
-def _dense_size(model: Any) -> int:
-    sizes = (each.ffn_size for each in blocks(model) if each.num_experts is None)
-    return next(sizes, model.ffn_size)
-
-
 def _qwen(model_type: str, architecture: str, **changes: Any) -> Family:
     entries: dict[str, Any] = {
         "fields": {
@@ -62,7 +58,7 @@ def _qwen(model_type: str, architecture: str, **changes: Any) -> Family:
             "use_sliding_window": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": _dense_numbers,
-            "intermediate_size": _dense_size,
+            "intermediate_size": dense_size,
         },
         "defaults": {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         "tensors": expert_names("mlp", "gate_proj", "up_proj", "down_proj"),

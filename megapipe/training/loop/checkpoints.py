@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint.background import BackgroundSaver, EndedSave
+from megapipe.checkpoint.background import BackgroundSaver, EndedSave, StateSnapshot
 from megapipe.checkpoint.directory import (
     DirectoryLock,
     keep_last,
@@ -127,7 +127,8 @@ class Saves:
         started = False
         try:
             if within is not None or self._config.asynchronous:
-                path = self._background.start(states, applied, run, copied=not last, within=within)
+                by_step = self._config.snapshot == "next_step"
+                path = self._background.start(states, applied, run, copied=not last, by_step=by_step, within=within)
                 self._note_wait(self._background.waited)
             else:
                 path = between_steps()
@@ -141,6 +142,10 @@ class Saves:
                 if not started:  # the next attempt is due after another interval, not after the next step
                     self._timer.ended(None)
         return path
+
+    def take_snapshot(self) -> StateSnapshot | None:
+        """Return the copies of the state that the next step has to make, if there are any."""
+        return self._background.take_snapshot()
 
     def give_up_after(self, seconds: float | None) -> None:
         """Set the seconds after which `finish` gives up the save in progress, None for never. Not collective."""

@@ -22,8 +22,8 @@ from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.lowered import build_schedule
 from megapipe.layout.offload import BlockCost, DoesNotFit, Treatments, treat
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.scheduling import num_stages, splits_backwards
-from megapipe.layout.stages import StageLayout, lay_out
+from megapipe.layout.scheduling import splits_backwards
+from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import LayoutTable
 from megapipe.models.families import DTYPES, family_of
 from megapipe.optim.scaling import LossScaler
@@ -204,13 +204,8 @@ class Replica:
         self._config = config
         self._mesh = mesh
         self.rank = mesh.coordinate("pipeline")
-        by_hand = config.parallel.layers_per_stage
         self.family = family_of(config)
-        length, predictions = config.data.sequence_length, self.family.predictions
-        recompute = config.recompute.logits
-        self.layout = lay_out(
-            self.family.layers, config.model, num_stages(config), length, by_hand, predictions, recompute
-        )
+        self.layout = StageLayout.of(config)
         self.table, self.remarks = layout_table(
             config, mesh, self.layout, partial(self._schedule, replace(config, offload=OffloadConfig()), None)
         )
@@ -234,8 +229,8 @@ class Replica:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the stage that computes the loss."""
-        return len(self.layout.ranges) - 1 in self.stages
+        """Whether this rank holds a stage that computes the loss."""
+        return self.schedule.header.num_routed - 1 in self.stages or bool(self.schedule.header.vocabulary)
 
     def states(self) -> list[UnitState]:
         """Return the unit states of this rank, tied ones once."""

@@ -66,7 +66,8 @@ class Evaluator:
         self._family = replica.family
         self._engine = replica.forward_engine()
         self._loader = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0), training=False)
-        self._counts_loss = replica.is_last and mesh.coordinate("tensor") == 0
+        last = replica.schedule.header.num_routed - 1 in replica.stages
+        self._counts_loss = last and mesh.coordinate("tensor") == 0
 
     def rehearse(self) -> None:
         """Run every kernel of an evaluation; see `Engine.rehearse`. A collective call."""
@@ -395,6 +396,7 @@ class TrainingLoop:
             loss_scale=1.0 if scale is None else scale,
             save=self._checkpointer.saves.requests(asked=signals.take_save()),
             save_failed=self._checkpointer.saves.failed,
+            snapshot=self._checkpointer.saves.take_snapshot(),
         )
         return self._report(position, self._engine.feed(given))
 

@@ -21,8 +21,10 @@ from tests.distributed.parity import (
     written,
 )
 from tests.docs.figures import head, read, row, table
+from tests.models.random_configs import DRAWS, bases, keys_of, share_of
 
 PAGE = "docs/parity.md"
+
 BOUNDS = (1e-6, 1e-5, 1e-4, 1e-3)
 Cells = dict[tuple[str, str, str], str]
 """(quantity, family, layout) -> text of a cell."""
@@ -94,3 +96,18 @@ def known() -> Cells:
         if line.startswith("| `"):
             cells |= {(quantity, first.strip("`"), layout): each for layout, each in zip(LAYOUTS, others, strict=True)}
     return cells
+
+
+@table(PAGE, "random configurations", tier="exhaustive")
+def random_configurations() -> Iterator[str]:
+    """Yield a row for every family: how many random configurations train as in transformers."""
+    yield from head(
+        "family", "keys drawn", "draws", "same logits and gradients", "refused", "first reason", "not drawn"
+    )
+    for name in bases():
+        known, share = keys_of(name), share_of(name, DRAWS)
+        assert share.agree >= 0.8 * share.drawn, (name, share.refused)
+        line = min(share.refused, key=len, default="")
+        reason = re.sub(r"^.*?(config\.json|cannot be used): ", "", line).split(",")[0].split(";")[0]
+        cells = len(known.drawn), share.drawn, f"{share.agree / share.drawn:.0%}", len(share.refused)
+        yield row(f"`{name}`", *cells, reason.replace("|", "or"), " ".join(f"`{key}`" for key in known.undrawn))

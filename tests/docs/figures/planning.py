@@ -128,7 +128,7 @@ def guide() -> dict[str, str]:
     return made
 
 
-@files("plan in the README")
+@files("plan in the README", "slow")
 def plan_in_the_readme() -> dict[str, str]:
     """Run the README's search; its first lines are shown."""
     with tempfile.TemporaryDirectory() as unused:

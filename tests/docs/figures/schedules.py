@@ -27,6 +27,14 @@ for name in GENERATORS:
     files(f"schedules/{name}.svg")(partial(picture, name))
 
 
+@files("schedules/vocabulary.svg")
+def shared_output() -> dict[str, str]:
+    """Draw 1F1B whose output layer all ranks share."""
+    schedule = build("1f1b", 4, 8, vocabulary=True)
+    assert "(pictures/schedules/vocabulary.svg)" in read(GUIDE)
+    return {"docs/pictures/schedules/vocabulary.svg": draw_svg(simulate(schedule, rank_costs(schedule.header)))}
+
+
 @table(GUIDE, "comparison of schedules")
 def comparison() -> Iterator[str]:
     yield from head("schedule", "bubble", "with latency 0.25 F per message", "activations", "copies", "class")

@@ -172,6 +172,7 @@ def test_unknown_rows_are_told() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TABLES)
 def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) -> None:
     """The goal, of rows told by the others alone: on average within 4%, each within 8%."""
@@ -197,7 +198,7 @@ def test_another_prior_tells_the_rows_left_out_too(name: str) -> None:
     assert sum(found.left_out_errors) / 5 <= 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "squares", "too_fast"),
     [("sc21", (0.0079, 0.0022, 0.0007), 0.09), ("h100", (0.0041, 0.0030, 0.0025), 0.10)],

@@ -1,0 +1,412 @@
+"""Random configurations of transformers' own classes, and the comparison of their models with ours.
+
+The keys are those of the class. A key is drawn (`KEYS`), or has no effect on a model (its family says so; these are
+drawn too, by the type of their value), or is listed in `UNDRAWN` with a reason.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megapipe.checkpoint import CheckpointError
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.conversion.hugging_face import HuggingFaceSource, exported_config
+from megapipe.spec.family import _WITHOUT_EFFECT, Family, family_of
+from tests.layers.bound import all_gradients, bind_model, load, make_context, run
+from tests.models import test_bert_hugging_face as bert
+from tests.models.hugging_face import CONFIGS, ENCODERS, SIZES, UNDROPPED, drawn, gradients_of, tame
+
+LENGTH = 40
+DRAWS = 40
+"""Draws of a family, of which four in five must agree."""
+ROPE: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "default": {},
+    "linear": {"factor": st.sampled_from([1.0, 2.0, 3.5])},
+    "dynamic": {"factor": st.sampled_from([1.0, 2.0, 3.5])},
+    "yarn": {
+        "factor": st.sampled_from([2.0, 8.0]),
+        "original_max_position_embeddings": st.sampled_from([16, 32]),
+        "attention_factor": st.sampled_from([None, 0.8]),
+        "beta_fast": st.sampled_from([None, 16.0]),
+        "beta_slow": st.sampled_from([None, 2.0]),
+        "mscale": st.sampled_from([None, 0.7]),
+        "mscale_all_dim": st.sampled_from([None, 1.2]),
+        "truncate": st.sampled_from([None, False]),
+    },
+    "llama3": {
+        "factor": st.sampled_from([2.0, 4.0]),
+        "low_freq_factor": st.sampled_from([1.0, 2.0]),
+        "high_freq_factor": st.sampled_from([4.0, 8.0]),
+        "original_max_position_embeddings": st.sampled_from([16, 32]),
+    },
+    "longrope": {"original_max_position_embeddings": st.sampled_from([16, 32])},
+}
+"""Kind of rotary positions -> its options. `proportional` is Gemma 4's."""
+LONGROPE_ONLY = frozenset({"phi3"})
+"""Families of which transformers refuses other kinds of rotary positions."""
+PARTIAL = frozenset({"gpt_neox", "phi3"})
+"""Families whose code in transformers reads partial_rotary_factor with every kind of rotary positions."""
+
+
+@st.composite
+def one_rope(draw: st.DrawFn, family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Draw the options of rotary positions of one kind of layers."""
+    kinds = [kind for kind in ROPE if kind in ("default", "longrope") or family not in LONGROPE_ONLY]
+    kind = draw(st.sampled_from(kinds))
+    options = {key: draw(values) for key, values in ROPE[kind].items()}
+    rope = {key: value for key, value in options.items() if value is not None}
+    if family in PARTIAL:
+        rope["partial_rotary_factor"] = draw(st.sampled_from([0.25, 0.5, 1.0]))
+    if kind == "longrope":
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        factors = st.lists(st.floats(1.0, 4.0), min_size=pairs, max_size=pairs)
+        rope |= {"short_factor": draw(factors), "long_factor": draw(factors)}
+        if family not in LONGROPE_ONLY:
+            rope["factor"] = draw(st.sampled_from([2.0, 4.0]))
+    return {"rope_type": kind, "rope_theta": draw(st.sampled_from([50.0, 10000.0])), **rope}
+
+
+def rope_parameters(family: str, config: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """Return a strategy for rope_parameters, by type of layer where the class has them so."""
+    kinds = ("full_attention", "sliding_attention")
+    one = one_rope(family, config)
+    return st.fixed_dictionaries(dict.fromkeys(kinds, one)) if set(kinds) <= set(config["rope_parameters"]) else one
+
+
+def layers(kind: st.SearchStrategy[Any]) -> Callable[[str, Mapping[str, Any]], st.SearchStrategy[Any]]:
+    """Return a strategy for a list with an entry for every layer, or none."""
+
+    def strategy(_: str, config: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+        number = config["num_hidden_layers"]
+        return st.none() | st.lists(kind, min_size=number, max_size=number)
+
+    return strategy
+
+
+SOFTCAPS = st.sampled_from([None, 2.0, 30.0])
+COUNTS = st.integers(1, 4)
+WIDTHS = st.integers(8, 100)
+EPSILONS = st.floats(1e-8, 0.1)
+ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"]
+
+
+def activation(key: str) -> Callable[[str, Mapping[str, Any]], st.SearchStrategy[Any]]:
+    """Return a strategy for an activation function: half of the draws keep that of the class, as those of flags do."""
+    return lambda _, config: st.just(config[key]) | st.sampled_from(ACTIVATIONS)
+
+
+def rare(usual: Any, other: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for a key that has the same value in all published models: a quarter of draws change it."""
+    return st.sampled_from([usual, usual, usual, other])
+
+
+KEYS: dict[str, Any] = {
+    "vocab_size": st.sampled_from([97, 100, 128]),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), COUNTS),
+    **dict.fromkeys(("hidden_size", "n_embd"), st.sampled_from([32, 48, 64])),
+    **dict.fromkeys(("num_attention_heads", "n_head"), st.sampled_from([1, 2, 4])),
+    **dict.fromkeys(("intermediate_size", "n_inner", "moe_intermediate_size"), WIDTHS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), st.sampled_from([50, 64, 100])),
+    "original_max_position_embeddings": st.sampled_from([16, 32, 64]),
+    "num_key_value_heads": st.sampled_from([1, 2, 4]),
+    "head_dim": st.sampled_from([4, 8, 16, 32]),
+    "embedding_size": st.sampled_from([16, 24, 64]),
+    "type_vocab_size": st.integers(1, 3),
+    "pad_token_id": st.sampled_from([None, 0, 1, 3]),
+    **{
+        key: activation(key)
+        for key in ("hidden_act", "activation_function", "hidden_activation", "classifier_activation")
+    },
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"), EPSILONS),
+    **dict.fromkeys(
+        (
+            "tie_word_embeddings",
+            "attention_bias",
+            "mlp_bias",
+            "use_bias",
+            "qkv_bias",
+            "norm_bias",
+            "decoder_bias",
+            "classifier_bias",
+            "use_sliding_window",
+            "use_parallel_residual",
+            "norm_topk_prob",
+            "rope_interleave",
+            "scale_attn_by_inverse_layer_idx",
+            "scale_attn_weights",
+            "slow_but_exact",
+        ),
+        st.booleans(),
+    ),
+    "rope_parameters": rope_parameters,
+    "sliding_window": st.sampled_from([None, 1, 5, 64]),
+    "local_attention": st.sampled_from([2, 8, 128]),
+    "layer_types": layers(st.sampled_from(["full_attention", "sliding_attention"])),
+    "max_window_layers": st.integers(0, 4),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"), COUNTS),
+    "no_rope_layers": layers(st.integers(0, 1)),
+    "final_logit_softcapping": SOFTCAPS,
+    # transformers does not read it in Gemma 3.
+    "attn_logit_softcapping": lambda family, _: rare(None, 30.0) if family == "gemma3_text" else SOFTCAPS,
+    "query_pre_attn_scalar": st.integers(1, 300),
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), st.integers(2, 5)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), st.sampled_from([2, 3, 4, 1])),
+    "router_jitter_noise": rare(0.0, 0.1),
+    "apply_residual_connection_post_layernorm": rare(False, True),
+    "moe_norm_min": rare(1e-12, 1e-3),
+    "shared_expert_intermediate_size": WIDTHS,
+    "moe_num_shared_experts": st.integers(0, 2),
+    "moe_layer_start_index": st.integers(0, 2),
+    "moe_layer_end_index": st.integers(-1, 3),
+    "moe_layer_interval": st.integers(1, 2),
+    "decoder_sparse_step": st.integers(1, 3),
+    "mlp_only_layers": st.lists(st.integers(0, 3), max_size=2, unique=True),
+    "first_k_dense_replace": st.integers(0, 3),
+    "n_routed_experts": st.sampled_from([4, 8]),
+    "n_shared_experts": st.integers(1, 2),
+    "n_group": st.sampled_from([1, 2, 4]),
+    "topk_group": st.integers(1, 3),
+    "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),
+    "routed_scaling_factor": st.sampled_from([0.5, 1.0, 2.5]),
+    "q_lora_rank": st.sampled_from([None, 16, 40]),
+    "kv_lora_rank": st.sampled_from([8, 24]),
+    "qk_nope_head_dim": st.sampled_from([8, 16]),
+    "qk_rope_head_dim": st.sampled_from([4, 8]),
+    "v_head_dim": st.sampled_from([8, 12, 16]),
+    "pretraining_tp": st.sampled_from([1, 2]),
+    "swiglu_alpha": rare(1.702, 1.0),
+    "swiglu_limit": rare(7.0, 2.0),
+}
+"""Key -> its values, some of which no model of a family can have; or a function of the family and of the other values.
+"""
+UNDRAWN = {
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention"), "a decoder that reads an encoder"),
+    "use_bidirectional_attention": "an encoder with the weights of a decoder",
+    **dict.fromkeys(("num_hidden_groups", "inner_group_num"), "several blocks that share weights"),
+    "qk_head_dim": "the class computes it",
+}
+"""Key -> the kind of model that other values make, which megapipe refuses by name in every family."""
+_DECODER, _COMPUTED = {"is_decoder": "a decoder with the weights of an encoder"}, {"head_dim": "the class computes it"}
+BY_FAMILY: dict[str, dict[str, str]] = {
+    "bert": _DECODER,
+    "megatron-bert": _DECODER,
+    "roberta": _DECODER,
+    "xlm-roberta": _DECODER,
+    "deepseek_v2": _COMPUTED,
+    "deepseek_v3": _COMPUTED,
+}
+"""Further undrawn keys of some families."""
+RETURNED = frozenset({"output_router_logits", "classifier_pooling"})
+"""Keys without effect on logits that change what else transformers returns, or that it refuses."""
+
+
+@cache
+def bases() -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the cases of every family: prefix of transformers' classes, and a configuration to change."""
+    small = {**SIZES, **UNDROPPED}
+    cases = [*CONFIGS.values(), *ENCODERS.values(), ("Bert", small), ("MegatronBert", small)]
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for prefix, fields in cases:
+        found.setdefault(config_class(prefix).model_type, []).append((prefix, fields))
+    return found
+
+
+def config_class(prefix: str) -> Any:
+    """Return the configuration class of a prefix."""
+    return getattr(transformers, f"{prefix}Config")
+
+
+@dataclass(frozen=True)
+class KeysOf:
+    """The keys of a family's class: with their values, those without effect, and those that are not drawn."""
+
+    drawn: tuple[str, ...]
+    without_effect: dict[str, Any]
+    undrawn: dict[str, str]
+    unknown: tuple[str, ...]
+
+
+@cache
+def keys_of(model_type: str) -> KeysOf:
+    """Sort the keys of a family's class."""
+    prefix, fields = bases()[model_type][0]
+    config, family = config_class(prefix)(**fields).to_dict(), family_of(model_type)
+    undrawn = {key: why for key, why in (UNDRAWN | BY_FAMILY.get(model_type, {})).items() if key in config}
+    others = [key for key in config if key not in undrawn]
+    idle = {key for key in others if family.aliases.get(key, key) in without_effect(family)}
+    shaping = [key for key in others if key not in idle]
+    own = {key: config[key] for key in sorted(idle - _WITHOUT_EFFECT - RETURNED) if key != "pad_token_id"}
+    return KeysOf(
+        tuple(sorted(key for key in shaping if key in KEYS)),
+        {key: value for key, value in own.items() if isinstance(value, (bool, int, float))},
+        undrawn,
+        tuple(key for key in shaping if key not in KEYS),
+    )
+
+
+def without_effect(family: Family) -> frozenset[str]:
+    """Return the keys that a family says have no effect on logits."""
+    return (family.ignored | _WITHOUT_EFFECT) - family.known_keys
+
+
+@st.composite
+def configurations(draw: st.DrawFn, model_type: str) -> tuple[Any, list[str]]:
+    """Draw a configuration of a family with up to six of its keys changed, and one without effect; return the changed
+    keys too. Skip what transformers itself refuses."""
+    prefix, fields = draw(st.sampled_from(bases()[model_type]))
+    known, whole = keys_of(model_type), config_class(prefix)(**fields).to_dict()
+    order = draw(st.lists(st.sampled_from(known.drawn), min_size=1, max_size=6, unique=True))
+    values: dict[str, Any] = {}
+    for key in sorted(order, key=lambda each: callable(KEYS[each])):  # those that read others come last
+        kind = KEYS[key]
+        values[key] = draw(kind(model_type, {**whole, **values}) if callable(kind) else kind)
+    if known.without_effect and draw(st.booleans()):
+        key = draw(st.sampled_from(sorted(known.without_effect)))
+        before = known.without_effect[key]
+        values[key] = not before if isinstance(before, bool) else before + (1 if isinstance(before, int) else 0.25)
+        order = [*order, key]
+    try:
+        return config_class(prefix)(**{"attn_implementation": "eager", **fields, **values}), order
+    except Exception:
+        assume(False)
+        raise
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class with the head that we train."""
+    prefix = type(config).__name__.removesuffix("Config")
+    if family_of(config.model_type).kind == "bert":
+        return getattr(transformers, prefix + "ForMaskedLM")
+    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    return getattr(transformers, names.get(prefix, prefix + "ForCausalLM"))
+
+
+def context_of(config: Any) -> Any:
+    """Return random tokens for a model."""
+    if family_of(config.model_type).kind == "gpt":
+        return make_context(ModelConfig(vocabulary_size=config.vocab_size), length=LENGTH)
+    padded = config.pad_token_id if "roberta" in config.model_type else None
+    types = getattr(config, "type_vocab_size", 0)
+    return bert.make_context(
+        replace(bert.MODEL, first_position=0 if padded is None else padded + 1, token_types=types)
+    )
+
+
+def their_outcome(theirs: nn.Module, context: Any) -> tuple[Tensor, Tensor]:
+    """Return transformers' logits and loss, whose gradients are in the model. Skip a configuration that fails."""
+    try:
+        if isinstance(context, bert.BertContext):
+            (logits,) = bert.their_logits(theirs, context)
+            rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        else:
+            rows = logits = theirs(context.tokens).logits
+        losses = cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
+        loss = (losses * context.loss_mask.flatten()).sum()
+        loss.backward()
+        for parameter in theirs.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    except Exception:
+        assume(False)
+    assume(bool(logits.isfinite().all()))
+    return logits.detach(), loss.detach()
+
+
+def compare(config: Any) -> str | None:
+    """Compare logits, loss and gradients of transformers' random model with ours; return the line that refuses it, if
+    it is refused. Skip what transformers cannot run."""
+    try:
+        theirs = drawn(model_class(config)(config)).double()
+    except Exception:
+        assume(False)
+    tame(theirs)
+    context = context_of(config)
+    expected, expected_loss = their_outcome(theirs, context)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        try:
+            source = HuggingFaceSource(Path(folder))
+        except CheckpointError as refused:
+            return str(refused)
+        model, weights = source.contents.model, {each.name: source.read(each) for each in source.contents.tensors}
+    exported_config(model, "F32")
+    model = replace(model, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0)
+    if isinstance(model, BertModelConfig):
+        layers = bert.bound(model, weights, torch.float64)
+        real = torch.arange(bert.LENGTH) < context.lengths[:, None]
+    else:
+        layers = bind_model(model, dtype=torch.float64)
+        load(layers, weights)
+        real = torch.ones_like(context.tokens, dtype=torch.bool)
+    with torch.no_grad():
+        logits = run(layers, replace(context, labels=None))
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    assert (logits - expected)[real].abs().max() <= 2e-5 * expected[real].abs().max()
+    loss = run(layers, context)
+    loss.backward()
+    assert torch.allclose(loss, expected_loss, rtol=1e-5, atol=0.0)
+    wanted, found = gradients_of(theirs), all_gradients(layers)
+    trained = {name for name in found if not name.endswith("router.bias")}
+    assert trained <= wanted.keys()
+    largest = max(float(gradient.norm()) for gradient in wanted.values())
+    for name in trained:
+        # The gradient of a key's bias is zero, and rounding.
+        allowed = 1e-4 * float(wanted[name].norm()) + 1e-6 * largest
+        assert (found[name] - wanted[name]).norm() <= allowed, name
+    return None
+
+
+@dataclass
+class Share:
+    """Numbers of draws of a family, and the lines that refuse some."""
+
+    agree: int = 0
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def drawn(self) -> int:
+        """Return the number of draws that transformers itself can run."""
+        return self.agree + len(self.refused)
+
+
+def is_named(line: str, changed: list[str]) -> bool:
+    """Return whether a message is one line that names a changed key, or a field of our model."""
+    return "\n" not in line and any(key.lstrip("_") in line for key in (*changed, "rotary parameters", "model."))
+
+
+def share_of(model_type: str, draws: int) -> Share:
+    """Compare random configurations of a family. Raises AssertionError where a model differs."""
+    share = Share()
+
+    @seed(0)
+    @settings(
+        max_examples=draws,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(configurations(model_type))
+    def compare_one(drawn: tuple[Any, list[str]]) -> None:
+        config, changed = drawn
+        line = compare(config)
+        if line is None:
+            share.agree += 1
+            return
+        assert is_named(line, changed), (line, changed)
+        share.refused.append(line)
+
+    compare_one()
+    return share

@@ -1,0 +1,132 @@
+"""Attention in chunks against transformers' Llama with transformers' own mask of chunks, and what is refused."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers.masking_utils import chunked_causal_mask_function
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.inference import generation
+from megapipe.inference.generation import generate
+from megapipe.inference.trained_model import LoadedModel
+from megapipe.parallel.mesh import Mesh
+from tests.inference.test_generate import GREEDY, NEW, filled_with, limits_of, make_config
+from tests.layers.bound import LLAMA, all_gradients, bind_model, load, make_context, run, small_model
+from tests.models.hugging_face import case_of, gradients_of, opened
+from tests.support.meshes import run_mesh
+
+CHUNK, LENGTH = 5, 40
+
+
+def visible_in_chunks(length: int) -> Tensor:
+    """bool [1, 1, s, s]."""
+    sees = chunked_causal_mask_function(CHUNK, torch.zeros(1, dtype=torch.int64))
+    places = torch.arange(length)
+    return sees(torch.tensor(0), torch.tensor(0), places[:, None], places)[None, None]
+
+
+def added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask that is added to scores."""
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -1e9)
+
+
+def in_chunks(theirs: nn.Module) -> None:
+    """Let the first layer see chunks alone. A mask that the model gets is for the others."""
+
+    def masked(_: nn.Module, inputs: tuple[Tensor, ...], words: dict[str, Any]) -> tuple[tuple[Tensor, ...], Any]:
+        within = added(visible_in_chunks(inputs[0].shape[1]), inputs[0].dtype)
+        return inputs, {**words, "attention_mask": within + words["attention_mask"]}
+
+    theirs.model.layers[0].register_forward_pre_hook(masked, with_kwargs=True)  # type: ignore[union-attr, index]
+
+
+def ours(theirs: nn.Module) -> tuple[ModelConfig, dict[str, Tensor]]:
+    model, weights = opened(theirs)
+    assert model.num_layers == 2
+    chunked = {"chunked": {"attention_chunk_size": CHUNK}}
+    return replace(model, layer_kinds=chunked, layer_pattern=("chunked", "base")), weights
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("path", ["sdpa", "unfused"])
+def test_loss_and_gradients_are_those_of_masked_chunks(path: Any, documents: bool) -> None:
+    theirs = copy.deepcopy(case_of("llama").theirs).double()
+    model, weights = ours(theirs)
+    in_chunks(theirs)
+    layers = bind_model(replace(model, attention=path), dtype=torch.float64)
+    load(layers, weights)
+    context = make_context(model, batch=3, length=LENGTH)
+    known: dict[str, Tensor] = {}
+    if documents:
+        begins = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.15
+        places = torch.arange(LENGTH)
+        starts = torch.where(begins, places, 0).cummax(dim=1).values
+        context.document_starts = starts
+        seen = (places <= places[:, None]) & (places >= starts[:, :, None])
+        known = {"attention_mask": added(seen[:, None], torch.float64), "position_ids": places - starts}
+    logits = theirs(context.tokens, **known).logits
+    losses = cross_entropy(logits.flatten(0, 1), context.labels.flatten(), reduction="none")
+    expected_loss = (losses * context.loss_mask.flatten()).sum()
+    expected_loss.backward()
+    loss = run(layers, context)
+    loss.backward()
+    assert torch.allclose(loss, expected_loss, rtol=1e-5, atol=0.0)
+    expected, found = gradients_of(theirs), all_gradients(layers)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    whole = bind_model(replace(model, layer_kinds={}, layer_pattern=()), dtype=torch.float64)
+    load(whole, weights)
+    assert not torch.allclose(run(whole, context), loss, rtol=1e-3), "chunks should matter"
+
+
+def test_generated_texts_are_those_of_masked_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of unequal length, longer than a chunk, in pieces that do not end where chunks do."""
+    theirs = copy.deepcopy(case_of("llama").theirs)
+    model, weights = ours(theirs)
+    in_chunks(theirs)
+    prompts, expected = [[*range(3, 26)], [7, 5], [*range(40, 29, -1)]], []
+    monkeypatch.setattr(generation, "CHUNK", 4)
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(NEW):
+            with torch.no_grad():
+                logits = theirs(torch.tensor([text]), use_cache=False).logits[0, -1]
+            best = logits.topk(2)
+            assert best.values[0] - best.values[1] > 1e-3, "a near tie would make the comparison one of rounding"
+            text.append(int(best.indices[0]))
+        expected.append(text)
+
+    def generated(mesh: Mesh) -> list[list[int]]:
+        loaded = LoadedModel(make_config(model, mesh), mesh, filled_with(weights))
+        return [text.tokens for text in generate(loaded, prompts, 1, GREEDY, limits_of(model))]
+
+    assert run_mesh({}, generated, backend="threads")[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_window": 4}, "model.sliding_window is 4 with model.attention_chunk_size 5"),
+        ({"attention_dropout": 0.1}, "model.attention_dropout is 0.1 with model.attention_chunk_size 5"),
+        ({"attention": "flex"}, "'flex', which does not support model.attention_chunk_size; set"),
+    ],
+)
+def test_fields_that_do_not_fit_chunks_are_refused(fields: dict[str, Any], message: str) -> None:
+    (problem,) = small_model(**{**LLAMA, **fields}, attention_chunk_size=CHUNK).problems()
+    assert message in problem
+
+
+def test_what_cannot_cut_samples_into_chunks_is_refused() -> None:
+    assert "only a GPT attends in chunks" in " ".join(BertModelConfig(attention_chunk_size=CHUNK).problems())
+    config = PretrainConfig(model=small_model(attention_chunk_size=CHUNK, max_positions=64))
+    for length, refused in ((5, False), (15, False), (16, True), (4, False)):
+        config.data.sequence_length = length
+        found = [each for each in config.problems() if "attention_chunk_size" in each]
+        assert bool(found) == refused, found

@@ -1,0 +1,87 @@
+"""Orders in which all ranks share the output layer (arXiv 2411.05288)."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
+from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
+from megapipe.schedules.schedule import Schedule
+from tests.schedules.support import NEVER_FLUSHING, TRAINED, layouts
+
+REFUSED = (*NEVER_FLUSHING, "seq1f1b", "dualpipe_v")
+NAMES = [name for name in TRAINED if name not in REFUSED]
+
+
+def passes(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
+    """Kind and micro-batch of each pass of a rank's shard."""
+    rows = schedule.sections.body[rank]
+    own = np.isin(rows[:, KIND], (Kind.FORWARD, Kind.BACKWARD)) & (rows[:, STAGE] == schedule.header.vocabulary[rank])
+    return [tuple(each) for each in rows[own][:, [KIND, MICROBATCH]].tolist()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data(), mode=st.sampled_from(["train", "forward"]))
+def test_orders_with_shards_are_valid_and_alike_on_all_ranks(name: str, data: st.DataObject, mode: Any) -> None:
+    given: dict[str, Any] = data.draw(layouts(name))
+    ranks = given["num_ranks"]
+    arguments = {
+        key: value for key, value in given.items() if key not in ("states", "offload", "recompute", "units_per_stage")
+    }
+    units = [*given["units_per_stage"], *(1 for _ in range(ranks))]
+    schedule = build(name, **arguments, units_per_stage=units, vocabulary=True, mode=mode)
+    report = validate(schedule)
+    assert loads(dumps(schedule)) == schedule
+    first, *others = (passes(schedule, rank) for rank in range(ranks))
+    assert all(each == first for each in others)
+    count = arguments["num_microbatches"]
+    assert sorted(first) == sorted((kind, number) for kind in {kind for kind, _ in first} for number in range(count))
+    if mode == "train":
+        whole = validate(build(name, **arguments, units_per_stage=given["units_per_stage"]))
+        more = np.subtract(report.peak_activations, whole.peak_activations)
+        assert more.max() <= 2 + 1e-9
+
+
+def test_1f1b_keeps_two_micro_batches_more_than_ranks() -> None:
+    """Algorithm 1 of the paper has two barriers more between forward and backward (section 5.1)."""
+    for ranks in (2, 4, 8):
+        schedule = build("1f1b", ranks, 3 * ranks, vocabulary=True)
+        assert validate(schedule).peak_activations == tuple(ranks + 2 - rank for rank in range(ranks))
+
+
+def test_passes_fill_idle_time() -> None:
+    """Every rank works for a pass more a micro-batch and direction; the bubble stays that of whole layers."""
+    plain, shared = build("1f1b", 4, 32), build("1f1b", 4, 32, vocabulary=True)
+    before, after = (simulate(each, rank_costs(each.header)) for each in (plain, shared))
+    assert after.ideal == before.ideal + 32 * 2 * 0.25
+    assert after.makespan - after.ideal <= before.makespan - before.ideal + 0.5
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "chimera"])
+def test_other_orders_are_refused(name: str) -> None:
+    ranks = 2
+    with pytest.raises(ScheduleError, match="its output layer cannot be sharded"):
+        build(name, ranks, 2 * ranks, vocabulary=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("B3.0@0 F1.1@0^1 RA1.2^2 F3.1@0", "F1.1@0^1 RA1.2^2 F3.1@0 B3.0@0", "at this point"),
+        ("F2.0@0 ", "", "never happens"),
+        ("vocabulary 2 3", "vocabulary 3 2", "one on each rank"),
+    ],
+)
+def test_wrong_passes_are_named(old: str, new: str, expected: str) -> None:
+    text = dumps(build("1f1b", 2, 4, vocabulary=True))
+    assert text.count(old) == 1, text
+    with pytest.raises(ScheduleError, match=expected):
+        validate(loads(text.replace(old, new)))
+
+
+def test_all_generators_are_covered() -> None:
+    assert {*NAMES, *REFUSED} <= {*GENERATORS}
