@@ -174,7 +174,7 @@ class _Exposed(NamedTuple):
     late: Floats
 
 
-class StepTime:
+class StepTimer:
     """The time of a step. A micro-batch's traffic of sharded weights and gradients overlaps with its compute.
 
     costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
