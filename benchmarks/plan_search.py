@@ -14,11 +14,15 @@
 Seconds are the processor's, whatever else the machine does; where it is busy, they are longer all the same.
 
     python benchmarks/plan_search.py --rows 39.1B:64 1008B:3072
+
+With `--against FOLDER`, a checkout of another commit, it only compares whole commands of both: the requests of
+`tests/golden`, each command in a process of its own, in turns, and the median of their times and of the ratio.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,6 +59,18 @@ COMMANDS = (
     "--model examples/models/megatron_1t.yaml --hardware a100-80 --devices 3072 --batch.global_size 3072 "
     "--data.sequence_length 2048",
 )
+GOLDEN = (
+    "--model gpt3_1.3b --hardware a100-80 --devices 16 --batch.global_size 512",
+    "--model llama3_8b --hardware h100 --devices 32 --batch.global_size 256",
+    "--model mixtral_8x7b --hardware h100 --devices 64 --batch.global_size 512",
+    "--model bert_large --hardware v100-32 --devices 8 --batch.global_size 256",
+    "--model megatron_39.1b --hardware a100-80 --devices 64 --batch.global_size 1536",
+    "--model llama2_13b --hardware a100-40 --devices 24 --batch.global_size 480",
+    "--model megatron_1t --hardware a100-80 --devices 3072 --batch.global_size 3072",
+)
+"""Searches of `tests/golden`, and the largest one."""
+PAIRS = 5
+"""Runs of each command, each right after one of the other checkout."""
 TIMED = """
 import gc, sys, time
 gc.disable()
@@ -104,16 +120,16 @@ def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
     return result
 
 
-def command(arguments: list[str]) -> dict[str, Any]:
-    """One command in a process of its own. Raises RuntimeError with what it says where it fails."""
+def command(arguments: list[str], root: Path = ROOT) -> dict[str, Any]:
+    """One command of a checkout in a process of its own. Raises RuntimeError with what it says where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         written = [f"--write_config={folder}/plan.yaml"]
         written += [f"--html={folder}/plan.html"] if PAGE in arguments else []
         flags = [each for each in arguments if each != PAGE]
         found = subprocess.run(
             [sys.executable, "-c", TIMED, *flags, *written],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )
@@ -131,6 +147,18 @@ def commands() -> list[dict[str, Any]]:
         for more in ([], [PAGE], ["--per_layer"])
         if more != ["--per_layer"] or "3072" not in flags  # Galvatron's degrees are powers of 2
     ]
+
+
+def compared(flags: str, other: Path) -> dict[str, Any]:
+    """One command of this checkout and of another one, in turns."""
+    pairs = []
+    for turn in range(PAIRS):
+        order = [ROOT, other] if turn % 2 else [other, ROOT]
+        seconds = {root: command(["search", *flags.split()], root)["processor_s"] for root in order}
+        pairs.append((seconds[ROOT], seconds[other]))
+    here, there = (statistics.median(each) for each in zip(*pairs, strict=True))
+    ratio = statistics.median(one / two for one, two in pairs)
+    return {"command": f"search {flags}", "processor_s": here, "other_processor_s": there, "ratio": ratio}
 
 
 def two_buffered(billions: float, hidden: int) -> dict[str, Any]:
@@ -156,7 +184,12 @@ def main() -> None:
     """Print all results as one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rows", nargs="+", default=["39.1B:64", "1008B:3072"], help="model:devices")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="checkout to compare whole commands with")
     arguments = parser.parse_args()
+    if arguments.against is not None:
+        other = arguments.against.resolve()
+        print(json.dumps([compared(flags, other) for flags in GOLDEN], indent=1))
+        return
     runs = {run.name: run for run in (*A100.rows, *A100.unfitted)}
     wanted = [row.partition(":") for row in arguments.rows]
     for name, _, devices in wanted:

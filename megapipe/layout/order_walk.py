@@ -95,8 +95,8 @@ def stage_walk(asked: Order) -> StageWalk:
     return StageWalk(schedule.header, Walk(schedule.header, sections.body if schedule.flushes else rows))
 
 
-class Moments(NamedTuple):
-    """Moments of a step at which the ranks of an order may hold the most: before backwards, each kind once.
+class OrderMoments(NamedTuple):
+    """OrderMoments of a step at which the ranks of an order may hold the most: before backwards, each kind once.
 
     rank: shape [moments]. first: index of each rank's first moment. kept, pending: micro-batches between forward and
     backward, and between halves, by class of stages, shape [moments, classes]. tensor, of: what the backward needs,
@@ -112,21 +112,22 @@ class Moments(NamedTuple):
     most: Ints
 
 
-def before_backwards(asked: Order, classes: Ints) -> Moments:
+def before_backwards(asked: Order, classes: Ints) -> OrderMoments:
     """Return the moments of an order, which its compute actions determine, before it is lowered.
 
     classes: a number from 0 for each stage, the same for stages with equal sizes.
     """
     schedule = _compute_actions(asked._replace(receive_ahead=1))
-    ranks, names = range(schedule.header.num_ranks), ("body",) if schedule.flushes else ("prologue", "epilogue")
-    rows = np.concatenate([schedule.sections[name][rank] for rank in ranks for name in names])
+    sections, ranks = schedule.sections, range(schedule.header.num_ranks)
+    parts = (sections.body,) if schedule.flushes else (sections.prologue, sections.epilogue)
+    rows = np.concatenate([part[rank] for rank in ranks for part in parts])
     kind, stage, count = rows[:, KIND], rows[:, STAGE], int(classes.max()) + 1
     halved, tensor = kind == Kind.BACKWARD_INPUT, np.zeros(len(rows), dtype=np.int64)
     for each, needed in NEEDED.items():
         tensor[kind == each] = needed
-    kept = 1 * (kind == Kind.FORWARD) - (halved | (kind == Kind.BACKWARD))
+    own = 1 * (kind == Kind.FORWARD) - (halved | (kind == Kind.BACKWARD))
     changes = np.zeros((len(rows), 2 * count), dtype=np.int64)
-    changes[np.arange(len(rows)), classes[stage]] = kept
+    changes[np.arange(len(rows)), classes[stage]] = own
     changes[np.arange(len(rows)), count + classes[stage]] = 1 * halved - (kind == Kind.BACKWARD_WEIGHT)
     rank = np.array([place.rank for place in schedule.header.stages])[stage]
     moments = np.column_stack([rank, tensor, classes[stage], changes.cumsum(axis=0) - changes])[tensor > 0]
@@ -135,8 +136,9 @@ def before_backwards(asked: Order, classes: Ints) -> Moments:
     by_stage = np.argsort(stage, kind="stable")
     starts = np.searchsorted(stage[by_stage], np.arange(len(classes)))
     rank, tensor, of = moments[:, :3].T
-    most = np.maximum.reduceat(kept[by_stage].cumsum(), starts)
-    return Moments(rank, np.searchsorted(rank, ranks), *np.split(moments[:, 3:], 2, axis=1), tensor, of, most)
+    most = np.maximum.reduceat(own[by_stage].cumsum(), starts)
+    kept, pending = np.split(moments[:, 3:], 2, axis=1)
+    return OrderMoments(rank, np.searchsorted(rank, ranks), kept, pending, tensor, of, most)
 
 
 class StageBytes(NamedTuple):

@@ -18,8 +18,8 @@ from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.layout.hardware.description import hardware_device_type
 from megapipe.layout.order_walk import (
     MicrobatchWalk,
-    Moments,
     Order,
+    OrderMoments,
     ShardedRanks,
     StageBytes,
     before_backwards,
@@ -33,7 +33,7 @@ from megapipe.layout.walk import Bytes, Sizes, Tensor
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.schedules.actions import Mask
+from megapipe.schedules.actions import Ints, Mask
 from megapipe.schedules.building_blocks import Policy
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.parameters import LayerSpec, TiedNames
@@ -146,7 +146,7 @@ class LayerSizes:
 
 
 @lru_cache(maxsize=1024)
-def _moments(order: Order, cut: "Cut") -> tuple[Moments, tuple[int, ...], Floats, Floats]:
+def _moments(order: Order, cut: "Cut") -> tuple[OrderMoments, tuple[int, ...], Ints, Ints]:
     """Return the moments of an order, a stage of each class, and the least number of message slots of each rank and of
     messages that may not have left at each moment."""
     _, first, classes = np.unique(2 * np.array(cut.like) + cut.local, return_index=True, return_inverse=True)

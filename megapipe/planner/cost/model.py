@@ -34,7 +34,7 @@ from megapipe.planner.cost.layer_costs import (
 from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
-from megapipe.planner.cost.step_time import STEPS, StepTime, hop_seconds
+from megapipe.planner.cost.step_time import STEPS, StepTimer, hop_seconds
 from megapipe.planner.measured import (
     MeasuredTimes,
     at_ease,
@@ -348,15 +348,15 @@ def estimate(
     return estimate_run(step_time(run, layers, assumptions), rank_memories(run))
 
 
-def estimate_run(step: StepTime, memory: tuple[RankMemory, ...]) -> Estimate:
+def estimate_run(step: StepTimer, memory: tuple[RankMemory, ...]) -> Estimate:
     """Return what `estimate` returns, from parts that several runs may share. memory: result of `rank_memories`."""
     return _answer(step.run, step.terms(), memory)
 
 
-def step_time(run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions) -> StepTime:
+def step_time(run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions) -> StepTimer:
     """Return the time of a step. layers: by `layer_costs`. assumptions: with the machine's slow-down filled in."""
     costs, source = _of_stages(run, layers)
-    return StepTime(run, costs, assumptions, source)
+    return StepTimer(run, costs, assumptions, source)
 
 
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
@@ -402,9 +402,9 @@ def explain_stages(
 def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
     """Estimate the time of a run that moves tensors to host memory. Its memory is exact, from the lowered schedule."""
     schedule = lowered_schedule(run.config, run.stages)
-    terms = StepTime(run, costs, assumptions, source).terms()
+    terms = StepTimer(run, costs, assumptions, source).terms()
     later = slowed(run, costs, schedule, host_copies(run, schedule))
-    slower = StepTime(run, later, assumptions, source).terms()
+    slower = StepTimer(run, later, assumptions, source).terms()
     late = sum(term.seconds for term in slower) - sum(term.seconds for term in terms)
     if late > 0.0:
         terms += (
@@ -432,7 +432,7 @@ def _predicted(
 def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> tuple[Term, ...]:
     """Return the slow-down of compute by traffic of replicas, from the estimate, because the simulator ignores it."""
     slowed, alone = (
-        sum(term.seconds for term in StepTime(run, costs, each, "").terms())
+        sum(term.seconds for term in StepTimer(run, costs, each, "").terms())
         for each in (assumptions, replace(assumptions, slow_down=1.0))
     )
     if slowed <= alone:

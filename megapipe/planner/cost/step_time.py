@@ -174,7 +174,7 @@ class _Exposed(NamedTuple):
     late: Floats
 
 
-class StepTime:
+class StepTimer:
     """The time of a step. A micro-batch's traffic of sharded weights and gradients overlaps with its compute.
 
     costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
@@ -195,13 +195,22 @@ class StepTime:
         return tuple(replace(term, seconds=float(term.seconds)) for term in self._terms() if term.seconds)
 
     def least_seconds(self) -> float:
-        """Return a lower bound of the sum of all terms, without a walk through the order."""
+        """Return a lower bound of the sum of all terms, without a walk through the order: each rank's work, and the
+        passes of the first and of the last micro-batch through the stages before its own."""
         if not self.flushes:
             return 0.0
-        pace, sums = self._pace, self._sums_left(self._pace, 0.0)
-        work = self.count * float(pace.work.max()) + max(float(sums.min()), tied_seconds(self.run))
-        after = scalar_seconds(self.run) + self._update(pace) + self._gathers()
-        return (max(work, self._streamed()) + after) * (1.0 - ROUNDING)
+        costs, pace, sums = self.costs, self._pace, self._sums_left(self._pace, 0.0)
+        last, tied = float(sums.min()), tied_seconds(self.run)
+        hops = np.array(hop_seconds(self.run, self.assumptions)).sum(axis=1)[costs.ranks]
+        hops[:-1] *= np.diff(costs.ranks) == 1
+        first = np.unique(costs.ranks, return_index=True)[1]
+        backward = costs.input_half + costs.weight_half(apart=self.run.splits)
+        work = self.count * costs.by_rank(costs.whole_forward + costs.whole_again + backward)
+        work += np.append(0.0, costs.whole_forward + hops).cumsum()[first]
+        passed = 0.0 if self.run.splits else np.append(0.0, backward + hops).cumsum()[first]
+        seconds = max(float((work + passed).max()), self.count * float(pace.work.max())) + max(last, tied)
+        seconds = max(seconds, float((work + sums).max()), self._streamed())
+        return (seconds + scalar_seconds(self.run) + self._update(pace) + self._gathers()) * (1.0 - ROUNDING)
 
     @cached_property
     def _exposed(self) -> tuple[_Exposed, _Exposed, _Exposed]:

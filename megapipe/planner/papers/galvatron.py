@@ -35,7 +35,7 @@ from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE
 from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, RooflineTimes, shared
-from megapipe.planner.cost.step_time import step_seconds
+from megapipe.planner.cost.step_time import ROUNDING, step_seconds
 from megapipe.planner.papers.two_buffered import uniform_run
 from megapipe.schedules.balance import balance_layers
 from megapipe.schedules.simulation.order_times import OrderCosts
@@ -102,8 +102,6 @@ def stage_strategies(
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
-ROUNDING = 1e-9
-"""Maximum relative difference between sums of the same numbers in different orders."""
 
 
 class StrategyCost(NamedTuple):

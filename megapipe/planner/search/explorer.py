@@ -26,7 +26,7 @@ from megapipe.planner.cost.layer_times import LayerTimes
 from megapipe.planner.cost.memory import LayerSizes, StateSizes, least_bytes, rank_memories
 from megapipe.planner.cost.model import estimate, estimate_run, layer_costs, step_time
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
-from megapipe.planner.cost.step_time import StepTime
+from megapipe.planner.cost.step_time import StepTimer
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
 from megapipe.schedules import ScheduleError
@@ -116,7 +116,7 @@ class Evaluation:
         return self._once(of_micro, LayerSizes.of_run, run), self._once(of_state, StateSizes.of, run)
 
     @cached_method
-    def _step(self, layout: Layout) -> StepTime:
+    def _step(self, layout: Layout) -> StepTimer:
         run = self._run(layout)
         # Costs of layers depend on the schedule only through whether it splits backwards.
         key = layout.shape[:5], layout[1:], run.splits
