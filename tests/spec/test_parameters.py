@@ -225,7 +225,7 @@ def test_elements_of_the_largest_model_fit_in_64_bits(activation: str, without: 
     kinds = {name: (hint, *get_args(hint)) for name, hint in type_hints(ModelConfig).items()}
     bounds = {name: bound for name, each in kinds.items() for bound in map(bound_of, each) if bound and bound.most}
     largest = {name: bound.most for name, bound in bounds.items() if bound.least}
-    assert len(largest) == 15
+    assert len(largest) == 16
     sizes: dict[str, Any] = {**largest, "num_layers": 1, without: None}
     model = ModelConfig(**sizes, activation=activation)  # type: ignore[arg-type]
     assert not any("from 1 to" in problem for problem in model.problems())
