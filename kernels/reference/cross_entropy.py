@@ -161,7 +161,7 @@ def linear_cross_entropy_statistics_and_gradient(
     gradient[:, num_columns:].zero_()
     found = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient, cap=cap)
     if alone:
-        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, _slope_at(found[2], cap))
+        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, slope_at(found[2], cap))
     return found, gradient
 
 
@@ -184,7 +184,7 @@ def linear_cross_entropy_complete_gradient(
     own: this rank's statistics. log_sum_exp: [n], merged from all ranks' statistics.
     """
     share = own[1] * torch.exp(own[0] - log_sum_exp)
-    cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, share, _slope_at(own[2], cap))
+    cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, share, slope_at(own[2], cap))
 
 
 def linear_cross_entropy_backward(
@@ -253,7 +253,7 @@ def softcapped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     return wide * cap, 1 - wide.square()
 
 
-def _slope_at(target: Tensor, cap: float | None) -> Tensor | None:
+def slope_at(target: Tensor, cap: float | None) -> Tensor | None:
     """Return the derivative of the cap where its result is the target's logit."""
     return None if cap is None else 1 - (target / cap).square()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.kernels.reference.cross_entropy import merged, softcapped
+from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradient, merged, slope_at, softcapped
 from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import Linear, OnShards, Shapes, weight_gradient
 from megapipe.layers.split import SplitError, SplitTape
@@ -154,9 +154,10 @@ class VocabParallelHead(Linear, OnShards):
 
 class SharedHead(VocabParallelHead):
     """A shard of an output matrix that all pipeline ranks share, whose statistics are exchanged between forward and
-    backward: algorithm 1 of "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288.
+    backward: algorithm 1 of "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, for whole
+    backwards, and algorithm 2 for split ones.
 
-    Where gradients are computed, the loss is 0 until the backward has run.
+    Where gradients are computed, the loss is 0 until the backward, or its input half, has run.
     """
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
@@ -166,7 +167,29 @@ class SharedHead(VocabParallelHead):
         targets = self._targets(labels.flatten(), row_weight)
         if not torch.is_grad_enabled():
             return loss_and_logit_gradient(rows, self.weight, self, targets, row_weight, keep=False)[0]
-        return _DelayedCrossEntropy.apply(rows, self.weight, self, targets, row_weight)
+        if tape is None:
+            return _DelayedCrossEntropy.apply(rows, self.weight, self, targets, row_weight)
+        record = tape.record(self, (), rows.new_empty((), dtype=wide))
+        loss, *kept = _RescaledCrossEntropy.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
+        record.saved = (rows.detach(), *kept) if row_weight is None else (rows.detach(), *kept, row_weight)
+        record.beside = (targets.columns, targets.owned)
+        return loss
+
+    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        rows, local, own, by_rank, *row_weight, columns, owned = saved
+        share, at_target = self.shares(own, by_rank)
+        cross_entropy_logit_gradient(local[:, : self.num_columns], columns, owned, share, at_target)
+        return [(self.weight, loss_weight_gradient(rows, local, row_weight[0] if row_weight else None, gradient))]
+
+    def shares(self, own: Tensor, by_rank: Tensor) -> tuple[Tensor, Tensor]:
+        """(what this rank's exponentials are of the sum over all ranks [n], factor [n]): the gradient of a row's loss
+        is the first times that by the rank's own softmax alone, less the second in the target's column.
+
+        own: the rank's statistics [3, n]. by_rank: of all ranks [ranks, 3, n].
+        """
+        share = torch.exp(merged(own.unsqueeze(0))[0] - merged(by_rank)[0])
+        slope = slope_at(own[2], self.softcap)
+        return share, 1 - share if slope is None else (1 - share) * slope
 
 
 def loss_and_logit_gradient(
@@ -279,6 +302,48 @@ class _DelayedCrossEntropy(torch.autograd.Function):
         )
         dx = loss_input_gradient(weight, gradient, row_weight, dloss)
         return dx, loss_weight_gradient(rows, gradient, row_weight, dloss), None, None, None
+
+
+class _RescaledCrossEntropy(torch.autograd.Function):
+    """Loss, and what the weight half needs: gradient of the logits by the rank's own softmax, statistics of the rank
+    and of all ranks. The forward starts to gather these, and multiplies that gradient by the matrix; the input half
+    rescales the product. The probe receives the loss's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        probe: Tensor,
+        weight: Tensor,
+        head: SharedHead,
+        targets: Targets,
+        row_weight: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        own, gradient = head.loss_op(rows).statistics_and_gradient(
+            rows, weight, targets.columns, targets.owned, head.num_columns, True, **head.capped
+        )
+        by_rank = own.new_empty((head.group.size, *own.shape))
+        ctx.gathered = head.group.gather_into(by_rank.view(-1), own.contiguous().view(-1))
+        ctx.by_rank = by_rank  # the gather fills it after it was saved
+        ctx.save_for_backward(gradient @ weight, weight, row_weight, own)
+        loss = own.new_zeros(())
+        ctx.head, ctx.targets, ctx.loss = head, targets, loss.detach()
+        ctx.mark_non_differentiable(gradient, own, by_rank)
+        ctx.set_materialize_grads(False)
+        return loss, gradient, own, by_rank
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        product, weight, row_weight, own = ctx.saved_tensors
+        head, targets = ctx.head, ctx.targets
+        ctx.gathered.wait()
+        ctx.loss.copy_(loss_of_statistics(ctx.by_rank, targets, row_weight)[1])
+        share, at_target = head.shares(own, ctx.by_rank)
+        scale = _row_scale(row_weight, dloss)
+        dx = product.mul_(share.unsqueeze(1) * scale)
+        at_target = (at_target * targets.owned).unsqueeze(1) * scale
+        dx -= weight[targets.columns].mul_(at_target)
+        return dx, dloss, None, None, None, None
 
 
 class _Recomputed(torch.autograd.Function):

@@ -127,7 +127,8 @@ class LayoutCosts:
         base, config = self._shape_of(layer.variant), self.config
         if layer.kind == "output":
             rank = self.pipeline_rank * self.tensor + self.tensor_rank
-            return replace(base, tensor=self.tensor * config.parallel.pipeline, tensor_rank=rank)
+            splits = config.parallel.vocabulary_variant == 2
+            return replace(base, tensor=self.tensor * config.parallel.pipeline, tensor_rank=rank, splits_loss=splits)
         held = base.predictions if predictions is None else predictions
         in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
         recompute = base.recompute

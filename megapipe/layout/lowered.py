@@ -46,7 +46,7 @@ def build_schedule(
         file = read_schedule(config, num_microbatches)
         return fit_for_training(file, config.parallel.pipeline, num_microbatches, **run)
     options = schedule_options(config)
-    run["vocabulary"] = config.parallel.vocabulary == "pipeline"
+    run["vocabulary"] = config.parallel.vocabulary_variant
     return build(config.schedule.name, config.parallel.pipeline, num_microbatches, **run, **options)
 
 

@@ -74,7 +74,7 @@ def stage_ranks(config: PretrainConfig) -> tuple[int, ...]:
         return tuple(place.rank for place in _file_header(config).stages)
     chunks = find_generator(config.schedule.name).number_of_chunks(schedule_options(config))
     placed = _placed(config.schedule.name, config.parallel.pipeline, chunks)
-    shards = range(config.parallel.pipeline) if config.parallel.vocabulary == "pipeline" else ()
+    shards = range(config.parallel.pipeline) if config.parallel.vocabulary_variant else ()
     return (*placed, *shards)
 
 
@@ -202,7 +202,7 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
     if parallel.vocabulary == "tensor":
         return []
     problems = [
-        f"parallel.vocabulary is pipeline, but {what}; {remedy}, or set parallel.vocabulary tensor"
+        f"parallel.vocabulary is {parallel.vocabulary}, but {what}; {remedy}, or set parallel.vocabulary tensor"
         for wrong, what, remedy in (
             (parallel.pipeline == 1, "parallel.pipeline is 1", "use more pipeline ranks"),
             (
@@ -222,7 +222,13 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
         if wrong
     ]
     if not problems:
-        order(config.schedule.name, parallel.pipeline, num_microbatches, vocabulary=True, **schedule_options(config))
+        order(
+            config.schedule.name,
+            parallel.pipeline,
+            num_microbatches,
+            vocabulary=parallel.vocabulary_variant,
+            **schedule_options(config),
+        )
     return problems
 
 

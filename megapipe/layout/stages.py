@@ -39,7 +39,7 @@ class StageLayout:
     @classmethod
     def of(cls, config: PretrainConfig) -> "StageLayout":
         """Return the layout that a configuration describes. Raises ScheduleError."""
-        sharded = config.parallel.vocabulary == "pipeline"
+        sharded = config.parallel.vocabulary_variant > 0
         layout = lay_out(
             stage_layers(config)[:-1] if sharded else layers_of(config),
             config.model,
@@ -73,9 +73,9 @@ def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
 
 
 def stage_layers(config: PretrainConfig) -> tuple[LayerSpec, ...]:
-    """Return the layers that stages are made of: with parallel.vocabulary pipeline, the head is two of them."""
+    """Return the layers that stages are made of: with a shared output matrix, the head is two of them."""
     layers = layers_of(config)
-    return sharded_output(layers, config.parallel.pipeline) if config.parallel.vocabulary == "pipeline" else layers
+    return sharded_output(layers, config.parallel.pipeline) if config.parallel.vocabulary_variant else layers
 
 
 @lru_cache(maxsize=16)

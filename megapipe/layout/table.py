@@ -106,7 +106,7 @@ class LayoutTable:
         groups: dict[str, dict[str, Any]] = {
             "parallel": {
                 **{name: getattr(parallel, name) for name in (*DIMENSIONS, "sequence")},
-                **({"vocabulary": "pipeline"} if parallel.vocabulary == "pipeline" else {}),
+                **({"vocabulary": parallel.vocabulary} if parallel.vocabulary_variant else {}),
                 "layers_per_stage": [len(each) for each in self.stages.ranges if each.stop <= self._num_named],
                 "layers": {name: fields for name, fields in named.items() if fields},
             },
@@ -128,7 +128,7 @@ class LayoutTable:
     @property
     def _num_named(self) -> int:
         """Layers that `parallel` names: an output matrix that pipeline ranks share is part of the head."""
-        return len(self.stages.layers) - (self.config.parallel.vocabulary == "pipeline")
+        return len(self.stages.layers) - (self.config.parallel.vocabulary_variant > 0)
 
     def _named_strategies(self) -> list[tuple[str, str, LayerChoice]]:
         """Return name, kind and strategy of each layer, where neighboring blocks of one strategy are a range."""

@@ -337,12 +337,13 @@ class Walk:
 
     @cached_property
     def _is_summed(self) -> Mask:
-        """Steps that make a gradient for the last stage of another rank: backwards of shards of the output layer."""
+        """Steps that make a gradient for the last stage of another rank: backwards of shards of the output
+        layer, or their input halves."""
         header = self._header
         if not header.vocabulary:
             return np.zeros(len(self._kind), dtype=np.bool_)
         home = header.stage_ranks[header.routes[0][-1]]
-        found: Mask = header.is_shard[self._stage] & (self._kind == Kind.BACKWARD)
+        found: Mask = header.is_shard[self._stage] & kind_mask(self._kind, Kind.BACKWARD, Kind.BACKWARD_INPUT)
         found &= header.stage_ranks[self._stage] != home
         return found
 

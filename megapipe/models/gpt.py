@@ -189,7 +189,7 @@ class OutputShard(nn.Module):
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), known once the backward has run."""
         assert context.labels is not None
-        return (self.output.loss_sum(hidden, context.labels, context.loss_mask, None),)
+        return (self.output.loss_sum(hidden, context.labels, context.loss_mask, context.tape),)
 
 
 def build_layer(

@@ -36,7 +36,7 @@ def build(
     receive_ahead: int = 1,
     recompute: Spans = (),
     offload: Offload = NOTHING,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
     **options: Unpack[Options],
 ) -> Schedule:
     """Return the lowered schedule of a name.
@@ -55,7 +55,8 @@ def build(
         recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
             backward; nothing by default.
         offload: what goes to host memory between its uses; nothing by default.
-        vocabulary: all ranks share the output layer, and each has one more stage, its shard (`with_vocabulary`).
+        vocabulary: variant of the passes, 1 or 2, of an output layer that all ranks share: each has one more stage,
+            its shard (`with_vocabulary`); 0 for an output layer on the last stage.
         options: what the named schedule takes besides, see :class:`Options`.
 
     Raises:
@@ -87,7 +88,7 @@ def order(
     tied_groups: Sequence[Sequence[int]] = (),
     data_parallel: bool = False,
     states: StateTable = WHOLE_STATES,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
     **options: Unpack[Options],
 ) -> Schedule:
     """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
@@ -126,7 +127,7 @@ def order(
         sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
     schedule = Schedule(header, sections)
     schedule = forward_only(schedule) if mode == "forward" else schedule
-    return with_vocabulary(schedule) if vocabulary else schedule
+    return with_vocabulary(schedule, vocabulary) if vocabulary else schedule
 
 
 def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **options: Unpack[Options]) -> None:

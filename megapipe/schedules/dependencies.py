@@ -235,8 +235,8 @@ class Dependencies:
     @cached_property
     def shard_needs(self) -> Needs:
         """Needs where all ranks share the output layer: forwards of shards need that of the route's last stage, their
-        backwards the forwards of all shards, and its backward the backwards of all of them. Each pass of a shard
-        needs the pass before it on all ranks, which is the same one."""
+        backwards (or input halves) the forwards of all shards, and its backward the backwards of all of them. Each
+        pass of a shard needs the pass before it on all ranks, which is the same one."""
         shards = np.array(self.table.header.vocabulary, dtype=np.int64)
         if not len(shards):
             return NO_NEEDS
@@ -420,8 +420,9 @@ class Dependencies:
 
 
 def shard_passes(table: Table) -> list[Ints]:
-    """Return for each rank the passes of its shard of the output layer, in program order; empty if there are none."""
-    rows = np.flatnonzero(table.header.is_shard[table.stage] & table.is_kind(Kind.FORWARD, Kind.BACKWARD))
+    """Return for each rank the passes of its shard of the output layer that have collectives, in program order; empty
+    if there are none."""
+    rows = np.flatnonzero(table.header.is_shard[table.stage] & table.is_kind(Kind.FORWARD, *BACKWARDS))
     return [rows[table.rank[rows] == rank] for rank in range(table.header.num_ranks)] if len(rows) else []
 
 

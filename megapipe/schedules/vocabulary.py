@@ -3,31 +3,34 @@ Parallelism", arXiv 2411.05288, section 4).
 
 Every rank gets one more stage, which no route passes: a shard of the output layer (`Header.vocabulary`). The forward
 of a shard needs the output of the route's last stage, and computes logits and their statistics; its backward needs the
-statistics of all ranks; the backward of the route's last stage needs the backwards of all shards. These are the S and
-T passes of the paper's algorithm 1 ("Vocab-1"), with one barrier between them.
+statistics of all ranks; the backward of the route's last stage needs the backwards of all shards.
+
+Variant 1 is the paper's algorithm 1 ("Vocab-1"): forward and backward are its S and T passes, with two barriers. In
+variant 2, algorithm 2 ("Vocab-2"), the forward also multiplies the softmax of the rank's own columns by the matrix.
+The backward is split: its input half takes next to no time, rescales that product, and starts the sum over all ranks;
+the weight half is the T pass, which no rank waits for.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import GROUP, KIND, MICROBATCH, STAGE, Ints, Kind, Rows, rows_of
+from megapipe.schedules.actions import GROUP, KIND, MICROBATCH, STAGE, Action, Ints, Kind, Rows
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule, Sections, StagePlace
 
-DELAY: Final = 2
-"""Micro-batches by which backwards are delayed, one for each barrier (section 5.1: 1F1B keeps p + 2 micro-batches)."""
+PASSES: Final = {1: (Kind.BACKWARD,), 2: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
+"""A shard's backward, by the variant."""
+BARRIERS: Final = {1: 2, 2: 1}
+"""Micro-batches by which backwards are delayed, one for each barrier (section 5.1: 1F1B keeps p + 2 or p + 1
+micro-batches)."""
 SECONDS: Final = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 PASS_SECONDS: Final = 0.25
 """Time of a pass of a shard, where the forward of all layers of a rank takes 1: by these times passes are placed."""
-
-
-_NEVER: Final[tuple[float, bool, list[int]]] = (np.inf, True, [])
 
 
 def vocabulary_shards(num_routed: int, num_ranks: int) -> tuple[StagePlace, ...]:
@@ -35,12 +38,12 @@ def vocabulary_shards(num_routed: int, num_ranks: int) -> tuple[StagePlace, ...]
     return tuple(StagePlace(num_routed + rank, 0, rank) for rank in range(num_ranks))
 
 
-def with_vocabulary(schedule: Schedule) -> Schedule:
+def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
     """Return a schedule of compute actions with the passes of the shards of the output layer, which its header names.
 
-    Backwards are delayed by `DELAY` micro-batches; then the passes take the first free time on each rank, in one order
-    on all of them. Raises ScheduleError for a schedule that never flushes, has several routes, slices or overlapped
-    pairs, or whose order leaves no time for the passes.
+    variant: a key of `PASSES`. Backwards are delayed by its barriers; then the passes take the first free time on
+    each rank, in one order on all of them. Raises ScheduleError for a schedule that never flushes, has several routes,
+    slices or overlapped pairs, or whose order leaves no time for the passes.
     """
     header, body = schedule.header, schedule.sections.body
     for wrong, what in (
@@ -54,124 +57,153 @@ def with_vocabulary(schedule: Schedule) -> Schedule:
                 f"{header.name} {what}, so its output layer cannot be sharded over pipeline ranks; set "
                 "parallel.vocabulary tensor, or use a schedule such as 1f1b"
             )
-    rows = [_delayed(each, len(header.stages_on(rank)) - 1) for rank, each in enumerate(body)]
-    placed = _Placing(Schedule(header, Sections.flushing(tuple(rows))))
+    delay = BARRIERS[variant]
+    rows = [_delayed(each, delay * (len(header.stages_on(rank)) - 1)) for rank, each in enumerate(body)]
+    placed = _Placing(Schedule(header, Sections.flushing(tuple(rows))), ((Kind.FORWARD,), PASSES[variant]))
     return replace(schedule, sections=Sections.flushing(tuple(placed.rows())))
 
 
-def _delayed(rows: Rows, stages: int) -> Rows:
-    """Return a rank's rows with each backward after `DELAY` micro-batches more forwards. stages: of the rank."""
+def _delayed(rows: Rows, delay: int) -> Rows:
+    """Return a rank's rows with each backward after `delay` more forwards of its stages."""
     forward = rows[:, KIND] == Kind.FORWARD
     before = np.cumsum(forward) - forward
-    late = np.minimum(before + DELAY * stages, forward.sum())
+    late = np.minimum(before + delay, forward.sum())
     order: Ints = np.lexsort((forward, np.where(forward, before, late)))
     return rows[order]
 
 
+Event = tuple[int, int, int]
+"""Direction (0 forward, 1 backward or input half), stage (-1 for all shards), and micro-batch."""
+
+
 @dataclass
+class _Line:
+    """A rank on its way through its own rows.
+
+    rows: with the event that each needs, the event that it is, and its seconds. found: rows that the rank has run.
+    done: how many of `rows` are among them. passed: the number of passes among them. version: of its latest offer.
+    """
+
+    rows: list[tuple[list[int], Event | None, Event, float]]
+    shard: int
+    found: list[list[int]] = field(default_factory=list)
+    done: int = 0
+    passed: int = 0
+    free: float = 0.0
+    version: int = 0
+
+
 class _Placing:
     """Runs the ranks' rows in time, and each pass of a shard as soon as its rank is free.
 
-    passes: those that any rank has run, in the order of all ranks. A rank that has run all of them runs what is ready
-    first: the next micro-batch's forward, or the next backward. Every rank can follow, because all ranks can run it.
+    All ranks have one order of passes, and a pass starts when all ranks have ended the one before: so do their
+    collectives. The first rank that is free decides which one is next: a forward if the last stage has ended its own,
+    otherwise the oldest backward.
     """
 
-    schedule: Schedule
-    passes: list[tuple[Kind, int]] = field(default_factory=list)
-    ended: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    ends: dict[tuple[int, int], list[float]] = field(default_factory=dict)
-    started: Counter[Kind] = field(default_factory=Counter)
-    place: dict[tuple[int, int], int] = field(default_factory=dict)
+    def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]]) -> None:
+        header = self._header = schedule.header
+        self._kinds = kinds if header.mode == "train" else kinds[:1]
+        self._last = header.routes[0][-1]
+        before, after = ({two[1 - side]: two[side] for two in pairwise(header.routes[0])} for side in (0, 1))
+        self._lines = []
+        for rank, rows in enumerate(schedule.sections.body):
+            own: list[tuple[list[int], Event | None, Event, float]] = []
+            for row in rows.tolist():
+                kind, stage, microbatch = Kind(row[KIND]), row[STAGE], row[MICROBATCH]
+                forward, needed = kind == Kind.FORWARD, None
+                if not forward and kind != Kind.BACKWARD_WEIGHT:
+                    needed = (1, after.get(stage, -1), microbatch)
+                elif forward and stage in before:
+                    needed = (0, before[stage], microbatch)
+                event = (0 if forward else 2 if kind == Kind.BACKWARD_WEIGHT else 1, stage, microbatch)
+                own.append((row, needed, event, SECONDS[kind] / header.stages_sharing[stage]))
+            self._lines.append(_Line(own, header.vocabulary[rank]))
+        self._heap: list[tuple[float, bool, int, int]] = []
+        self._ended: dict[Event, float] = {}
+        self._waiting: dict[Event, int] = {}
+        self._started = [0 for _ in self._kinds]
+        self._through, self._all_ended = 0, 0.0
+        self._current: int | None = None
+        self._ends: list[float] = []
 
     def rows(self) -> Iterator[Rows]:
         """Yield each rank's rows with the passes. Raises ScheduleError where ranks wait for one another."""
-        header, ranks = self.schedule.header, range(self.schedule.header.num_ranks)
-        shares, own = header.stages_sharing, [each.tolist() for each in self.schedule.sections.body]
-        found: list[list[list[int]]] = [[] for _ in ranks]
-        done, passed, free = [0 for _ in ranks], [0 for _ in ranks], [0.0 for _ in ranks]
-        starts: list[tuple[float, bool, list[int]]] = [_NEVER for _ in ranks]
-        changed: Iterable[int] = ranks
-        while True:
-            for rank in changed:
-                rows = [(False, each) for each in self._next_passes(rank, passed[rank])]
-                rows += [(True, each) for each in own[rank][done[rank] : done[rank] + 1]]
-                starts[rank] = min(
-                    ((max(self._ready(row), free[rank]), mine, row) for mine, row in rows), default=_NEVER
-                )
-            rank = min(ranks, key=starts.__getitem__)
-            start, mine, row = starts[rank]
-            if start == np.inf:
-                break
-            took = SECONDS[Kind(row[KIND])] / shares[row[STAGE]] if mine else PASS_SECONDS
-            free[rank] = start + took
-            found[rank].append(row)
-            done[rank] += mine
-            passed[rank] += not mine
-            for_all = self._end(row, free[rank]) or passed[rank] > len(self.passes)
-            if passed[rank] > len(self.passes):
-                self._add_pass(row)
-            changed = ranks if for_all else {rank, *self._neighbours[row[STAGE]]}
-        if any(count < len(rows) for count, rows in zip(done, own, strict=True)):
+        for rank in range(len(self._lines)):
+            self._offer(rank)
+        while self._heap:
+            start, own, rank, version = heappop(self._heap)
+            if version == self._lines[rank].version:
+                (self._run_own if own else self._run_pass)(rank, start)
+        if any(line.done < len(line.rows) for line in self._lines):
             raise ScheduleError(
-                f"{header.name} leaves no time for the passes of an output layer that is sharded over pipeline ranks; "
-                "set parallel.vocabulary tensor, or use a schedule such as 1f1b"
+                f"{self._header.name} leaves no time for the passes of an output layer that is sharded over pipeline "
+                "ranks; set parallel.vocabulary tensor, or use a schedule such as 1f1b"
             )
-        yield from (np.array(each, dtype=np.int32) for each in found)
+        yield from (np.array(line.found, dtype=np.int32) for line in self._lines)
 
-    @cached_property
-    def _neighbours(self) -> list[list[int]]:
-        """Ranks of the stages before and after each stage."""
-        header = self.schedule.header
-        found: list[list[int]] = [[] for _ in header.stages]
-        for one, other in pairwise(header.routes[0]):
-            found[one].append(header.stages[other].rank)
-            found[other].append(header.stages[one].rank)
-        return found
+    def _offer(self, rank: int) -> None:
+        """Find what a rank runs next, and when."""
+        line = self._lines[rank]
+        line.version += 1
+        options = []
+        if line.passed == self._through and (found := self._next_pass(line.free)) is not None:
+            options.append((found[0], False))
+        if line.done < len(line.rows):
+            needed = line.rows[line.done][1]
+            ended = 0.0 if needed is None else self._ended.get(needed)
+            if ended is not None:
+                options.append((max(ended, line.free), True))
+            elif needed is not None:
+                self._waiting[needed] = rank
+        if options:
+            heappush(self._heap, (*min(options), rank, line.version))
 
-    def _add_pass(self, row: list[int]) -> None:
-        kind = Kind(row[KIND])
-        self.place[int(kind != Kind.FORWARD), row[MICROBATCH]] = len(self.passes)
-        self.passes.append((kind, row[MICROBATCH]))
-        self.started[kind] += 1
+    def _next_pass(self, free: float) -> tuple[float, int] | None:
+        """Return when the next pass can start on a rank that is free then, and its direction; None if it cannot."""
+        now = max(free, self._all_ended)
+        if self._current is not None:
+            hidden = self._ended[0, self._last, self._started[0] - 1] if self._current == 0 else 0.0
+            return max(now, hidden), self._current
+        hidden = self._ended.get((0, self._last, self._started[0]), np.inf)
+        if hidden > now and self._started[0] > self._started[-1]:
+            return now, len(self._kinds) - 1
+        return (max(now, hidden), 0) if hidden < np.inf else None
 
-    def _end(self, row: list[int], time: float) -> bool:
-        """Record the end of a row, and return whether all ranks may wait for it. The passes of all shards are one
-        event, of stage -1, when the last one ends."""
-        direction, stage, microbatch = name = self._name(row)
-        self.ended[name] = time
-        if stage not in self.schedule.header.vocabulary:
-            return bool(stage == self.schedule.header.routes[0][-1])
-        times = self.ends.setdefault((direction, microbatch), [])
-        times.append(time)
-        if len(times) < self.schedule.header.num_ranks:
-            return False
-        self.ended[direction, -1, microbatch] = max(times)
-        return True
+    def _run_pass(self, rank: int, start: float) -> None:
+        line, found = self._lines[rank], self._next_pass(self._lines[rank].free)
+        assert found is not None
+        direction, opens = found[1], self._current is None
+        if opens:
+            self._current = direction
+            self._started[direction] += 1
+        number = self._started[direction] - 1
+        kinds = self._kinds[direction]
+        line.found += (list(Action(kind, line.shard, microbatch=number)) for kind in kinds)
+        line.passed += 1
+        line.free = start + PASS_SECONDS
+        self._ends.append(start if Kind.BACKWARD_INPUT in kinds else line.free)
+        if len(self._ends) == len(self._lines):
+            self._through, self._all_ended, self._current = self._through + 1, max(self._ends), None
+            self._ends.clear()
+            self._end((direction, -1, number), self._all_ended)
+            opens = True
+        for other in range(len(self._lines)) if opens else (rank,):
+            self._offer(other)
 
-    def _next_passes(self, rank: int, passed: int) -> list[list[int]]:
-        """Return the rows that may be a rank's next pass, after its first `passed` ones."""
-        shard, header = self.schedule.header.vocabulary[rank], self.schedule.header
-        kinds = (Kind.FORWARD, Kind.BACKWARD) if header.mode == "train" else (Kind.FORWARD,)
-        following = self.passes[passed : passed + 1] or [
-            (kind, number) for kind in kinds if (number := self.started[kind]) < header.num_microbatches
-        ]
-        return [rows_of(kind, shard, number)[0].tolist() for kind, number in following]
+    def _run_own(self, rank: int, start: float) -> None:
+        line = self._lines[rank]
+        row, _, event, seconds = line.rows[line.done]
+        line.found.append(row)
+        line.done += 1
+        line.free = start + seconds
+        self._offer(rank)
+        self._end(event, line.free)
+        if event[:2] == (0, self._last) and self._current is None:
+            for other in range(len(self._lines)):
+                self._offer(other)
 
-    def _name(self, row: list[int]) -> tuple[int, int, int]:
-        return int(row[KIND] != Kind.FORWARD) + int(row[KIND] == Kind.BACKWARD_WEIGHT), row[STAGE], row[MICROBATCH]
-
-    def _ready(self, row: list[int]) -> float:
-        """Return when everything that a row needs has ended, infinity if it is not known yet."""
-        direction, stage, microbatch = self._name(row)
-        header, needed = self.schedule.header, [] if direction == 0 else [(direction - 1, stage, microbatch)]
-        if stage in header.vocabulary:
-            needed = [(0, header.routes[0][-1] if direction == 0 else -1, microbatch)]
-            before = self.place.get((direction, microbatch), len(self.passes)) - 1
-            if before >= 0:
-                kind, earlier = self.passes[before]
-                needed.append((int(kind != Kind.FORWARD), -1, earlier))
-        elif direction < 2:
-            neighbour = (self.schedule.previous_stage, self.schedule.next_stage)[direction](stage, microbatch)
-            if direction == 1 or neighbour is not None:
-                needed.append((direction, -1 if neighbour is None else neighbour, microbatch))
-        return max((self.ended.get(each, np.inf) for each in needed), default=0.0)
+    def _end(self, event: Event, time: float) -> None:
+        self._ended[event] = time
+        if event in self._waiting:
+            self._offer(self._waiting.pop(event))

@@ -31,6 +31,7 @@ class MicrobatchShape:
     shard the tokens between matrix products, in sequence_chunks pieces. context: ranks that shard each sample, by
     context_attention. predictions: masked tokens of a sample that a BERT's head predicts on this rank; None for all
     tokens. recompute: parts of a block that the backward recomputes. recompute_logits: the head saves no logits.
+    splits_loss: the backward of an output layer that pipeline ranks share is split.
     isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a mask.
     fp8: matrix products of blocks are in fp8; tensorwise_fp8: with scales that the tensor ranks agree on.
     stored_masks: dropout keeps its mask for the backward (on a GPU the kernels recompute it). repeats_keys: attention
@@ -53,6 +54,7 @@ class MicrobatchShape:
     predictions: int | None = None
     recompute: frozenset[RecomputedPart] = frozenset()
     recompute_logits: bool = False
+    splits_loss: bool = False
     isolate_documents: bool = False
     document_blocks: bool = False
     fp8: bool = False

@@ -49,6 +49,7 @@ from megapipe.spec.ops import (
     Flops,
     GroupName,
     Kernel,
+    KernelPhase,
     KernelUse,
     MicrobatchShape,
     Op,
@@ -465,16 +466,24 @@ def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the op of an output matrix that all pipeline ranks share, with its loss.
 
     shape: its tensor ranks are all ranks that share the matrix. They get the last hidden states by a broadcast, and
-    sum their gradient. Statistics of all ranks come between forward and backward.
+    sum their gradient. Statistics of all ranks come between forward and backward. If the backward is split, its
+    forward leaves the product of the softmax of its own columns and the matrix.
     """
     _, output = gpt_head_ops(shape)
     group: GroupName = "pipeline+tensor"
-    rows = shape.tokens
-    own = LOSS_STATISTICS * rows * FULL_BYTES
-    hidden = Collective(group, "broadcast", rows * shape.model.hidden_size, shape.width, 1)
+    elements, own = shape.tokens * shape.model.hidden_size, LOSS_STATISTICS * shape.tokens * FULL_BYTES
+    statistics = Value("statistics", own), Value("statistics of all ranks", own * shape.tensor)
+    (use,) = output.uses
+    product = [Value("product of the softmax", elements * shape.width)] if shape.splits_loss else []
     yield output._replace(
-        saves=(*output.saves, Value("statistics", own), Value("statistics of all ranks", own * shape.tensor)),
-        collectives=(hidden, *(each._replace(group=group) for each in output.collectives)),
+        saves=(*output.saves, *statistics, *product),
+        weight_needs=(*output.weight_needs, *statistics),
+        collectives=(
+            Collective(group, "broadcast", elements, shape.width, 1),
+            *(each._replace(group=group) for each in output.collectives),
+        ),
+        kernels=lambda: tuple(_shared_output_kernels(shape)),
+        uses=(use._replace(calls=1, backward=0 if shape.splits_loss else use.calls - 1),),
     )
 
 
@@ -590,6 +599,16 @@ def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
         return KernelUse("cross_entropy", -(-model.vocabulary_size // shards), gradients)
     calls = 1 if shards == 1 else 1 + gradients
     return KernelUse(op, model.hidden_size, calls, backward=0)
+
+
+def _shared_output_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
+    """Yield the kernels of an output matrix that all pipeline ranks share. A pass over the logits completes their
+    gradient; if the backward is split, the forward has multiplied what it had of it by the matrix."""
+    for each in _output_kernels(shape):
+        early = shape.splits_loss and each.phase == "backward_input"
+        yield each._replace(phase="forward") if early else each
+    later: KernelPhase = "backward_weight" if shape.splits_loss else "backward_input"
+    yield Kernel("loss", later, moved=2 * shape.rows * _columns(shape) * shape.width)
 
 
 def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:

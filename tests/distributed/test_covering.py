@@ -85,6 +85,10 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"schedule": "zb_h1", "model": "llama", "tied": "untied", "data": "2", "pipeline": "2", "zero": "3"},
         {"parallel": {"vocabulary": "pipeline"}, "training": {"precision": "bf16"}},
     ),
+    (
+        {"schedule": "zb_h1", "model": "llama", "tied": "untied", "data": "2", "pipeline": "2", "zero": "3"},
+        {"parallel": {"vocabulary": "pipeline_2"}, "training": {"precision": "bf16"}},
+    ),
 ]
 """What the array leaves out: a case, and what else is changed."""
 WINDOWS: Change = {
@@ -165,6 +169,9 @@ MIXED = [
     pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, NO_ROPE, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2", "recompute": "full"}, EXPERTS, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2", "tied": "untied"}, SHARED, marks=SLOW),
+    pytest.param(
+        {"pipeline": "2", "tensor": "2", "tied": "untied"}, {"parallel": {"vocabulary": "pipeline_2"}}, marks=SLOW
+    ),
     pytest.param(
         {"data": "2", "tensor": "2", "zero": "3", "sequence": "on"},
         {**EXPERTS, "zero": {"expert_shard_size": 1}},

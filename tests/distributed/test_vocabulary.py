@@ -18,6 +18,7 @@ from tests.support.meshes import run_mesh, run_threads
 
 DROPPING = replace(GPT2_SHAPE, tie_embeddings=False, embedding_dropout=0.1, hidden_dropout=0.1)
 SCALED = replace(LLAMA_SHAPE, tie_embeddings=False, logit_scale=0.7, logit_softcap=3.0)
+SECOND = {"parallel": {"vocabulary": "pipeline_2"}}
 
 
 def configurations(
@@ -25,7 +26,7 @@ def configurations(
 ) -> tuple[PretrainConfig, PretrainConfig]:
     """A run of one process, and one whose pipeline ranks share the output layer."""
     prefix = write_shard(folder)
-    groups["parallel"] = {**sizes, "vocabulary": "pipeline"}
+    groups["parallel"] = {"vocabulary": "pipeline", **sizes, **groups.get("parallel", {})}
     return make_config(prefix, model), make_config(prefix, model, **groups)
 
 
@@ -35,6 +36,17 @@ def configurations(
         (DROPPING, {"pipeline": 2}, {}),
         (SCALED, {"pipeline": 4}, {"schedule": {"name": "zb_h1"}}),
         (SCALED, {"pipeline": 2, "tensor": 2}, {"schedule": {"name": "zb_v"}}),
+        (SCALED, {"pipeline": 2}, {**SECOND, "schedule": {"name": "zb_v"}}),
+        pytest.param(DROPPING, {"pipeline": 4}, SECOND, marks=pytest.mark.slow),
+        pytest.param(
+            SCALED,
+            {"pipeline": 2, "tensor": 2},
+            {**SECOND, "schedule": {"name": "v_half"}},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            DROPPING, {"pipeline": 2, "data": 2}, {**SECOND, "zero": {"stage": 3}}, marks=pytest.mark.exhaustive
+        ),
         pytest.param(DROPPING, {"pipeline": 2, "data": 2}, {"zero": {"stage": 3}}, marks=pytest.mark.slow),
         pytest.param(
             DROPPING, {"pipeline": 2, "context": 2}, {"schedule": {"name": "interleaved_1f1b"}}, marks=pytest.mark.slow

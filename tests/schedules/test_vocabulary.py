@@ -13,27 +13,32 @@ from megapipe.schedules.schedule import Schedule
 from tests.schedules.support import NEVER_FLUSHING, TRAINED, layouts
 
 REFUSED = (*NEVER_FLUSHING, "seq1f1b", "dualpipe_v")
+BARRIERS = {1: 2, 2: 1}
+"""By variant."""
 NAMES = [name for name in TRAINED if name not in REFUSED]
 
 
 def passes(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
-    """Kind and micro-batch of each pass of a rank's shard."""
+    """Kind and micro-batch of each pass of a rank's shard that has collectives."""
     rows = schedule.sections.body[rank]
-    own = np.isin(rows[:, KIND], (Kind.FORWARD, Kind.BACKWARD)) & (rows[:, STAGE] == schedule.header.vocabulary[rank])
+    own = np.isin(rows[:, KIND], (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT))
+    own &= rows[:, STAGE] == schedule.header.vocabulary[rank]
     return [tuple(each) for each in rows[own][:, [KIND, MICROBATCH]].tolist()]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=3, deadline=None)
-@given(data=st.data(), mode=st.sampled_from(["train", "forward"]))
-def test_orders_with_shards_are_valid_and_alike_on_all_ranks(name: str, data: st.DataObject, mode: Any) -> None:
+@given(data=st.data(), mode=st.sampled_from(["train", "forward"]), variant=st.sampled_from([1, 2]))
+def test_orders_with_shards_are_valid_and_alike_on_all_ranks(
+    name: str, data: st.DataObject, mode: Any, variant: int
+) -> None:
     given: dict[str, Any] = data.draw(layouts(name))
     ranks = given["num_ranks"]
     arguments = {
         key: value for key, value in given.items() if key not in ("states", "offload", "recompute", "units_per_stage")
     }
     units = [*given["units_per_stage"], *(1 for _ in range(ranks))]
-    schedule = build(name, **arguments, units_per_stage=units, vocabulary=True, mode=mode)
+    schedule = build(name, **arguments, units_per_stage=units, vocabulary=variant, mode=mode)
     report = validate(schedule)
     assert loads(dumps(schedule)) == schedule
     first, *others = (passes(schedule, rank) for rank in range(ranks))
@@ -43,29 +48,33 @@ def test_orders_with_shards_are_valid_and_alike_on_all_ranks(name: str, data: st
     if mode == "train":
         whole = validate(build(name, **arguments, units_per_stage=given["units_per_stage"]))
         more = np.subtract(report.peak_activations, whole.peak_activations)
-        assert more.max() <= 2 + 1e-9
+        assert more.max() <= BARRIERS[variant] + 1e-9
 
 
-def test_1f1b_keeps_two_micro_batches_more_than_ranks() -> None:
-    """Algorithm 1 of the paper has two barriers more between forward and backward (section 5.1)."""
+@pytest.mark.parametrize("variant", [1, 2])
+def test_1f1b_keeps_micro_batches_of_ranks_and_barriers(variant: int) -> None:
+    """Algorithms 1 and 2 of the paper have two barriers and one between forward and backward (section 5.1)."""
     for ranks in (2, 4, 8):
-        schedule = build("1f1b", ranks, 3 * ranks, vocabulary=True)
-        assert validate(schedule).peak_activations == tuple(ranks + 2 - rank for rank in range(ranks))
+        schedule = build("1f1b", ranks, 3 * ranks, vocabulary=variant)
+        more = BARRIERS[variant]
+        assert validate(schedule).peak_activations == tuple(ranks + more - rank for rank in range(ranks))
 
 
-def test_passes_fill_idle_time() -> None:
+@pytest.mark.parametrize("variant", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_passes_fill_idle_time(name: str, variant: int) -> None:
     """Every rank works for a pass more a micro-batch and direction; the bubble stays that of whole layers."""
-    plain, shared = build("1f1b", 4, 32), build("1f1b", 4, 32, vocabulary=True)
+    plain, shared = build(name, 4, 32), build(name, 4, 32, vocabulary=variant)
     before, after = (simulate(each, rank_costs(each.header)) for each in (plain, shared))
     assert after.ideal == before.ideal + 32 * 2 * 0.25
-    assert after.makespan - after.ideal <= before.makespan - before.ideal + 0.5
+    assert after.makespan - after.ideal <= before.makespan - before.ideal + 0.75
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "chimera"])
 def test_other_orders_are_refused(name: str) -> None:
     ranks = 2
     with pytest.raises(ScheduleError, match="its output layer cannot be sharded"):
-        build(name, ranks, 2 * ranks, vocabulary=True)
+        build(name, ranks, 2 * ranks, vocabulary=2)
 
 
 @pytest.mark.parametrize(

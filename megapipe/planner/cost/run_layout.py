@@ -75,7 +75,7 @@ class RunLayout:
     @property
     def shares_output(self) -> bool:
         """Return whether all pipeline ranks share the output layer; each has its shard as a stage of its own."""
-        return self.config.parallel.vocabulary == "pipeline"
+        return self.config.parallel.vocabulary_variant > 0
 
     @cached_property
     def num_microbatches(self) -> int:

@@ -348,8 +348,10 @@ def _check_request(base: PretrainConfig, devices: int, pinned: frozenset[str], s
     if any((each.recompute, each.offload, each.fp8) != (None, None, None) for each in base.parallel.layers.values()):
         apart = "parallel.layers sets recompute, offload or fp8"
         problems.append(f"{apart}, but a search treats all blocks alike; {later}")
-    if base.parallel.vocabulary == "pipeline":
-        problems.append(f"parallel.vocabulary is pipeline, but a search leaves output layers whole; {later}")
+    if base.parallel.vocabulary_variant:
+        problems.append(
+            f"parallel.vocabulary is {base.parallel.vocabulary}, but a search leaves output layers whole; {later}"
+        )
     if base.recompute.method == "auto":
         problems.append(
             "recompute.method auto must be resolved before a search: call "

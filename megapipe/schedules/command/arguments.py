@@ -132,8 +132,13 @@ def _flags(command: argparse.ArgumentParser) -> None:
     )
     shape.add_argument(
         "--vocabulary",
-        action="store_true",
-        help="shard the output layer over all ranks (parallel.vocabulary pipeline)",
+        type=int,
+        nargs="?",
+        choices=(1, 2),
+        const=1,
+        default=0,
+        help="shard the output layer over all ranks, by this variant of its passes (parallel.vocabulary pipeline or "
+        "pipeline_2; default 1)",
     )
     options = command.add_argument_group("options of particular schedules")
     options.add_argument(
@@ -285,8 +290,8 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     in_host = getattr(flags, "offload_weights", 0)
     if in_host and flags.weight_buffers:
         raise ScheduleError("--offload-weights and --weight-buffers exclude each other; leave one of the two out")
-    stages = flags.ranks * (generator.number_of_chunks(cast(Options, options)) + flags.vocabulary)
-    units = [flags.units] * (stages - flags.ranks * flags.vocabulary) + [1] * (flags.ranks * flags.vocabulary)
+    routed = flags.ranks * generator.number_of_chunks(cast(Options, options))
+    units = [flags.units] * routed + [1] * _num_shards(flags)
     return {
         "vocabulary": flags.vocabulary,
         "units_per_stage": units,
@@ -301,6 +306,10 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     }
 
 
+def _num_shards(flags: argparse.Namespace) -> int:
+    return flags.ranks if flags.vocabulary else 0
+
+
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
     if flags.recompute is None:
         return []
@@ -308,7 +317,7 @@ def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
         raise ScheduleError(
             f"--recompute is {flags.recompute}; it must be at least 1, or left out to keep all activations"
         )
-    units, shards = range(flags.units), flags.ranks * flags.vocabulary
+    units, shards = range(flags.units), _num_shards(flags)
     spans = [units[at : at + flags.recompute] for at in units[:: flags.recompute]]
     return [spans] * (num_stages - shards) + [[] for _ in range(shards)]
 
@@ -318,7 +327,7 @@ def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
         raise ScheduleError(
             f"--offload is {flags.offload}; it must be at least 1, or left out to keep all activations"
         )
-    shards = flags.ranks * flags.vocabulary
+    shards = _num_shards(flags)
     moved: tuple[int, ...] = () if flags.offload is None else tuple(range(0, flags.units, flags.offload))
     units = () if flags.offload is None else (moved,) * (num_stages - shards) + ((),) * shards
     state = flags.offload_state or flags.offload_weights > 0

@@ -191,7 +191,7 @@ def rank_costs(
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the
     forward. ``group`` is a fraction, as in :class:`Costs`. A pass of a shard of the output layer takes ``vocabulary``
-    forwards. Units of a stage divide its times as in
+    forwards, and an input half of its backward no time. Units of a stage divide its times as in
     :func:`stage_times`.
 
     Example:
@@ -216,7 +216,7 @@ def rank_costs(
     given = (*times.values(), offload_state)
     if min(*given, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must be at least 0 and compute times above 0, got {given}")
-    shares, passes = header.stages_sharing, (Kind.FORWARD, Kind.BACKWARD)
+    shares, passes = header.stages_sharing, (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     states = [(stage, header.state_units(stage)) for stage in range(len(shares))]
     return Costs(
         stage_times(
