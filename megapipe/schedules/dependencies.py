@@ -236,7 +236,7 @@ class Dependencies:
     def shard_needs(self) -> Needs:
         """Needs where all ranks share the output layer: forwards of shards need that of the route's last stage, their
         backwards (or input halves) the forwards of all shards, and its backward the backwards of all of them. Each
-        pass of a shard needs the pass before it on all ranks, which is the same one."""
+        forward of a shard needs the pass before it on all ranks, which is the same one."""
         shards = np.array(self.table.header.vocabulary, dtype=np.int64)
         if not len(shards):
             return NO_NEEDS
@@ -250,8 +250,9 @@ class Dependencies:
             parts.append((backward[last], done[shard]))
         passes = shard_passes(self.table)
         by_rank = np.stack(passes) if len({*map(len, passes)}) == 1 else forward[shards, :0]
+        after = np.where(self.table.kind[by_rank[:, 1:]] == Kind.FORWARD, by_rank[:, 1:], -1)
         for other in by_rank:
-            parts.append((by_rank[:, 1:], np.broadcast_to(other[:-1], by_rank[:, 1:].shape)))
+            parts.append((after, np.broadcast_to(other[:-1], after.shape)))
         row, needed = (np.concatenate([part[side].ravel() for part in parts]) for side in (0, 1))
         return Needs(row, needed).where_known()
 

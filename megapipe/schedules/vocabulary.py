@@ -96,9 +96,11 @@ class _Line:
 class _Placing:
     """Runs the ranks' rows in time, and each pass of a shard as soon as its rank is free.
 
-    All ranks have one order of passes, and a pass starts when all ranks have ended the one before: so do their
-    collectives. The first rank that is free decides which one is next: a forward if the last stage has ended its own,
-    otherwise the oldest backward.
+    All ranks have one order of passes. A forward starts when all ranks have ended the pass before it, because its
+    broadcast comes after their collectives; a backward when all have ended its forward. The first rank that is free
+    decides which pass is next: a forward if one can start, otherwise the oldest backward.
+
+    passes: direction and micro-batch of each, in their order; with the ranks that have not run it, and its end.
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]]) -> None:
@@ -123,8 +125,8 @@ class _Placing:
         self._ended: dict[Event, float] = {}
         self._waiting: dict[Event, int] = {}
         self._started = [0 for _ in self._kinds]
-        self._through, self._all_ended = 0, 0.0
-        self._current: int | None = None
+        self._passes: list[tuple[int, int]] = []
+        self._left: list[int] = []
         self._ends: list[float] = []
 
     def rows(self) -> Iterator[Rows]:
@@ -147,7 +149,7 @@ class _Placing:
         line = self._lines[rank]
         line.version += 1
         options = []
-        if line.passed == self._through and (found := self._next_pass(line.free)) is not None:
+        if (found := self._next_pass(line)) is not None:
             options.append((found[0], False))
         if line.done < len(line.rows):
             needed = line.rows[line.done][1]
@@ -159,36 +161,38 @@ class _Placing:
         if options:
             heappush(self._heap, (*min(options), rank, line.version))
 
-    def _next_pass(self, free: float) -> tuple[float, int] | None:
-        """Return when the next pass can start on a rank that is free then, and its direction; None if it cannot."""
-        now = max(free, self._all_ended)
-        if self._current is not None:
-            hidden = self._ended[0, self._last, self._started[0] - 1] if self._current == 0 else 0.0
-            return max(now, hidden), self._current
-        hidden = self._ended.get((0, self._last, self._started[0]), np.inf)
-        if hidden > now and self._started[0] > self._started[-1]:
-            return now, len(self._kinds) - 1
-        return (max(now, hidden), 0) if hidden < np.inf else None
+    def _next_pass(self, line: _Line) -> tuple[float, int, int] | None:
+        """Return when a rank can start its next pass, the pass's direction and its micro-batch; None if it cannot."""
+        number, found = line.passed, []
+        before = self._ends[number - 1] if number else 0.0
+        for direction, microbatch in self._passes[number : number + 1] or enumerate(self._started):
+            ready = self._ended.get((0, -1 if direction else self._last, microbatch))
+            if ready is None or (direction == 0 and number and self._left[number - 1]):
+                continue
+            found.append((max(line.free, ready, 0.0 if direction else before), direction, microbatch))
+        return min(found, default=None)
 
     def _run_pass(self, rank: int, start: float) -> None:
-        line, found = self._lines[rank], self._next_pass(self._lines[rank].free)
-        assert found is not None
-        direction, opens = found[1], self._current is None
-        if opens:
-            self._current = direction
+        line = self._lines[rank]
+        found = self._next_pass(line)
+        if found is None or found[0] > start:  # another rank has decided on a pass that starts later
+            self._offer(rank)
+            return
+        _, direction, microbatch = found
+        number, kinds = line.passed, self._kinds[direction]
+        if number == len(self._passes):
+            self._passes.append((direction, microbatch))
+            self._left.append(len(self._lines))
+            self._ends.append(0.0)
             self._started[direction] += 1
-        number = self._started[direction] - 1
-        kinds = self._kinds[direction]
-        line.found += (list(Action(kind, line.shard, microbatch=number)) for kind in kinds)
+        line.found += (list(Action(kind, line.shard, microbatch=microbatch)) for kind in kinds)
         line.passed += 1
         line.free = start + PASS_SECONDS
-        self._ends.append(start if Kind.BACKWARD_INPUT in kinds else line.free)
-        if len(self._ends) == len(self._lines):
-            self._through, self._all_ended, self._current = self._through + 1, max(self._ends), None
-            self._ends.clear()
-            self._end((direction, -1, number), self._all_ended)
-            opens = True
-        for other in range(len(self._lines)) if opens else (rank,):
+        self._ends[number] = max(self._ends[number], start if Kind.BACKWARD_INPUT in kinds else line.free)
+        self._left[number] -= 1
+        if self._left[number] == 0:
+            self._end((direction, -1, microbatch), self._ends[number])
+        for other in (rank,) if self._left[number] else range(len(self._lines)):
             self._offer(other)
 
     def _run_own(self, rank: int, start: float) -> None:
@@ -199,7 +203,7 @@ class _Placing:
         line.free = start + seconds
         self._offer(rank)
         self._end(event, line.free)
-        if event[:2] == (0, self._last) and self._current is None:
+        if event[:2] == (0, self._last):
             for other in range(len(self._lines)):
                 self._offer(other)
 
