@@ -1,0 +1,132 @@
+"""Seq1F1B beside 1F1B on four pipeline ranks, in one run: peak memory of a real GPT, step time of sleeping stages.
+
+Memory: a GPT trains two steps on sequences of 8,192 tokens. A rank's peak is the most memory that the system counts as
+its own in the second step, less what it had before the step; every schedule has new processes. Time: stages sleep, in
+proportion to the tokens of a slice, so that four ranks fit on two cores; "allowed" is what the order permits if only
+stages took time. Medians of the repeats, schedules in turns.
+
+    python benchmarks/sequence_slices.py
+    python benchmarks/sequence_slices.py --tokens 2048 --slices 2 4 8
+"""
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from pipeline_contest.measure import in_turns
+from pipeline_contest.orders import finish
+from pipeline_contest.ours import sleeping
+from pipeline_contest.setting import Setting
+from pipeline_contest.sleeping import Meter
+
+from megapipe.calibration.layers import samples_for
+from megapipe.calibration.machine import on_ranks
+from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepInput
+from megapipe.engine.transfers import LinkPool
+from megapipe.parallel.launch import connected_mesh
+from megapipe.parallel.mesh import Mesh
+from megapipe.schedules import Schedule, build
+from megapipe.training.loop.batches import open_loader
+from megapipe.training.loop.replica import Replica
+
+RANKS = 4
+MIB = 2**20
+
+
+def config_of(slices: int, tokens: int, microbatches: int) -> PretrainConfig:
+    """A small GPT on four pipeline ranks. slices: 1 for 1F1B."""
+    config = PretrainConfig(
+        model=ModelConfig(vocabulary_size=1024, num_layers=RANKS, hidden_size=128, num_heads=2, max_positions=tokens)
+    )
+    config.data.sequence_length = tokens
+    config.batch.micro_size, config.batch.global_size = 1, microbatches
+    config.parallel.pipeline, config.parallel.data, config.parallel.device = RANKS, 1, "cpu"
+    config.schedule.name = "seq1f1b" if slices > 1 else "1f1b"
+    if slices > 1:
+        config.schedule.slices = slices
+    return config
+
+
+def peak_growth(mesh: Mesh, config: PretrainConfig) -> int:
+    """Return the bytes by which this rank grew in its second step, at their peak."""
+    mesh = connected_mesh(MeshShape({"pipeline": RANKS}), mesh.device)
+    replica = Replica(config, mesh)
+    batch = open_loader(config, mesh, replica, samples_for(config)).load(0)
+    before = 0
+    for step in range(2):
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-4))
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """Return a size that the system has of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def sliced(slices: int, microbatches: int) -> Schedule:
+    """1F1B, or Seq1F1B over more than one slice."""
+    return build("seq1f1b", RANKS, microbatches, slices=slices) if slices > 1 else build("1f1b", RANKS, microbatches)
+
+
+def step_times(
+    mesh: Mesh, counts: list[int], microbatches: int, seconds: float, floats: int, repeats: int
+) -> dict[str, tuple[float, float]]:
+    """Return the median seconds of a step of every number of slices, and those that its order allows."""
+    mesh, meter = connected_mesh(MeshShape({"pipeline": RANKS}), mesh.device), Meter()
+    pool, steps, allowed = LinkPool(mesh, "shared_memory", 120.0), {}, {}
+    for slices in counts:
+        schedule = sliced(slices, microbatches)
+        setting = Setting(mesh, microbatches * slices, seconds / slices, torch.zeros(1, floats // slices), meter)
+        steps[str(slices)], allowed[slices] = sleeping(setting, schedule, pool).run, finish(schedule, seconds)
+    samples = in_turns(mesh.world, meter, steps, repeats)
+    return {
+        name: (statistics.median(each.seconds - each.late for each in found), allowed[int(name)])
+        for name, found in samples.items()
+    }
+
+
+def main() -> None:
+    """Measure, and print a line for each number of slices."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slices", type=int, nargs="+", default=[4], help="parts of a sequence")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--microbatches", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--milliseconds", type=float, default=40.0, help="forward of a whole sequence")
+    parser.add_argument("--kilofloats", type=int, default=256, help="message of a whole sequence")
+    parser.add_argument("--repeats", type=int, default=7, help="repeats, of which the median counts")
+    chosen = parser.parse_args()
+    counts = [1, *chosen.slices]
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors go back to the system
+    times = on_ranks(
+        RANKS,
+        "cpu",
+        step_times,
+        counts,
+        chosen.microbatches,
+        chosen.milliseconds / 1e3,
+        chosen.kilofloats * 1024,
+        chosen.repeats,
+    )[0]
+    print(f"{RANKS} ranks, {chosen.microbatches} micro-batches, {chosen.tokens:,} tokens")
+    print(f"{'schedule':<18}{'step s':>9}{'allowed':>9}   peak growth of each rank, MiB")
+    facts: list[dict[str, Any]] = []
+    for slices in counts:
+        peaks = on_ranks(RANKS, "cpu", peak_growth, config_of(slices, chosen.tokens, chosen.microbatches))
+        name, (seconds, allowed) = f"seq1f1b, {slices}" if slices > 1 else "1f1b", times[str(slices)]
+        print(f"{name:<18}{seconds:>9.3f}{allowed:>9.3f}   " + "  ".join(f"{each / MIB:.0f}" for each in peaks))
+        facts.append({"slices": slices, "seconds": seconds, "allowed": allowed, "peaks": peaks})
+    print(json.dumps({"benchmark": "sequence_slices", "torch": torch.__version__, "figures": facts}))
+
+
+if __name__ == "__main__":
+    main()
