@@ -24,10 +24,11 @@ from megapipe.planner.cost.layer_costs import (
     StageCost,
     StageCosts,
     each_layer,
-    layer_cost,
+    microbatch_cost,
     scalar_seconds,
     stage_costs,
     stage_details,
+    state_cost,
     tied_seconds,
     tied_updates,
 )
@@ -362,10 +363,11 @@ def step_time(run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumpti
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
     """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`, `step_time` for
     `assumptions`."""
-    given = _default_times(run, assumptions) if times is None else times
+    given = _default_times(run, assumptions) if times is None else times, assumptions
+    layers = zip(run.layers, run.flops, strict=True)
     return tuple(
-        layer_cost(run, run.stages.layers[index], flops, given, assumptions)
-        for index, flops in zip(run.kinds, run.flops, strict=True)
+        LayerCost(*microbatch_cost(run, layer, flops, *given), *state_cost(run, layer, *given))
+        for layer, flops in layers
     )
 
 

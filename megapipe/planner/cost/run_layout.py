@@ -24,7 +24,7 @@ from megapipe.schedules.offload import Offload
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops
-from megapipe.spec.parameters import TiedNames, tied_names
+from megapipe.spec.parameters import LayerSpec, TiedNames, tied_names
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class RunLayout:
     def pipeline(self) -> int:
         """Return the number of pipeline ranks."""
         return self.config.parallel.pipeline
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Return one layer of each kind."""
+        return tuple(self.stages.layers[index] for index in self.kinds)
 
     @cached_property
     def chunks(self) -> int:
@@ -112,13 +117,13 @@ class RunLayout:
         return tuple(
             layer_flops(
                 config.model,
-                self.stages.layers[index],
+                layer,
                 config.batch.micro_size,
                 config.data.sequence_length,
                 predictions_of(config),
                 config.recompute.logits,
             )
-            for index in self.kinds
+            for layer in self.layers
         )
 
 
