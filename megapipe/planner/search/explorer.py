@@ -27,7 +27,7 @@ from megapipe.planner.cost.layer_times import LayerTimes, SharedRoofline
 from megapipe.planner.cost.memory import LayerSizes, RankOrders, StateSizes, least_bytes, rank_memories
 from megapipe.planner.cost.model import estimate, estimate_run, step_time
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
-from megapipe.planner.cost.step_time import StepTimer
+from megapipe.planner.cost.step_time import StepTimer, TrafficCounts, traffic_counts
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
 from megapipe.schedules import ScheduleError
@@ -113,11 +113,10 @@ class Evaluation:
     def _held(self, layout: Layout) -> tuple[RankOrders, LayerSizes, StateSizes]:
         """Return what determines the bytes of a layout, each part computed once for all layouts that share it."""
         shape = layout.shape
-        of_order = shape.pipeline, shape.schedule, shape.chunks, shape.data * shape.micro_size, layout.recompute
         of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
         of_state = shape.tensor, shape.data * shape.context, layout.zero
         return (
-            self._once((RankOrders, of_order), lambda: RankOrders.of(self._run(layout))),
+            self._once((RankOrders, layout.order), lambda: RankOrders.of(self._run(layout))),
             self._once((LayerSizes, of_micro), lambda: LayerSizes.of(self._run(layout))),
             self._once((StateSizes, of_state), lambda: StateSizes.of(self._run(layout))),
         )
@@ -142,7 +141,10 @@ class Evaluation:
             (state_cost, of_state, apart), lambda: [state_cost(run, layer, *given) for layer in run.layers]
         )
         layers = [LayerCost(*one, *other) for one, other in zip(micro, states, strict=True)]
-        return step_time(run, layers, self._assumptions)
+        step = step_time(run, layers, self._assumptions)
+        if layout.zero >= 2:
+            step.traffic = self._once((TrafficCounts, layout.traffic(self._base)), lambda: traffic_counts(run))
+        return step
 
 
 @dataclass(eq=False)
