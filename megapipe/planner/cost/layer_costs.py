@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -344,30 +344,14 @@ def _beside_attention(context: PhaseSeconds, compute: LayerSeconds, flops: Flops
 MEASURED_WAITS = "measured: time that ranks of a layer wait for one another"
 TINY = 1e-30
 """Replaces a time of 0 in a quotient."""
-STATE_FIGURES = (("update", 0), ("reduction", 0), ("gather", 0), ("reduction", 2), ("gather", 3))
+STATE_FIGURES = {
+    "update": ("update", 0),
+    "reduction": ("reduction", 0),
+    "gather": ("gather", 0),
+    "sharded_reduction": ("reduction", 2),
+    "sharded_gather": ("gather", 3),
+}
 """Sums over state units, each with the ZeRO stage at which the units are sharded."""
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Costs of one stage in seconds, as `explain` prints them.
-
-    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
-    including recomputation. update, reduction, gather: one of each, for all layers of the stage.
-    """
-
-    stage: int
-    rank: int
-    layers: tuple[str, ...]
-    forward: float
-    backward_input: float
-    backward_weight: float
-    recompute: float
-    tensor: float
-    context: float
-    update: float
-    reduction: float
-    gather: float
 
 
 class Waits(NamedTuple):
@@ -481,8 +465,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
     of = _figures(kinds)
     # A product of matrices would round equal rows differently.
     figures = np.einsum("fk,kp->fp", of, layers.counts)
-    forward, backward_input, backward_weight, _, *waits, backward, _ = figures[:12]
-    update, reduction, gather, sharded_reduction, sharded_gather = figures[12:]
+    *waits, backward = figures[4:11]
     again = np.einsum("fk,kp->fp", of[[3, 4, 7]], layers.again)
     second = np.where(layers.sizes > 1, of[13, layers.second], 0.0)
     measured = MEASURED_WAITS if any(kind.waits_measured for kind in kinds) else ""
@@ -491,18 +474,14 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
     return StageCosts(
         ranks=np.zeros(len(parts), dtype=np.int64),
         layers=layers.sizes,
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
+        forward=figures[0],
+        backward_input=figures[1],
+        backward_weight=figures[2],
         recompute=again[0],
         made_again=np.where(whole, 0.0, of[3]) @ layers.counts,
         tensor=Waits(waits[0], waits[1], waits[2], again[1], measured or rings),
         context=Waits(waits[3], waits[4], waits[5], again[2], measured or attention),
-        update=update,
-        reduction=reduction,
-        gather=gather,
-        sharded_reduction=sharded_reduction,
-        sharded_gather=sharded_gather,
+        **dict(zip(STATE_FIGURES, figures[12:], strict=True)),
         first_backward=of[10, layers.last] / np.maximum(backward, TINY),
         last_reduction=of[13, layers.first],
         still_reducing=np.maximum(0.0, second - of[11 if run.splits else 10, layers.first]),
@@ -516,7 +495,8 @@ def _figures(kinds: Sequence[LayerCost]) -> Floats:
     rows = []
     for kind in kinds:
         states = [
-            sum(getattr(state, name) for state in kind.states if state.zero >= zero) for name, zero in STATE_FIGURES
+            sum(getattr(state, name) for state in kind.states if state.zero >= zero)
+            for name, zero in STATE_FIGURES.values()
         ]
         rows.append((*kind.compute[:4], *kind.tensor, *kind.context, kind.whole_backward, kind.weight_half, *states))
     return np.array(rows).T
@@ -550,21 +530,25 @@ def _parts(
     return _Parts(counts, again, sizes, kinds[chosen[0]], kinds[second], kinds[chosen[1]])
 
 
-def stage_details(run: RunLayout, costs: StageCosts) -> tuple[StageCost, ...]:
-    """Return the same costs as one object per stage, with the names of its layers."""
-    seconds = np.array(
-        [
-            costs.forward,
-            costs.backward_input + costs.made_again,
-            costs.backward_weight,
-            costs.recompute,
-            costs.tensor.microbatch(apart=False),
-            costs.context.microbatch(apart=False),
-            costs.update,
-            costs.reduction,
-            costs.gather,
-        ]
-    )
+def stage_details(run: RunLayout, costs: StageCosts) -> list[dict[str, Any]]:
+    """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
+
+    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
+    including recomputation. update, reduction, gather: one of each, for all layers of the stage.
+    """
+    seconds = {
+        "forward": costs.forward,
+        "backward_input": costs.backward_input + costs.made_again,
+        "backward_weight": costs.backward_weight,
+        "recompute": costs.recompute,
+        "tensor": costs.tensor.microbatch(apart=False),
+        "context": costs.context.microbatch(apart=False),
+        "update": costs.update,
+        "reduction": costs.reduction,
+        "gather": costs.gather,
+    }
     names = [tuple(run.stages.layers[index].name for index in members) for members in run.stages.ranges]
-    stages = enumerate(zip(run.ranks, names, seconds.T.tolist(), strict=True))
-    return tuple(StageCost(stage, rank, layers, *times) for stage, (rank, layers, times) in stages)
+    return [
+        {"stage": stage, "rank": rank, "layers": layers} | {name: float(each[stage]) for name, each in seconds.items()}
+        for stage, (rank, layers) in enumerate(zip(run.ranks, names, strict=True))
+    ]
