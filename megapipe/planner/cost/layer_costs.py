@@ -433,7 +433,7 @@ class StageCosts:
 
 def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     """Add up the layers of each stage. kinds: costs of one layer of each of `run.kinds`."""
-    costs = _parts_costs(run, kinds, run.stages.ranges)
+    costs = _parts_costs(run, kinds, by_layer=False)
     update = costs.update.copy()
     for (stage, _), seconds in tied_updates(run, kinds).items():
         update[stage] += seconds
@@ -444,7 +444,7 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
 
 def each_layer(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     """Return the costs of every layer by itself, stage by stage. Updates exclude tied weights."""
-    return _parts_costs(run, kinds, [range(layer, layer + 1) for members in run.stages.ranges for layer in members])
+    return _parts_costs(run, kinds, by_layer=True)
 
 
 def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, int], float]:
@@ -458,9 +458,9 @@ def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, 
     return updates
 
 
-def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[range]) -> StageCosts:
-    """Add up the layers of each part of the model."""
-    layers = _parts(run.classes, tuple(parts), run.stages.ranges, tuple(map(tuple, run.recomputed)))
+def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], *, by_layer: bool) -> StageCosts:
+    """Add up the layers of each part of the model: of each stage, or each layer by itself."""
+    layers = _parts(run.classes, run.stages.ranges, tuple(map(tuple, run.recomputed)), by_layer)
     whole = [recompute_method(run.config, layer.name) == "full" for layer in run.layers]
     of = _figures(kinds)
     # A product of matrices would round equal rows differently.
@@ -472,7 +472,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[ran
     rings = "rings, doi 10.1177/1094342005051521, section 4.1"
     attention = "rings that overlap with attention, arXiv 2310.01889, section 3"
     return StageCosts(
-        ranks=np.zeros(len(parts), dtype=np.int64),
+        ranks=np.zeros(len(layers.sizes), dtype=np.int64),
         layers=layers.sizes,
         forward=figures[0],
         backward_input=figures[1],
@@ -517,8 +517,9 @@ class _Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(
-    classes: tuple[int, ...], parts: tuple[range, ...], stages: tuple[range, ...], spans: tuple[tuple[range, ...], ...]
+    classes: tuple[int, ...], stages: tuple[range, ...], spans: tuple[tuple[range, ...], ...], by_layer: bool
 ) -> _Parts:
+    parts = [range(layer, layer + 1) for members in stages for layer in members] if by_layer else stages
     kinds, rerun = np.array(classes), np.zeros(len(classes), dtype=np.bool_)
     for members, own in zip(stages, spans, strict=False):
         rerun[[members.start + unit for span in own for unit in span]] = True
