@@ -126,12 +126,8 @@ class Evaluation:
         run, shape, given = self._run(layout), layout.shape, (self._times, self._assumptions)
         # Measured times may depend on every field of a layout, and sums tensor by tensor on the recomputation.
         of_micro = shape[:5], layout.sequence, layout.recompute
-        of_state = (
-            shape[:4],
-            layout.zero,
-            layout.sequence > 0,
-            layout.recompute if self._assumptions.tensor_by_tensor else "",
-        )
+        by_tensor = self._assumptions.tensor_by_tensor
+        of_state = shape[:4], layout.zero, layout.sequence > 0, by_tensor and layout.recompute
         apart = () if isinstance(self._times, SharedRoofline) else layout
         micro = self._once(
             (microbatch_cost, of_micro, apart),
