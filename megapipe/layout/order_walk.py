@@ -245,15 +245,13 @@ class FewRanks:
     """
 
     def __init__(self, asked: Order, sharding: ShardedRanks) -> None:
-        schedule, self.stages = _few_ranks(asked, sharding)
+        units = tuple(map(len, sharding.filled))
+        schedule, self.stages = _few_ranks(asked, sharding.ranks, units)
+        header = replace(schedule.header, states=sharding.states)
         self._sharding, self._flushes = sharding, schedule.flushes
-        table = Table.unroll(schedule, 1 if self._flushes else schedule.prologue_steps + STEADY_BODIES)
-        rows = table.rows.copy()
-        rows[:, VERSION] = table.update
-        header = schedule.header
         sharded = bool(header.gathered_weights.any() or header.sharded_gradients.any())
-        everywhere = sharded or any(sharding.spans)
-        table = refine(replace(table, rows=rows), everywhere=everywhere)
+        table = _cut_table(asked, sharding.ranks, units, sharded or any(sharding.spans))
+        table = replace(table, header=header)
         if any(sharding.spans):
             table, _ = insert(table, [add_recompute(table, sharding.spans)])
         self._table = table
@@ -302,10 +300,22 @@ def _compute_actions(asked: Order) -> Schedule:
     return order(asked.name, asked.num_ranks, asked.num_microbatches, **asked.given)
 
 
-def _few_ranks(asked: Order, sharding: ShardedRanks) -> tuple[Schedule, tuple[int, ...]]:
-    """Return compute actions of a few ranks, with ranks and stages numbered from 0, and the numbers of the stages."""
+@lru_cache(maxsize=256)
+def _cut_table(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...], everywhere: bool) -> Table:
+    """Return the compute actions of a few ranks, cut into units, without states. Versions count updates."""
+    schedule, _ = _few_ranks(asked, ranks, units)
+    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES)
+    rows = table.rows.copy()
+    rows[:, VERSION] = table.update
+    return refine(replace(table, rows=rows), everywhere=everywhere)
+
+
+@lru_cache(maxsize=256)
+def _few_ranks(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
+    """Return compute actions of a few ranks, with ranks and stages numbered from 0, and the numbers of the stages.
+    units: number of layers of each of these stages."""
     schedule = _compute_actions(asked._replace(receive_ahead=1))
-    header, ranks = schedule.header, sharding.ranks
+    header = schedule.header
     stages = tuple(stage for stage, place in enumerate(header.stages) if place.rank in ranks)
     number = np.zeros(len(header.stages), dtype=np.int32)
     number[list(stages)] = range(len(stages))
@@ -322,9 +332,8 @@ def _few_ranks(asked: Order, sharding: ShardedRanks) -> tuple[Schedule, tuple[in
         num_ranks=len(ranks),
         stages=places,
         routes=(tuple(range(len(stages))),),
-        units_per_stage=tuple(map(len, sharding.filled)),
+        units_per_stage=units,
         versions_per_stage=tuple(header.versions_per_stage[stage] for stage in stages),
         data_parallel=True,
-        states=sharding.states,
     )
     return Schedule(found, sections), stages

@@ -425,7 +425,15 @@ class Walk:
             rows = np.sort(np.concatenate([rows, self._rows(*ADDING)]))
         columns = (self._kind.astype(np.int64), self._rank, self._stage, self._unit)
         buffers, before = _Buffers(self._header, gradients), 0
-        first, width = self._symbols, self._width
+        first, width, header = self._symbols, self._width, self._header
+        whole = gradients.sharded & gradients.filled
+        added = [
+            [
+                [place for state in header.states_of(stage, unit) if whole[place := stage * width + state]]
+                for unit in range(units)
+            ]
+            for stage, units in enumerate(header.units_per_stage)
+        ]
         for row, kind, rank, stage, unit in zip(
             rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
         ):
@@ -438,8 +446,7 @@ class Walk:
             elif kind in (Kind.REDUCE_SCALARS, Kind.UPDATE):
                 buffers.close_all(row)
             else:
-                for state in self._header.states_of(stage, unit):
-                    place = stage * width + state
+                for place in added[stage][unit]:
                     buffers.add_to(row, place, int(first[Tensor.GRADIENTS]) + place * self.num_variants)
         return buffers.opened, buffers.summed
 
@@ -455,14 +462,13 @@ class _Buffers:
         self.opened: list[tuple[int, int, int]] = []
         self.summed: list[tuple[int, int, int]] = []
         self._open: set[int] = set()
-        self._summing: deque[tuple[int, int]] = deque()
+        self._summing: deque[int] = deque()
+        self._numbers: deque[int] = deque()
         self._number = 0
 
     def add_to(self, row: int, place: int, size: int) -> None:
         """Add to a sharded gradient, which takes a buffer."""
-        if not (self._gradients.sharded[place] and self._gradients.filled[place]):
-            return
-        while any(each == place for each, _ in self._summing):
+        while place in self._summing:
             self._close_oldest(row)
         if place in self._open:
             return
@@ -475,19 +481,21 @@ class _Buffers:
     def start_sum(self, row: int, place: int, size: int) -> None:
         """Start the sum of a gradient, after that of the shards of the one before over their copies."""
         if self._gradients.over_copies and self._summing:
-            newest, number = self._summing[-1]
-            self.summed.append((row, number, NOTHING))
+            newest = self._summing[-1]
+            self.summed.append((row, self._numbers[-1], NOTHING))
             if newest in self._open:
                 self.opened.append((row, newest, NOTHING))
         if self._gradients.filled[place]:  # not where all weights are tied
             self._number += 1
-            self._summing.append((place, self._number))
+            self._summing.append(place)
+            self._numbers.append(self._number)
             self.summed.append((row, self._number, size))
 
     def forget(self) -> None:
         """Go on with another rank."""
         self._open.clear()
         self._summing.clear()
+        self._numbers.clear()
         self._free = self._pool
 
     def close_all(self, row: int) -> None:
@@ -496,8 +504,8 @@ class _Buffers:
             self._close_oldest(row)
 
     def _close_oldest(self, row: int) -> None:
-        place, number = self._summing.popleft()
-        self.summed.append((row, number, NOTHING))
+        place = self._summing.popleft()
+        self.summed.append((row, self._numbers.popleft(), NOTHING))
         if place in self._open:
             self._open.remove(place)
             self._free += self._sizes[place]

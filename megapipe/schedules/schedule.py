@@ -388,7 +388,7 @@ class Schedule:
 
 def shift_rows(rows: Rows, microbatches: int, versions: int) -> Rows:
     """The same actions some micro-batches and weight versions later; unused columns stay -1."""
-    if microbatches == 0 and versions == 0:
+    if len(rows) == 0 or (microbatches == 0 and versions == 0):
         return rows
     shifted = rows.copy()
     for column, amount in ((MICROBATCH, microbatches), (VERSION, versions)):

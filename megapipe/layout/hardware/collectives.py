@@ -10,6 +10,7 @@ bandwidth of all members of a node together. A library takes the faster way, and
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.spec.ops import Exchange, Operation
@@ -104,6 +105,7 @@ def send_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
     return CollectiveTime("send", latency, num_bytes / bandwidth)
 
 
+@lru_cache(maxsize=4096)
 def collective_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
     """The faster way of one call, or what was measured of such calls inside a node; nothing for a group of one."""
     if group.size == 1:

@@ -1,5 +1,6 @@
 """Hardware files: YAML of a `Hardware`, from the package's presets or from the user; and written."""
 
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def load_hardware(name_or_file: str) -> Hardware:
         'H100'
     """
     if name_or_file in PRESETS:
-        return read_hardware((files(__package__) / "presets" / f"{name_or_file}.yaml").read_text(), name_or_file)
+        return _preset(name_or_file)
     if not any(mark in name_or_file for mark in "./\\"):
         raise ConfigError(
             f"unknown hardware {name_or_file!r}{_meant(name_or_file)} (presets: {', '.join(PRESETS)}; write a file "
@@ -40,6 +41,11 @@ def load_hardware(name_or_file: str) -> Hardware:
             f"hardware file {name_or_file!r} cannot be read: {why}; choose a readable YAML file"
         ) from None
     return read_hardware(text, name_or_file)
+
+
+@cache
+def _preset(name: str) -> Hardware:
+    return read_hardware((files(__package__) / "presets" / f"{name}.yaml").read_text(), name)
 
 
 def _meant(name: str) -> str:

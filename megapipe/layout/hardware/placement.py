@@ -56,6 +56,7 @@ class Placement:
         ends = itertools.accumulate(self.nodes[node].devices_per_node for node in self.node_order)
         self._first_ranks = [0, *ends]
         self._groups_of, self._boundary_of = cache(self._find_groups), cache(self._find_boundary)
+        self._sends = cache(self._find_send)
 
     def _check_order(self) -> None:
         if self.node_order == tuple(range(len(self.nodes))):
@@ -159,6 +160,9 @@ class Placement:
 
     def send(self, num_bytes: float, stage: int) -> CollectiveTime:
         """A message over each pair of a boundary at once: the last to arrive. Nothing with one stage."""
+        return self._sends(num_bytes, stage)
+
+    def _find_send(self, num_bytes: float, stage: int) -> CollectiveTime:
         if self.sizes["pipeline"] == 1:
             return CollectiveTime("none", 0.0, 0.0)
         times = [collective_time("send", num_bytes, pair) for pair in self.boundary(stage)]

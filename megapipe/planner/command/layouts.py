@@ -54,7 +54,7 @@ def run_explain(request: Request) -> None:
     hardware = request.hardware()
     prediction, remarks = _predict(request, hardware)
     answer = prediction.estimate
-    stages = [vars(each) for each in explain_stages(answer.config, hardware)]
+    stages = explain_stages(answer.config, hardware)
     closed = estimate(answer.config, hardware)
     if request.flags["json"]:
         memory = [vars(each) for each in answer.memory]
@@ -73,7 +73,7 @@ def run_explain(request: Request) -> None:
 
 
 def _stage_row(stage: int, rank: int, layers: Sequence[str], **times: float) -> dict[str, str]:
-    """Return the table cells of a `StageCost`, by column."""
+    """Return the table cells of a stage, by column."""
     names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
     cells = {name.replace("_", " "): seconds_text(seconds) for name, seconds in times.items()}
     return {"stage": str(stage), "rank": str(rank), "layers": names} | cells

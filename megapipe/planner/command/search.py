@@ -48,6 +48,20 @@ PUBLISHED = {"per_layer": per_layer, "two_buffered": two_buffered_plan}
 """Published planners by their flags."""
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Disable the cyclic garbage collector: objects of a search live until its end, and scanning them would take a
+    tenth of its time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_uncollected()
 def run_search(request: Request) -> None:
     """Print the result of a search, and write the files that flags request."""
     flags = request.flags
@@ -101,21 +115,8 @@ def _findings(request: Request, config: PretrainConfig, hardware: Hardware, pinn
     space = SearchSpace() if names is None else SearchSpace(schedules=tuple(names.split(",")), other_schedules=())
     models, times, effort = _models(request), measured_times(hardware, devices), Effort(keep=flags["top"])
     options = {"objective": flags["objective"], "space": space, "tokens": flags["tokens"], "models": models}
-    with _uncollected(), progress_bar("searching layouts") as report:
+    with progress_bar("searching layouts") as report:
         return search(config, hardware, devices, pinned, **options, times=times, effort=effort, report=report)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector: objects of a search live until its end, and scanning them would take a
-    tenth of its time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def print_findings(findings: Findings, top: int) -> None:

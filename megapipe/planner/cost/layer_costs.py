@@ -3,9 +3,9 @@ replicas of its weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -157,7 +157,7 @@ def tied_seconds(run: RunLayout) -> float:
         ranks = sorted({run.ranks[stage] for stage in users})
         group = _tied_group(run, ranks)
         if group.size > 1:
-            elements = run.costs.of_units.elements(tied_unit(names, run.stages.layers))
+            elements = run.costs.of_units.elements(tied_unit(names, run.layers))
             total += group_seconds([Exchange("all_reduce", elements, FULL_BYTES)], group)
     return total
 
@@ -184,7 +184,7 @@ def scalar_seconds(run: RunLayout) -> float:
     """Return the seconds to sum counts and norms over all ranks once a step."""
     if run.world_size == 1:
         return 0.0
-    names = len({spec.name for index in run.kinds for spec in run.stages.layers[index].parameters.values()})
+    names = len({spec.name for layer in run.layers for spec in layer.parameters.values()})
     blocks = len(run.stages.layers)
     exchanges = scalar_exchanges(names * blocks, run.costs.loss_terms)
     group = run.placement.groups("data", "pipeline", "context", "tensor")[0]
@@ -213,9 +213,9 @@ class LayerCost:
     compute: LayerSeconds
     tensor: PhaseSeconds
     context: PhaseSeconds
+    waits_measured: bool
     states: tuple[StateSeconds, ...]
     tied_updates: Mapping[TiedNames, float]
-    waits_measured: bool = False
 
     @property
     def whole_backward(self) -> float:
@@ -229,10 +229,10 @@ class LayerCost:
         return self.compute.backward_weight + self.tensor.backward_weight + self.context.backward_weight
 
 
-def layer_cost(
+def microbatch_cost(
     run: RunLayout, layer: LayerSpec, flops: Flops, times: LayerTimes, assumptions: Assumptions
-) -> LayerCost:
-    """Return the costs of a layer in a run.
+) -> tuple[LayerSeconds, PhaseSeconds, PhaseSeconds, bool]:
+    """Return the first four fields of a layer's `LayerCost`, which depend on micro-batches.
 
     flops: FLOPs of a micro-batch in the layer, which give attention's part of its time. times: times of kernels and
     updates. assumptions: with the machine's slow-down filled in.
@@ -248,12 +248,18 @@ def layer_cost(
     waits = None if crosses else compute.waits
     if waits is not None:
         tensor, context = _as_measured(tensor, context, waits, run.config.parallel.tensor > 1)
+    return compute, tensor, context, waits is not None
+
+
+def state_cost(
+    run: RunLayout, layer: LayerSpec, times: LayerTimes, assumptions: Assumptions
+) -> tuple[tuple[StateSeconds, ...], Mapping[TiedNames, float]]:
+    """Return the other fields, which depend on the state. See `microbatch_cost` for the arguments."""
     units = layer_units(layer, run.tied, run.config.zero)
     states = tuple(_state_seconds(run, layer, unit, times, assumptions) for unit in units)
     used = {spec.name for spec in layer.parameters.values()}
     tied = {names: tied_unit(names, [layer]) for names in run.tied if names[0] in used}
-    updates = {names: times.update(run.config, layer, unit) for names, unit in tied.items()}
-    return LayerCost(compute, tensor, context, states, updates, waits is not None)
+    return states, {names: times.update(run.config, layer, unit) for names, unit in tied.items()}
 
 
 def _state_seconds(
@@ -338,28 +344,14 @@ def _beside_attention(context: PhaseSeconds, compute: LayerSeconds, flops: Flops
 MEASURED_WAITS = "measured: time that ranks of a layer wait for one another"
 TINY = 1e-30
 """Replaces a time of 0 in a quotient."""
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Costs of one stage in seconds, as `explain` prints them.
-
-    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
-    including recomputation. update, reduction, gather: one of each, for all layers of the stage.
-    """
-
-    stage: int
-    rank: int
-    layers: tuple[str, ...]
-    forward: float
-    backward_input: float
-    backward_weight: float
-    recompute: float
-    tensor: float
-    context: float
-    update: float
-    reduction: float
-    gather: float
+STATE_FIGURES = {
+    "update": ("update", 0),
+    "reduction": ("reduction", 0),
+    "gather": ("gather", 0),
+    "sharded_reduction": ("reduction", 2),
+    "sharded_gather": ("gather", 3),
+}
+"""Sums over state units, each with the ZeRO stage at which the units are sharded."""
 
 
 class Waits(NamedTuple):
@@ -441,7 +433,7 @@ class StageCosts:
 
 def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     """Add up the layers of each stage. kinds: costs of one layer of each of `run.kinds`."""
-    costs = _parts_costs(run, kinds, run.stages.ranges)
+    costs = _parts_costs(run, kinds, by_layer=False)
     update = costs.update.copy()
     for (stage, _), seconds in tied_updates(run, kinds).items():
         update[stage] += seconds
@@ -452,7 +444,7 @@ def stage_costs(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
 
 def each_layer(run: RunLayout, kinds: Sequence[LayerCost]) -> StageCosts:
     """Return the costs of every layer by itself, stage by stage. Updates exclude tied weights."""
-    return _parts_costs(run, kinds, [range(layer, layer + 1) for members in run.stages.ranges for layer in members])
+    return _parts_costs(run, kinds, by_layer=True)
 
 
 def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, int], float]:
@@ -466,74 +458,98 @@ def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, 
     return updates
 
 
-def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], parts: Sequence[range]) -> StageCosts:
-    """Add up the layers of each part of the model."""
-    classes = np.array(run.classes)
-    rerun = np.zeros(len(classes), dtype=np.bool_)
-    for members, spans in zip(run.stages.ranges, run.recomputed, strict=False):
-        rerun[[members.start + unit for span in spans for unit in span]] = True
-    one_hot = np.eye(len(kinds))[classes]
-    starts = [members.start for members in parts]
-    counts, again = np.add.reduceat(one_hot, starts), np.add.reduceat(one_hot * rerun[:, None], starts)
-    layers = [run.stages.layers[index] for index in run.kinds]
-    whole = [recompute_method(run.config, each.name) == "full" for each in layers]
-    made = counts * ~np.array(whole)
-
-    measured = any(kind.waits_measured for kind in kinds)
-
-    def total(name: str, of: Floats = counts) -> Floats:
-        return of @ np.array([attrgetter(name)(kind) for kind in kinds])
-
-    def of_states(name: str, stage: int = 0) -> Floats:
-        """Return for each kind of layer the sum over the state units that are sharded at this ZeRO stage."""
-        states = ([each for each in kind.states if each.zero >= stage] for kind in kinds)
-        return np.array([sum(getattr(each, name) for each in units) for units in states])
-
-    def waits(name: str, source: str) -> Waits:
-        forward, *halves = (total(f"{name}.{phase}") for phase in PhaseSeconds._fields)
-        source = MEASURED_WAITS if measured else source
-        return Waits(forward, halves[0], halves[1], total(f"{name}.forward", again), source)
-
-    backward, weight_half = np.array([(kind.whole_backward, kind.weight_half) for kind in kinds]).T
-    reduction = of_states("reduction")
-    first = classes[starts]
-    second = np.where(counts.sum(axis=1) > 1, reduction[classes[[members[:2][-1] for members in parts]]], 0.0)
+def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], *, by_layer: bool) -> StageCosts:
+    """Add up the layers of each part of the model: of each stage, or each layer by itself."""
+    layers = _parts(run.classes, run.stages.ranges, tuple(map(tuple, run.recomputed)), by_layer)
+    whole = [recompute_method(run.config, layer.name) == "full" for layer in run.layers]
+    of = _figures(kinds)
+    # A product of matrices would round equal rows differently.
+    figures = np.einsum("fk,kp->fp", of, layers.counts)
+    *waits, backward = figures[4:11]
+    again = np.einsum("fk,kp->fp", of[[3, 4, 7]], layers.again)
+    second = np.where(layers.sizes > 1, of[13, layers.second], 0.0)
+    measured = MEASURED_WAITS if any(kind.waits_measured for kind in kinds) else ""
+    rings = "rings, doi 10.1177/1094342005051521, section 4.1"
+    attention = "rings that overlap with attention, arXiv 2310.01889, section 3"
     return StageCosts(
-        ranks=np.zeros(len(parts), dtype=np.int64),
-        layers=counts.sum(axis=1).astype(np.int64),
-        forward=total("compute.forward"),
-        backward_input=total("compute.backward_input"),
-        backward_weight=total("compute.backward_weight"),
-        recompute=total("compute.recompute", again),
-        made_again=total("compute.recompute", made),
-        tensor=waits("tensor", "rings, doi 10.1177/1094342005051521, section 4.1"),
-        context=waits("context", "rings that overlap with attention, arXiv 2310.01889, section 3"),
-        update=counts @ of_states("update"),
-        reduction=counts @ reduction,
-        gather=counts @ of_states("gather"),
-        sharded_reduction=counts @ of_states("reduction", 2),
-        sharded_gather=counts @ of_states("gather", 3),
-        first_backward=backward[classes[[members[-1] for members in parts]]] / np.maximum(counts @ backward, TINY),
-        last_reduction=reduction[first],
-        still_reducing=np.maximum(0.0, second - (weight_half if run.splits else backward)[first]),
+        ranks=np.zeros(len(layers.sizes), dtype=np.int64),
+        layers=layers.sizes,
+        forward=figures[0],
+        backward_input=figures[1],
+        backward_weight=figures[2],
+        recompute=again[0],
+        made_again=np.where(whole, 0.0, of[3]) @ layers.counts,
+        tensor=Waits(waits[0], waits[1], waits[2], again[1], measured or rings),
+        context=Waits(waits[3], waits[4], waits[5], again[2], measured or attention),
+        **dict(zip(STATE_FIGURES, figures[12:], strict=True)),
+        first_backward=of[10, layers.last] / np.maximum(backward, TINY),
+        last_reduction=of[13, layers.first],
+        still_reducing=np.maximum(0.0, second - of[11 if run.splits else 10, layers.first]),
     )
 
 
-def stage_details(run: RunLayout, costs: StageCosts) -> tuple[StageCost, ...]:
-    """Return the same costs as one object per stage, with the names of its layers."""
-    seconds = np.array(
-        [
-            costs.forward,
-            costs.backward_input + costs.made_again,
-            costs.backward_weight,
-            costs.recompute,
-            costs.tensor.microbatch(apart=False),
-            costs.context.microbatch(apart=False),
-            costs.update,
-            costs.reduction,
-            costs.gather,
+def _figures(kinds: Sequence[LayerCost]) -> Floats:
+    """Return the seconds of one layer of each kind, shape [17, kinds]: 4 of compute, 3 of tensor and 3 of context
+    ranks, a whole backward, a weight half, and update, reduction and gather of all state units, then reduction and
+    gather of those whose gradients or weights are sharded."""
+    rows = []
+    for kind in kinds:
+        states = [
+            sum(getattr(state, name) for state in kind.states if state.zero >= zero)
+            for name, zero in STATE_FIGURES.values()
         ]
-    )
+        rows.append((*kind.compute[:4], *kind.tensor, *kind.context, kind.whole_backward, kind.weight_half, *states))
+    return np.array(rows).T
+
+
+class _Parts(NamedTuple):
+    """Parts of a model. counts, again: number of layers of each kind, and of those that are recomputed as a whole,
+    shape [kinds, parts]. sizes: number of layers. first, second, last: kinds of these layers; `second` is the first
+    if there is no other."""
+
+    counts: Floats
+    again: Floats
+    sizes: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    second: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=1024)
+def _parts(
+    classes: tuple[int, ...], stages: tuple[range, ...], spans: tuple[tuple[range, ...], ...], by_layer: bool
+) -> _Parts:
+    parts = [range(layer, layer + 1) for members in stages for layer in members] if by_layer else stages
+    kinds, rerun = np.array(classes), np.zeros(len(classes), dtype=np.bool_)
+    for members, own in zip(stages, spans, strict=False):
+        rerun[[members.start + unit for span in own for unit in span]] = True
+    one_hot, starts = np.eye(max(classes) + 1)[:, kinds], [members.start for members in parts]
+    counts, again = (np.add.reduceat(each, starts, axis=1) for each in (one_hot, one_hot * rerun))
+    chosen = [[members[at] for members in parts] for at in (0, -1)]
+    second = [members[:2][-1] for members in parts]
+    sizes = counts.sum(axis=0).astype(np.int64)
+    return _Parts(counts, again, sizes, kinds[chosen[0]], kinds[second], kinds[chosen[1]])
+
+
+def stage_details(run: RunLayout, costs: StageCosts) -> list[dict[str, Any]]:
+    """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
+
+    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
+    including recomputation. update, reduction, gather: one of each, for all layers of the stage.
+    """
+    seconds = {
+        "forward": costs.forward,
+        "backward_input": costs.backward_input + costs.made_again,
+        "backward_weight": costs.backward_weight,
+        "recompute": costs.recompute,
+        "tensor": costs.tensor.microbatch(apart=False),
+        "context": costs.context.microbatch(apart=False),
+        "update": costs.update,
+        "reduction": costs.reduction,
+        "gather": costs.gather,
+    }
     names = [tuple(run.stages.layers[index].name for index in members) for members in run.stages.ranges]
-    stages = enumerate(zip(run.ranks, names, seconds.T.tolist(), strict=True))
-    return tuple(StageCost(stage, rank, layers, *times) for stage, (rank, layers, times) in stages)
+    return [
+        {"stage": stage, "rank": rank, "layers": layers} | {name: float(each[stage]) for name, each in seconds.items()}
+        for stage, (rank, layers) in enumerate(zip(run.ranks, names, strict=True))
+    ]

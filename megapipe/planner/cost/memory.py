@@ -57,30 +57,30 @@ class _Shown(NamedTuple):
 class LayerSizes:
     """Bytes of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), for any division into stages.
 
-    of: bytes by tensor (up to `Tensor.WEIGHT_HALF`) and kind. copied: additional bytes that a forward saves if the
+    tensors: bytes by tensor (up to `Tensor.WEIGHT_HALF`) and kind. copied: further bytes that a forward saves if the
     backward is split. returned: bytes that a weight half reads from the message slot of the output gradient, if
     another rank sends it. stream: bytes of a message between stages. over_nccl: messages are kept until they are sent.
     """
 
-    of: Floats
+    tensors: Floats
     copied: Floats
     returned: Floats
     stream: int
     over_nccl: bool
 
     @classmethod
-    def of_run(cls, run: RunLayout) -> "LayerSizes":
+    def of(cls, run: RunLayout) -> "LayerSizes":
         """Return the sizes of a run. They also hold for runs that differ from it only in the pipeline, the number of
         replicas, or the sharding over replicas."""
-        costs, layers = run.costs, [run.stages.layers[index] for index in run.kinds]
+        costs, layers = run.costs, run.layers
         sizes = [[costs.kept(each) for each in layers]]
         sizes.append([costs.pending(each) for each in layers])
         sizes.append([costs.stream] * len(layers))
         sizes += [[costs.temporaries(each, phase) for each in layers] for phase in PHASES.values()]
-        of = np.array(sizes, dtype=np.float64)
-        copied = np.array([costs.kept(each, split=True) for each in layers]) - of[Tensor.KEPT]
+        tensors = np.array(sizes, dtype=np.float64)
+        copied = np.array([costs.kept(each, split=True) for each in layers]) - tensors[Tensor.KEPT]
         returned = np.array([costs.stream * costs.reads_output_gradient(each) for each in layers])
-        return cls(of, copied, returned, costs.stream, costs.device != "cpu")
+        return cls(tensors, copied, returned, costs.stream, costs.device != "cpu")
 
     @cached_method
     def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> tuple[StageBytes, StageBytes]:
@@ -95,7 +95,7 @@ class LayerSizes:
         sizes = Sizes(micro.walk.num_places, 1, gradient, 0)
         for stage, (kinds, _, arrives) in enumerate(shown):
             first = micro.walk.place(stage, 0)
-            values = self.of[:, list(kinds)]
+            values = self.tensors[:, list(kinds)]
             if splits:
                 values[Tensor.KEPT] += self.copied[list(kinds)]
             if arrives:  # a message stays in its slot, which does not count as an activation
@@ -118,6 +118,7 @@ class LayerSizes:
             sizes.of[tensor, :, 0] = np.where(local, getattr(together, part)[tensor][like], values[like])
         return sizes
 
+    @cached_method
     def least_held(self, order: Order, cut: "Cut") -> Floats:
         """Return for each rank a lower bound of the sum of what `held` returns, without lowering the order."""
         moments, stages, slots, sent = _moments(order, cut)
@@ -176,13 +177,12 @@ class StateSizes:
     def of(cls, run: RunLayout) -> "StateSizes":
         """Return the sizes of a run. They hold for all runs with the same tensor ranks, replicas and sharding."""
         of_units, gloo = run.costs.of_units, hardware_device_type(run.hardware) == "cpu"
-        layers = tuple(run.stages.layers[index] for index in run.kinds)
-        units = tuple(layer_units(layer, run.tied, run.config.zero) for layer in layers)
+        units = tuple(layer_units(layer, run.tied, run.config.zero) for layer in run.layers)
         shards = of_units.shards_of
         sharded = [[unit for unit in members if shards(unit) > 1] for members in units]
         elements = tuple(sum(map(of_units.elements, members)) for members in sharded)
         summands = tuple(sum(of_units.summand_bytes(unit, gloo) for unit in members) for members in sharded)
-        return cls(of_units, layers, run.tied, units, elements, summands)
+        return cls(of_units, run.layers, run.tied, units, elements, summands)
 
     @cached_method
     def buffers(self, order: Order, gathers: ShardedRanks | None, sums: ShardedRanks, cut: "Cut") -> list[int]:
@@ -225,6 +225,11 @@ class StateSizes:
         """Return what `of_rank` returns, for every pipeline rank."""
         ranks = zip(cut.present, policy.versions_by_rank, strict=True)
         return [self.of_rank(present, versions, policy.gradient_buffers) for present, versions in ranks]
+
+    @cached_method
+    def totals(self, cut: "Cut", policy: Policy) -> Ints:
+        """Return the total bytes of `by_rank`."""
+        return np.array([each.total for each in self.by_rank(cut, policy)])
 
     def _of_unit(self, unit: Unit, versions: int, buffers: int) -> StateBytes:
         return self.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
@@ -303,37 +308,49 @@ def _cut(keyed: Keyed) -> Cut:
     )
 
 
+class RankOrders(NamedTuple):
+    """What determines when ranks hold tensors.
+
+    cut: the run's stages. walked, short: the orders that determine what ranks hold, and which weights and gradients of
+    sharded units are whole. policy: when the schedule writes weights.
+    """
+
+    cut: Cut
+    walked: Order
+    short: Order
+    policy: Policy
+
+    @classmethod
+    def of(cls, run: RunLayout) -> "RankOrders":
+        """Return the orders of a run, which depend neither on sizes of layers nor on the sharding over replicas."""
+        full = Order.of(run.config, run.num_microbatches)
+        short = full.short()[0]
+        # The message slots of a schedule without a flush depend on the total number of micro-batches.
+        return cls(cut_of(run), short if run.policy.flushes else full, short, run.policy)
+
+
 def rank_memories(
-    run: RunLayout, layers: LayerSizes | None = None, states: StateSizes | None = None
+    run: RunLayout, sizes: tuple[RankOrders, LayerSizes, StateSizes] | None = None
 ) -> tuple[RankMemory, ...]:
-    """Return the memory of pipeline coordinates, in ascending order. layers, states: the run's sizes, if known."""
-    layers, states = layers or LayerSizes.of_run(run), states or StateSizes.of(run)
-    (walked, short), cut, zero = _orders(run), cut_of(run), run.config.zero
+    """Return the memory of pipeline coordinates, in ascending order. sizes: those of the run, if known."""
+    orders, layers, states = sizes or (RankOrders.of(run), LayerSizes.of(run), StateSizes.of(run))
+    (cut, walked, short, policy), zero = orders, run.config.zero
     by_layer = any(run.recomputed) or (zero.stage >= 2 and states.of_units.shards > 1)
     activations, temporaries, messages = layers.held(walked, cut, by_layer)
     buffers = [0] * run.pipeline
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
     memories = []
-    for rank, state in enumerate(states.by_rank(cut, run.policy)):
+    for rank, state in enumerate(states.by_rank(cut, policy)):
         parts = state.weights, state.master, state.gradients, state.moments
         memories.append(RankMemory(*parts, activations[rank], buffers[rank], messages[rank], temporaries[rank]))
     return tuple(memories)
 
 
-def least_bytes(run: RunLayout, layers: LayerSizes, states: StateSizes) -> float:
+def least_bytes(orders: RankOrders, layers: LayerSizes, states: StateSizes) -> float:
     """Return a lower bound of the bytes of the fullest rank, without whole weights and gradients of sharded units."""
-    cut = cut_of(run)
-    state = [each.total for each in states.by_rank(cut, run.policy)]
-    return float((layers.least_held(_orders(run)[0], cut) + state).max())
-
-
-def _orders(run: RunLayout) -> tuple[Order, Order]:
-    """Return the orders that determine what ranks hold, and which weights and gradients of sharded units are whole."""
-    full = Order.of(run.config, run.num_microbatches)
-    short = full.short()[0]
-    # The message slots of a schedule without a flush depend on the total number of micro-batches.
-    return short if run.policy.flushes else full, short
+    held = layers.least_held(orders.walked, orders.cut) + states.totals(orders.cut, orders.policy)
+    return float(held.max())
 
 
 def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedRanks]:
@@ -349,8 +366,8 @@ def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedR
 @lru_cache(maxsize=1024)
 def _sharding(cut: Cut, keyed: Keyed) -> tuple[ShardedRanks | None, ShardedRanks]:
     run: RunLayout = keyed.value
-    units, layers = run.costs.of_units, [run.stages.layers[index] for index in run.kinds]
-    one_each = StageLayout(tuple(layers), tuple(range(kind, kind + 1) for kind in range(len(layers))), ())
+    units, layers = run.costs.of_units, run.layers
+    one_each = StageLayout(layers, tuple(range(kind, kind + 1) for kind in range(len(layers))), ())
     # Experts with a state unit of their own are counted here together with the rest of their layer.
     config = replace(run.config, zero=replace(run.config.zero, expert_shard_size=None))
     table = StateUnits(config, one_each, units.replicas).table()

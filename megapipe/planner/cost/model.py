@@ -7,6 +7,7 @@ are timed by stage and unit; only the time that compute does not hide counts.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +22,13 @@ from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMe
 from megapipe.planner.cost.layer_costs import (
     Floats,
     LayerCost,
-    StageCost,
     StageCosts,
     each_layer,
-    layer_cost,
+    microbatch_cost,
     scalar_seconds,
     stage_costs,
     stage_details,
+    state_cost,
     tied_seconds,
     tied_updates,
 )
@@ -362,10 +363,11 @@ def step_time(run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumpti
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
     """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`, `step_time` for
     `assumptions`."""
-    given = _default_times(run, assumptions) if times is None else times
+    given = _default_times(run, assumptions) if times is None else times, assumptions
+    layers = zip(run.layers, run.flops, strict=True)
     return tuple(
-        layer_cost(run, run.stages.layers[index], flops, given, assumptions)
-        for index, flops in zip(run.kinds, run.flops, strict=True)
+        LayerCost(*microbatch_cost(run, layer, flops, *given), *state_cost(run, layer, *given))
+        for layer, flops in layers
     )
 
 
@@ -391,10 +393,10 @@ def predict(
 
 
 def explain_stages(
-    config: PretrainConfig, hardware: Hardware, *, world_size: int | None = None, assumptions: Assumptions = ENGINE
-) -> tuple[StageCost, ...]:
-    """Return the costs of each stage. See `estimate` for the arguments and errors."""
-    run = lay_run(config, hardware, world_size)
+    config: PretrainConfig, hardware: Hardware, *, assumptions: Assumptions = ENGINE
+) -> list[dict[str, Any]]:
+    """Return the costs of each stage (`stage_details`). See `estimate` for the arguments and errors."""
+    run = lay_run(config, hardware)
     layers = layer_costs(run, None, assumptions.on(hardware))
     return stage_details(run, stage_costs(run, layers))
 
@@ -402,19 +404,10 @@ def explain_stages(
 def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
     """Estimate the time of a run that moves tensors to host memory. Its memory is exact, from the lowered schedule."""
     schedule = lowered_schedule(run.config, run.stages)
-    terms = StepTimer(run, costs, assumptions, source).terms()
-    later = slowed(run, costs, schedule, host_copies(run, schedule))
-    slower = StepTimer(run, later, assumptions, source).terms()
-    late = sum(term.seconds for term in slower) - sum(term.seconds for term in terms)
-    if late > 0.0:
-        terms += (
-            Term(
-                "offload",
-                late,
-                "copies to and from host memory, as far as they take longer than the compute that overlaps with them",
-            ),
-        )
-    return _answer(run, terms, exact_memories(run, schedule))
+    step = StepTimer(run, costs, assumptions, source)
+    slower = StepTimer(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
+    why = "copies to and from host memory, as far as they take longer than the compute that overlaps with them"
+    return _answer(run, step.terms() + _added("offload", why, slower, step), exact_memories(run, schedule))
 
 
 def _predicted(
@@ -425,23 +418,17 @@ def _predicted(
     costs, source = _of_stages(run, layers)
     schedule, simulation, terms = simulated(run, layers, assumptions, source, contended)
     if not contended and not run.config.schedule.file and not run.shares_output:
-        terms += _slow_down(run, costs, assumptions)
+        # The simulator ignores this slow-down, so it is that of the estimate.
+        both = (StepTimer(run, costs, each, "") for each in (assumptions, replace(assumptions, slow_down=1.0)))
+        why = "traffic of replicas that overlaps with compute (Galvatron, arXiv 2211.13878)"
+        terms += _added("slow-down", why, *both)
     return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
 
 
-def _slow_down(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> tuple[Term, ...]:
-    """Return the slow-down of compute by traffic of replicas, from the estimate, because the simulator ignores it."""
-    slowed, alone = (
-        sum(term.seconds for term in StepTimer(run, costs, each, "").terms())
-        for each in (assumptions, replace(assumptions, slow_down=1.0))
-    )
-    if slowed <= alone:
-        return ()
-    return (
-        Term(
-            "slow-down", slowed - alone, "traffic of replicas that overlaps with compute (Galvatron, arXiv 2211.13878)"
-        ),
-    )
+def _added(name: str, source: str, slower: StepTimer, step: StepTimer) -> tuple[Term, ...]:
+    """Return a term for the seconds by which one step takes longer than another; none if it does not."""
+    late, plain = (sum(term.seconds for term in each.terms()) for each in (slower, step))
+    return (Term(name, late - plain, source),) if late > plain else ()
 
 
 def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts, str]:
@@ -460,10 +447,9 @@ def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
 
 
 def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
-    per_replica = [(flops.total, flops.executed) for flops in run.flops]
     counts = Counter(run.classes)
-    model_flops = sum(per_replica[kind][0] * count for kind, count in counts.items())
-    executed = sum(per_replica[kind][1] * count for kind, count in counts.items()) + _recomputed_flops(run)
+    model_flops = sum(run.flops[kind].total * count for kind, count in counts.items())
+    executed = sum(run.flops[kind].executed * count for kind, count in counts.items()) + _recomputed_flops(run)
     step = run.num_microbatches * run.costs.data
     return Estimate(
         config=run.config,

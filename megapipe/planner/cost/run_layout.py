@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, cast
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import MeshShape
@@ -24,7 +25,7 @@ from megapipe.schedules.offload import Offload
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops
-from megapipe.spec.parameters import TiedNames, tied_names
+from megapipe.spec.parameters import LayerSpec, TiedNames, tied_names
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class RunLayout:
     def pipeline(self) -> int:
         """Return the number of pipeline ranks."""
         return self.config.parallel.pipeline
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Return one layer of each kind."""
+        return tuple(self.stages.layers[index] for index in self.kinds)
 
     @cached_property
     def chunks(self) -> int:
@@ -109,17 +115,15 @@ class RunLayout:
     def flops(self) -> tuple[Flops, ...]:
         """Return the FLOPs of a micro-batch in one layer of each kind."""
         config = self.config
-        return tuple(
-            layer_flops(
-                config.model,
-                self.stages.layers[index],
-                config.batch.micro_size,
-                config.data.sequence_length,
-                predictions_of(config),
-                config.recompute.logits,
-            )
-            for index in self.kinds
-        )
+        sizes = config.batch.micro_size, config.data.sequence_length, predictions_of(config), config.recompute.logits
+        # The cached value keeps the layers alive, so that no other object gets the same id.
+        return _flops(Keyed((tuple(map(id, self.layers)), sizes), (config.model, self.layers)))
+
+
+@lru_cache(maxsize=1024)
+def _flops(keyed: Keyed) -> tuple[Flops, ...]:
+    (_, sizes), (model, layers) = cast(Any, keyed.key), keyed.value
+    return tuple(layer_flops(model, layer, *sizes) for layer in layers)
 
 
 def lay_run(

@@ -148,14 +148,11 @@ def hop_seconds(run: RunLayout, assumptions: Assumptions) -> list[tuple[float, f
 
     Scattered sends include the gather that puts the pieces of a message together.
     """
-    message, tensor = run.costs.stream, run.costs.tensor
-    if run.pipeline == 1:
-        return [(0.0, 0.0)]
-    if not assumptions.scattered_sends or tensor == 1 or run.config.parallel.sequence:
-        times = [run.placement.send(message, stage) for stage in range(run.pipeline)]
-        return [(time.latency, time.transfer) for time in times]
-    gathered = run.placement.slowest("all_gather", message, "tensor").seconds
-    times = [run.placement.send(message / tensor, stage) for stage in range(run.pipeline)]
+    message, tensor, gathered = float(run.costs.stream), run.costs.tensor, 0.0
+    if assumptions.scattered_sends and tensor > 1 and run.pipeline > 1 and not run.config.parallel.sequence:
+        gathered = run.placement.slowest("all_gather", message, "tensor").seconds
+        message /= tensor
+    times = [run.placement.send(message, stage) for stage in range(run.pipeline)]
     return [(time.latency + gathered, time.transfer) for time in times]
 
 

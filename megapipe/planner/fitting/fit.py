@@ -417,11 +417,11 @@ TABLES = {table.name: table for table in (A100, H100)}
 """Tables of published rows, by name."""
 
 
-def fit_table(name: str, *, leave_one_out: bool = True) -> FitResult:
+def fit_table(name: str) -> FitResult:
     """Fit a machine to a table of published rows, with its prior. Raises ConfigError for an unknown name."""
     table = find_table(name)
     hardware, prior = load_hardware(table.hardware), prior_of(table.hardware)
-    return fit(table.rows, hardware, table.unfitted, prior=prior, leave_one_out=leave_one_out)
+    return fit(table.rows, hardware, table.unfitted, prior=prior)
 
 
 def find_table(name: str) -> PublishedTable:

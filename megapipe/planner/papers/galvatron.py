@@ -387,25 +387,15 @@ ADVICE = (
 )
 
 
-def per_layer(
-    config: PretrainConfig,
-    hardware: Hardware,
-    devices: int,
-    *,
-    times: LayerTimes | None = None,
-    recompute: bool = True,
-    units: int = 128,
-) -> dict[str, Any]:
+def per_layer(config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
     """Return the plan of Galvatron's search (`papers.galvatron.search`) for batches of batch.global_size, for JSON.
 
-    times: times of layers; by default the roofline of the first group's device. recompute: also try strategies with
-    recomputation. units: number of parts into which memory is divided. Raises ConfigError if the number of devices is
-    not a power of 2, the device has no peak for the precision, or nothing fits.
+    Times of layers are the roofline of the first group's device. Raises ConfigError if the number of devices is not a
+    power of 2, the device has no peak for the precision, or nothing fits.
     """
-    times = shared(RooflineTimes(hardware.groups[0].device) if times is None else times)
-    costs = OpCosts(config, hardware, devices, times)
+    costs = OpCosts(config, hardware, devices, shared(RooflineTimes(hardware.groups[0].device)))
     try:
-        plan = search(costs, [config.batch.global_size], recompute=recompute, units=units)
+        plan = search(costs, [config.batch.global_size], units=128)
     except ValueError as error:
         raise ConfigError(f"per-layer plan: {error}") from error
     return _as_json(plan, [each.name for each in costs.layers], config)

@@ -158,19 +158,17 @@ def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     return fastest
 
 
-def two_buffered_plan(
-    config: PretrainConfig, hardware: Hardware, devices: int, *, times: LayerTimes | None = None
-) -> dict[str, Any]:
+def two_buffered_plan(config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
     """Return the answer of algorithm 1 for batches of batch.global_size, ready for JSON.
 
     The paper's blocks are equal, so the time of embedding and head is spread over them. `memory_bytes` is that of the
     fullest stage. `settings` are the configuration fields that run the plan. `by_cost_model` is the estimate of
-    this project's cost model; it differs, because the paper's model ignores the update before the next forwards.
+    this project's cost model; it differs, because the paper's model ignores the update before the next forwards. Times
+    of layers are the roofline of the first group's device.
 
-    times: times of layers; by default the roofline of the first group's device. Raises ConfigError if nothing fits, or
-    the device has no peak for the precision.
+    Raises ConfigError if nothing fits, or the device has no peak for the precision.
     """
-    times = RooflineTimes(hardware.groups[0].device) if times is None else times
+    times = RooflineTimes(hardware.groups[0].device)
     try:
         chosen = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
     except ValueError as error:

@@ -384,16 +384,14 @@ class LayoutBounds:
             return 0.0
         shape, count, slow = layout.shape, self._count(layout.shape), self._assumptions.slow_down
         cut = self._cut_of(shape)
-        work = self._figures.work(_micro(shape), (layout.sequence, layout.recompute))
-        by_rank = np.array(work.parts()) @ cut.weights(count)
+        micro, method = _micro(shape), (layout.sequence, layout.recompute)
+        work, by_rank = self._figures.work(micro, method), self._works(micro, (method,))[0] @ cut.weights(count)
         gather, reduction = self._figures.traffic(*shape[:4], layout.zero)
         # In steps with several updates, sums overlap with more than one backward.
         if layout.zero >= 2 and (gather or reduction) and cut.updates_per_step == 1:
             forward = cut.together(*(each.forward for each in work))
             backward = cut.together(*(each.backward + each.again for each in work))
-            # Counts per micro-batch are the same for any number of replicas.
-            key = shape.schedule, shape.chunks, shape.pipeline, count, layout.zero
-            if key not in self._counts:
+            if (key := layout.traffic(self._base)) not in self._counts:
                 self._counts[key] = traffic_counts(self._laid(layout, cut.run))
             counts = self._counts[key]
             gathers = cut.blocks * gather * counts.gathers / 2
@@ -564,7 +562,7 @@ class _Table(NamedTuple):
     state: StateFigures[Floats]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Cut:
     """A model divided into stages. run: a run with these stages. blocks, ranks: number of blocks and rank of every
     stage. flushes, splits, updates_per_step: properties of the schedule; `splits`: whether backwards are split."""
@@ -583,6 +581,7 @@ class _Cut:
         sums[-1] += head
         return sums
 
+    @cached_method
     def weights(self, num_microbatches: int) -> Floats:
         """Return for each rank how often each of `MicrobatchWork.parts` counts in a step, shape [9, ranks].
 

@@ -22,11 +22,12 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory
-from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.cost.memory import LayerSizes, StateSizes, least_bytes, rank_memories
-from megapipe.planner.cost.model import estimate, estimate_run, layer_costs, step_time
+from megapipe.planner.cost.layer_costs import LayerCost, microbatch_cost, state_cost
+from megapipe.planner.cost.layer_times import LayerTimes, SharedRoofline
+from megapipe.planner.cost.memory import LayerSizes, RankOrders, StateSizes, least_bytes, rank_memories
+from megapipe.planner.cost.model import estimate, estimate_run, step_time
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
-from megapipe.planner.cost.step_time import StepTimer
+from megapipe.planner.cost.step_time import StepTimer, TrafficCounts, traffic_counts
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
 from megapipe.schedules import ScheduleError
@@ -60,11 +61,11 @@ class Evaluation:
         self._configurations = Configurations(base)
         self._known: dict[tuple[object, ...], Any] = {}
 
-    def _once(self, key: tuple[object, ...], compute: Callable[..., Part], *arguments: object) -> Part:
-        """Return compute(*arguments); calls with an equal key return the result of the first one."""
-        if (compute, key) not in self._known:
-            self._known[compute, key] = compute(*arguments)
-        return self._known[compute, key]
+    def _once(self, key: tuple[object, ...], compute: Callable[[], Part]) -> Part:
+        """Return the result of `compute`; calls with an equal key return the result of the first one."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     def num_bytes(self, layout: Layout) -> int:
         """Return the bytes of the fullest rank. Raises ConfigError like `estimate`."""
@@ -72,7 +73,7 @@ class Evaluation:
 
     def least_bytes(self, layout: Layout) -> float:
         """Return a lower bound of `num_bytes`."""
-        return 0.0 if self._base.schedule.file else least_bytes(self._run(layout), *self._sizes(layout))
+        return 0.0 if self._base.schedule.file else least_bytes(*self._held(layout))
 
     def least_seconds(self, layout: Layout) -> float:
         """Return a lower bound of the estimate's seconds."""
@@ -99,29 +100,47 @@ class Evaluation:
     @cached_method
     def _run(self, layout: Layout) -> RunLayout:
         shape, config = layout.shape, self._configurations.of(layout)
-        placement = self._once(shape[:4], Placement, self._hardware, shape.mesh)
-        like = self._once((shape.pipeline, shape.schedule, shape.chunks), lay_on, config, placement)
+        placement = self._once(shape[:4], lambda: Placement(self._hardware, shape.mesh))
+        like = self._once((shape.pipeline, shape.schedule, shape.chunks), lambda: lay_on(config, placement))
         return lay_on(config, placement, like)
 
     @cached_method
     def _memory(self, layout: Layout) -> tuple[RankMemory, ...]:
         if self._base.schedule.file:
             return self.estimate(layout).memory
-        return rank_memories(self._run(layout), *self._sizes(layout))
+        return rank_memories(self._run(layout), self._held(layout))
 
-    def _sizes(self, layout: Layout) -> tuple[LayerSizes, StateSizes]:
-        run, shape = self._run(layout), layout.shape
+    def _held(self, layout: Layout) -> tuple[RankOrders, LayerSizes, StateSizes]:
+        """Return what determines the bytes of a layout, each part computed once for all layouts that share it."""
+        shape = layout.shape
         of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
         of_state = shape.tensor, shape.data * shape.context, layout.zero
-        return self._once(of_micro, LayerSizes.of_run, run), self._once(of_state, StateSizes.of, run)
+        return (
+            self._once((RankOrders, layout.order), lambda: RankOrders.of(self._run(layout))),
+            self._once((LayerSizes, of_micro), lambda: LayerSizes.of(self._run(layout))),
+            self._once((StateSizes, of_state), lambda: StateSizes.of(self._run(layout))),
+        )
 
     @cached_method
     def _step(self, layout: Layout) -> StepTimer:
-        run = self._run(layout)
-        # Costs of layers depend on the schedule only through whether it splits backwards.
-        key = layout.shape[:5], layout[1:], run.splits
-        layers = self._once(key, layer_costs, run, self._times, self._assumptions)
-        return step_time(run, layers, self._assumptions)
+        run, shape, given = self._run(layout), layout.shape, (self._times, self._assumptions)
+        # Measured times may depend on every field of a layout, and sums tensor by tensor on the recomputation.
+        of_micro = shape[:5], layout.sequence, layout.recompute
+        by_tensor = self._assumptions.tensor_by_tensor
+        of_state = shape[:4], layout.zero, layout.sequence > 0, by_tensor and layout.recompute
+        apart = () if isinstance(self._times, SharedRoofline) else layout
+        micro = self._once(
+            (microbatch_cost, of_micro, apart),
+            lambda: [microbatch_cost(run, *each, *given) for each in zip(run.layers, run.flops, strict=True)],
+        )
+        states = self._once(
+            (state_cost, of_state, apart), lambda: [state_cost(run, layer, *given) for layer in run.layers]
+        )
+        layers = [LayerCost(*one, *other) for one, other in zip(micro, states, strict=True)]
+        step = step_time(run, layers, self._assumptions)
+        if layout.zero >= 2:
+            step.traffic = self._once((TrafficCounts, layout.traffic(self._base)), lambda: traffic_counts(run))
+        return step
 
 
 @dataclass(eq=False)

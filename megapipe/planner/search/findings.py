@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from megapipe.config.command_line import bytes_text
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.parallel import ScheduleConfig
@@ -159,11 +160,6 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def gigabytes(num_bytes: float) -> str:
-    """Return bytes in GB, or in MB below one GB."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
 class LayoutKind(NamedTuple):
     """A kind of layout. members: filter of its layouts. example: builds one, to report the rule that forbids all."""
 
@@ -233,8 +229,8 @@ def _judged(explorer: Explorer, kind: LayoutKind, best: Estimate) -> Alternative
 def out_of_memory(nearest: Estimate) -> str:
     """Return in words how much memory a layout lacks. nearest: the layout that needs the least memory."""
     return (
-        f"out of memory by {gigabytes(nearest.missing_bytes)}: the fullest rank needs "
-        f"{gigabytes(nearest.tightest_bytes)} of {gigabytes(nearest.memory_limit)}"
+        f"out of memory by {bytes_text(nearest.missing_bytes)}: the fullest rank needs "
+        f"{bytes_text(nearest.tightest_bytes)} of {bytes_text(nearest.memory_limit)}"
     )
 
 

@@ -16,6 +16,7 @@ from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_problems
 from megapipe.layout.table import moves_to_host
+from megapipe.layout.units import has_memory_limits
 from megapipe.layout.validation import context_problems
 from megapipe.planner.cached import cached_method
 from megapipe.schedules import ScheduleError
@@ -79,6 +80,19 @@ class Layout(NamedTuple):
     sequence: int
     zero: ZeroStage
     recompute: Recompute
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Return everything that the order of a layout's actions depends on."""
+        shape = self.shape
+        samples, spans = shape.data * shape.micro_size, self.recompute == "full"
+        return shape.pipeline, shape.schedule, shape.chunks, samples, spans
+
+    def traffic(self, base: PretrainConfig) -> tuple[object, ...]:
+        """Return everything that the number of gathers and sums depends on."""
+        shape = self.shape
+        shards = (shape.tensor, shape.data) if has_memory_limits(base) else shape.data * shape.context > 1
+        return *self.order, self.zero, shards
 
     def applied(self, base: PretrainConfig) -> PretrainConfig:
         """Return the configuration with this layout."""

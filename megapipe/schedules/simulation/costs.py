@@ -104,7 +104,7 @@ class Costs:
         if not (table.group >= 0).any():
             return of_row
         scaled = of_row.copy()
-        for first in np.unique(table.action_first[table.group >= 0]).tolist():
+        for first in sorted(set(table.action_first[table.group >= 0].tolist())):
             rows = slice(first, table.action_last[first] + 1)
             places = tuple(zip(map(Kind, table.kind[rows].tolist()), table.stage[rows].tolist(), strict=True))
             whole = sum(self.times[CostPlace(*place)] for place in places) if places in self.groups else 0.0

@@ -91,7 +91,7 @@ def _check_recompute(table: Table) -> None:
     again = table.rows_with(Kind.RECOMPUTE)
     if len(again) == 0:
         return
-    if len(np.unique(place[again])) < len(again):
+    if len(set(place[again].tolist())) < len(again):
         raise _repeated(table, again, place[again])
     known = np.isin(place[again], place[table.rows_with(Kind.FORWARD)])
     if not known.all():

@@ -86,7 +86,7 @@ def test_each_rank_that_uses_a_tied_weight_updates_it_once(schedule: str, pipeli
     sizes = {spec.name: spec.num_elements for layer in model_layers(MODEL) for spec in layer.parameters.values()}
     seconds = 2e-9 * (sum(sizes.values()) + (ranks - 1) * sizes[tied])
     stages = explain_stages(config, machine(contention=AT_EASE))
-    assert sum(stage.update for stage in stages) == pytest.approx(seconds, rel=1e-3)
+    assert sum(stage["update"] for stage in stages) == pytest.approx(seconds, rel=1e-3)
     simulation = predict(config, machine(contention=AT_EASE)).simulation
     updates = simulation.table.rows_with(Kind.UPDATE)
     assert simulation.durations[updates].sum() == pytest.approx(seconds, rel=1e-3)
@@ -182,7 +182,7 @@ def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
     config, times = run(), MeasuredTimes(machine())
     layers = [times.of(config, layer) for layer in model_layers(MODEL)]
     work = 8 * sum(each.forward + each.backward_input + each.backward_weight for each in layers)
-    work += sum(stage.update for stage in explain_stages(config, machine()))
+    work += sum(stage["update"] for stage in explain_stages(config, machine()))
     assert estimate(config, machine()).step_seconds == pytest.approx(work)
     assert predict(config, machine()).estimate.step_seconds == pytest.approx(work + 16 * 5e-5)
 
