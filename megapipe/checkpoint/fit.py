@@ -50,7 +50,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
             *("first_position", "token_types", "attention_norm", "transform_bias", "embedding_size", "shared_blocks"),
             *("router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen"),
             *("shared_expert_size", "shared_expert_gate"),
-            *("query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size"),
+            *("query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size", "mtp_layers"),
         ),
         "optimizer": ("name",),
     },
@@ -64,7 +64,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
         "training": ("seed",),
     },
     Rule.REPORTED: {
-        "model": ("embedding_dropout", "attention_dropout", "hidden_dropout", "expert_balance_rate", "attention"),
+        "model": ("embedding_dropout", "attention_dropout", "hidden_dropout", "expert_balance_rate", "attention", "mtp_loss_weight"),
         "parallel": ("layers",),
         "zero": ("reduce_dtype",),
         "schedule": ("name", "file"),

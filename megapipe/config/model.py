@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from megapipe.config.field_types import (
     NaturalFloat,
+    NaturalInt,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -275,6 +276,11 @@ class ModelConfig:
     attention_chunk_size: TokenCount | None = None
     """Number of tokens of the chunks that samples are cut into; each token attends to its own chunk, up to itself
     (Llama 4). null means whole samples."""
+    mtp_layers: NaturalInt = 0
+    """Number of further tokens that every token predicts in training, each through one more block (multi-token
+    prediction, DeepSeek-V3's num_nextn_predict_layers). Their blocks have the fields of the last block. 0 means none."""
+    mtp_loss_weight: PositiveFloat = 0.1
+    """Factor of the mean loss of the further tokens, which is added to the loss (DeepSeek-V3's lambda)."""
     tie_embeddings: bool = True
     """Use the word embedding's matrix as the output head's matrix."""
     embedding_scale: PositiveFloat = 1.0
@@ -326,6 +332,11 @@ class ModelConfig:
         if isinstance(own.get("rope_scaling"), Mapping):
             own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
         return replace(self, layer_kinds={}, layer_pattern=(), **own)
+
+    @property
+    def kind_of_head(self) -> str:
+        """The kind of the blocks that predict further tokens; base if there are none."""
+        return self.kind_of_layer(self.num_layers - 1) if self.mtp_layers else BASE_KIND
 
     @property
     def kinds_of_layers(self) -> dict[str, Self]:
@@ -645,8 +656,29 @@ class ModelConfig:
             )
         return found
 
+    def _mtp_problems(self) -> list[str]:
+        """Return one message for each field that the prediction of further tokens does not support."""
+        if not self.mtp_layers:
+            return []
+        supported = {
+            "positions": ("rotary", "alibi", "none"),
+            "embedding_norm": (None, False),
+            "embedding_dropout": (0.0,),
+        }
+        found = [
+            f"model.{name} is {getattr(self, name)!r} with model.mtp_layers {self.mtp_layers}, whose embeddings are "
+            f"those of words alone: set model.{name} to {values[0]!r}, or model.mtp_layers to 0"
+            for name, values in supported.items()
+            if getattr(self, name) not in values
+        ]
+        if self.kind != "gpt":
+            found.append(
+                f"model.mtp_layers is {self.mtp_layers}; only a GPT predicts further tokens: set model.mtp_layers to 0"
+            )
+        return found
+
     def _path_problems(self) -> list[str]:
-        found = []
+        found = self._mtp_problems()
         if self.norm_position == "post" and self.kind == "gpt":
             found.append(
                 "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich' or 'output'"

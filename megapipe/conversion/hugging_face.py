@@ -139,6 +139,8 @@ def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, C
         raise CheckpointError(f"this model cannot be exported as {config['model_type']}: {error}") from error
 
 
+_FURTHER = "head.mtp."
+"""Start of the names of parameters that predict further tokens."""
 GENERATION = "generation_config.json"
 _Described = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of a tensor in the folder."""
@@ -217,7 +219,7 @@ class HuggingFaceTarget:
             if shapes.get(name) != pair.spec.shape:
                 state = f"of shape {shapes[name]}" if name in shapes else "missing"
                 raise CheckpointError(f"{name} is {state} in the checkpoint; its model needs shape {pair.spec.shape}")
-        unknown = [name for name in shapes if name not in self._pairs]
+        unknown = [name for name in shapes if name not in self._pairs and not name.startswith(_FURTHER)]
         if unknown:
             raise CheckpointError(f"the checkpoint contains {', '.join(unknown[:4])}, which its model does not have")
 
@@ -237,7 +239,9 @@ class HuggingFaceTarget:
 
     def _parts(self, tensor: StoredTensor, values: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of a parameter's tensors in the folder, and these tensors."""
-        pair = self._pairs[tensor.name]
+        pair = self._pairs.get(tensor.name)
+        if pair is None:  # its family has no layers that predict further tokens
+            return
         for name, part in zip(pair.theirs, pair.part(values), strict=True):
             yield name, part
             if name in self._again:

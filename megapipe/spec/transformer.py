@@ -364,14 +364,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         tables.append(table(model, "position.weight", unused + model.max_positions, padded=False))
     if types:
         tables.append(table(model, "token_type.weight", types, padded=False))
-    elements, collectives = shape.tokens * model.hidden_size, tuple[Collective, ...]()
-    if shape.tensor > 1 and shape.sequence_parallel:
-        collectives = (
-            Collective("tensor", "reduce_scatter", elements, shape.width, 1),
-            Collective("tensor", "all_gather", elements, shape.width, 0, 1),
-        )
-    elif shape.tensor > 1:
-        collectives = (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    elements = shape.tokens * model.hidden_size
     masked = elements // shape.shards if model.embedding_dropout else 0
     # Sequence parallelism gathers the gradient of the word embeddings, and their scale changes it; other tables read
     # that of their shard of the sum, and positions its sum over samples, unless they count from the starts of
@@ -391,7 +384,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weights=tuple(tables),
         saves=(Value("embedding mask", masked * shape.stored_masks),),
         weight_needs=tuple(handed),
-        collectives=collectives,
+        collectives=_word_collectives(shape),
         kernels=partial(_lookup_kernels, shape),
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
         moments=partial(table_moments, shape, tables),
@@ -400,6 +393,19 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
     if projected:
         yield _projection(whole)
+
+
+def _word_collectives(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the exchanges of word embeddings, whose rows tensor ranks shard."""
+    elements = shape.tokens * shape.model.hidden_size
+    if shape.tensor == 1:
+        return ()
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    return (
+        Collective("tensor", "reduce_scatter", elements, shape.width, 1),
+        Collective("tensor", "all_gather", elements, shape.width, 0, 1),
+    )
 
 
 def _projection(shape: MicrobatchShape) -> Op:
@@ -428,10 +434,87 @@ def _lookup_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
 
 
 def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of a GPT's head: the last norm, and the output matrix with its loss."""
-    model, tokens, tensor = shape.model, shape.tokens, shape.tensor
+    """Yield the ops of a GPT's head: the last norm, and the output matrix with its loss; then those of the blocks that
+    predict further tokens."""
     normalised = Value("head norm", shape.own_stream)
     yield norm(shape, "norm", Value("input", shape.own_stream))
+    terms = 1 + bool(shape.model.mtp_layers)
+    yield _output(shape, normalised, Value("scale of the loss", FULL_BYTES * terms))
+    scaled = shape.model.logit_scale != 1
+    hidden = normalised._replace(name="unscaled head norm") if scaled else normalised
+    for depth in range(shape.model.mtp_layers):
+        yield from _prediction_ops(shape, f"mtp.{depth}.", hidden)
+        hidden = hidden._replace(name=f"mtp.{depth}.{'unscaled norm' if scaled else 'normalised'}")
+
+
+def _prediction_ops(shape: MicrobatchShape, prefix: str, hidden: Value) -> Iterator[Op]:
+    """Yield the ops of one depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
+    output matrix are those of the model.
+
+    As a part of the head it recomputes nothing. prefix: of all names. hidden: normalised hidden states of the depth
+    before.
+    """
+    shape = replace(shape, recompute=frozenset())
+    model, stream = shape.model, shape.own_stream
+    words = table(model, "word.weight", model.vocabulary_size, padded=True)
+    projection = matrix("projection.weight", (model.hidden_size, 2 * model.hidden_size), None, model.init_std)
+    joined, normalised = Value("joined", 2 * stream), Value("normalised", stream)
+    lookup = Op(
+        "lookup",
+        weight_needs=(gradient("words", shape.stream),),
+        collectives=_word_collectives(shape),
+        kernels=partial(_lookup_kernels, shape),
+        moments=partial(table_moments, shape, (words,)),
+    )
+    # The gradients of both norms are views of that of their results, side by side.
+    norms = (
+        each._replace(weight_needs=(*each.weight_needs[:-1], gradient("joined", joined.bytes)))
+        for each in (
+            norm(shape, "embedding_norm", Value("embeddings", stream)),
+            norm(shape, "hidden_norm", hidden),
+        )
+    )
+    join = Op(
+        "projection",
+        weights=(projection,),
+        saves=(joined,),
+        weight_needs=(joined, gradient("projection", stream)),
+        flops=linear_flops(all_tokens(shape), projection.num_elements),
+        kernels=partial(linear_products, shape, projection, shape.tokens // shape.shards),
+    )
+    block = [
+        each._replace(weights=tuple(replace(spec, name=f"block.{spec.name}") for spec in each.weights))
+        for each in block_ops(shape)
+    ]
+    scale = Value("scale of further losses", FULL_BYTES)
+    output = _output(shape, normalised, scale)
+    weights = Value("weights of tokens", shape.tokens * FULL_BYTES)
+    output = output._replace(saves=(*output.saves, weights), weight_needs=(*output.weight_needs, weights), weights=())
+    last = norm(shape, "norm", Value("output", stream))
+    for op in (lookup, *norms, join, *block, last, output):
+        yield _renamed(op, prefix, (hidden, scale))
+
+
+def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
+    """Return an op with a prefix to the names of its weights and of its values, but for those of all depths."""
+
+    def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(
+            each if each in same else Value(prefix + each.name, each.bytes) for each in values
+        )
+
+    return op._replace(
+        name=prefix + op.name,
+        weights=tuple(replace(spec, name=prefix + spec.name) for spec in op.weights),
+        saves=named(op.saves),
+        weight_needs=named(op.weight_needs),
+        uses=tuple(use._replace(part=None) for use in op.uses),
+    )
+
+
+def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
+    """Return the output matrix of a GPT with its loss. normalised: what it reads. scale: gradient of the loss."""
+    model, tokens, tensor = shape.model, shape.tokens, shape.tensor
     collectives = _loss_collectives(shape, tokens)
     elements = tokens * model.hidden_size
     if tensor > 1 and shape.sequence_parallel:
@@ -443,11 +526,11 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         collectives += (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
     columns = _columns(shape)
     logits = Value("gradient of logits", tokens * columns * shape.width)
-    yield Op(
+    return Op(
         "output",
         weights=_output_weights(shape),
         saves=(normalised, Value("log-sums", tokens * FULL_BYTES) if shape.recompute_logits else logits),
-        weight_needs=(normalised, logits, Value("scale of the loss", FULL_BYTES)),
+        weight_needs=(normalised, logits, scale),
         flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
         collectives=collectives,
         kernels=partial(_output_kernels, shape),
@@ -467,7 +550,7 @@ def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
     shape: its tensor ranks are all ranks that share the matrix. They get the last hidden states by a broadcast, and
     sum their gradient. Statistics of all ranks come between forward and backward.
     """
-    _, output = gpt_head_ops(shape)
+    _, output, *_ = gpt_head_ops(shape)
     group: GroupName = "pipeline+tensor"
     rows = shape.tokens
     own = LOSS_STATISTICS * rows * FULL_BYTES
