@@ -64,7 +64,14 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
         "training": ("seed",),
     },
     Rule.REPORTED: {
-        "model": ("embedding_dropout", "attention_dropout", "hidden_dropout", "expert_balance_rate", "attention", "mtp_loss_weight"),
+        "model": (
+            "embedding_dropout",
+            "attention_dropout",
+            "hidden_dropout",
+            "expert_balance_rate",
+            "attention",
+            "mtp_loss_weight",
+        ),
         "parallel": ("layers",),
         "zero": ("reduce_dtype",),
         "schedule": ("name", "file"),

@@ -278,7 +278,7 @@ class ModelConfig:
     (Llama 4). null means whole samples."""
     mtp_layers: NaturalInt = 0
     """Number of further tokens that every token predicts in training, each through one more block (multi-token
-    prediction, DeepSeek-V3's num_nextn_predict_layers). Their blocks have the fields of the last block. 0 means none."""
+    prediction, DeepSeek-V3's num_nextn_predict_layers). These blocks have the fields of the last one. 0 means none."""
     mtp_loss_weight: PositiveFloat = 0.1
     """Factor of the mean loss of the further tokens, which is added to the loss (DeepSeek-V3's lambda)."""
     tie_embeddings: bool = True

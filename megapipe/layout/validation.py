@@ -66,8 +66,8 @@ def context_problems(config: PretrainConfig) -> list[str]:
     problems = []
     if config.model.mtp_layers:
         problems.append(
-            f"model.mtp_layers is {config.model.mtp_layers}, which needs whole samples, but parallel.context is {size}; "
-            "set parallel.context to 1, or model.mtp_layers to 0"
+            f"model.mtp_layers is {config.model.mtp_layers}, which needs whole samples, but parallel.context is "
+            f"{size}; set parallel.context to 1, or model.mtp_layers to 0"
         )
     length, parts = config.data.sequence_length, chunks_per_rank(token_order(config)) * size
     if length % parts:

@@ -299,17 +299,16 @@ class Family:
         for layer, spec in specs.values():
             own = model.of_kind(layer.variant)
             path, index, in_block = spec.name.removeprefix(f"{layer.name}."), layer.index, layer.kind == "block"
-            module, _, leaf = path.rpartition(".")
-            if module.startswith("mtp."):
+            further = re.fullmatch(r"mtp\.(\d+)\.(block\.)?(.*)\.(\w+)", path)
+            if further is not None:
                 if not self.mtp:
                     continue
-                _, depth, module = module.split(".", 2)
-                index, in_block = model.num_layers + int(depth), module.startswith("block.")
-                path = f"{module}.{leaf}".removeprefix("block.")
+                depth, block, module, leaf = further.groups()
+                index, in_block, path = model.num_layers + int(depth), block is not None, f"{module}.{leaf}"
             roots = ("experts.", "blocks.")[own.num_experts is None :] if in_block else ("",)
             candidates = [f"{root}{path}" if root else spec.name for root in roots]
             known = (name for name in candidates if {name, name.rpartition(".")[0]} & self.tensors.keys())
-            if module in self.mtp:
+            if further is not None and not in_block:
                 tensors = Tensors((f"{self.mtp[module]}.{leaf}",))
             else:
                 tensors = self._tensors(next(known, candidates[-1]), spec)
@@ -363,7 +362,7 @@ class Family:
         if name == self.output:
             return model.tie_embeddings
         layer = re.fullmatch(rf"{re.escape(self.body)}layers\.(\d+)\..*", name) if self.more_layers else None
-        if layer is not None and int(layer[1]) >= model.num_layers:  # or a copy of embedding or output matrix
+        if layer is not None and int(layer[1]) >= model.num_layers:
             return True
         absent = (parts for flag, parts in self.optional.items() if not vars(model)[flag])
         return name in self.repeats or name.endswith(self.buffers) or any(name.startswith(parts) for parts in absent)

@@ -51,6 +51,7 @@ from megapipe.spec.ops import (
     Kernel,
     KernelUse,
     MicrobatchShape,
+    Moment,
     Op,
     Value,
     linear_flops,
@@ -491,17 +492,23 @@ def _prediction_ops(shape: MicrobatchShape, prefix: str, hidden: Value) -> Itera
     weights = Value("weights of tokens", shape.tokens * FULL_BYTES)
     output = output._replace(saves=(*output.saves, weights), weight_needs=(*output.weight_needs, weights), weights=())
     last = norm(shape, "norm", Value("output", stream))
+    # The backward has freed the last ops' tensors by then, and started with the gradient of the block's output.
+    freed = sum(value.bytes for value in output.saves if value != normalised)
+    block = [each._replace(moments=partial(_held_more, each, stream - freed)) for each in block]
     for op in (lookup, *norms, join, *block, last, output):
         yield _renamed(op, prefix, (hidden, scale))
+
+
+def _held_more(op: Op, more: int) -> tuple[Moment, ...]:
+    """Return the moments of an op before whose backward a rank holds more than before that of its layer."""
+    return tuple(each._replace(bytes=each.bytes + more) for each in op.moments())
 
 
 def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
     """Return an op with a prefix to the names of its weights and of its values, but for those of all depths."""
 
     def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(
-            each if each in same else Value(prefix + each.name, each.bytes) for each in values
-        )
+        return tuple(each if each in same else Value(prefix + each.name, each.bytes) for each in values)
 
     return op._replace(
         name=prefix + op.name,

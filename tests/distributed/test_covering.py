@@ -224,7 +224,9 @@ MIXED = [
     pytest.param(
         {"pipeline": "2", "documents": "isolated", "recompute": "selective", "precision": "bf16"}, FURTHER, marks=RARE
     ),
-    pytest.param({"schedule": "1f1b", "pipeline": "2", "data": "2", "zero": "2", "tied": "untied"}, FURTHER, marks=RARE),
+    pytest.param(
+        {"schedule": "1f1b", "pipeline": "2", "data": "2", "zero": "2", "tied": "untied"}, FURTHER, marks=RARE
+    ),
     pytest.param(
         {"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"},
         {**SLICES, "schedule": {**SLICES["schedule"], "chunks": 2}},

@@ -112,7 +112,15 @@ BERT: dict[str, dict[str, Any]] = {
     "modernbert's first block": {**MODERN, "attention_norm": False, "sliding_window": None},
     "modernbert with dropout": {**MODERN, **DROPOUT, "attention_norm": False, "normalization": "layer_norm"},
 }
-RARE = ("a further token", "gemma with dropout", "experts between norms", "gpt-neox", "granite", "roberta", "modernbert with dropout")
+RARE = (
+    "a further token",
+    "gemma with dropout",
+    "experts between norms",
+    "gpt-neox",
+    "granite",
+    "roberta",
+    "modernbert with dropout",
+)
 NAMES = [pytest.param(name, marks=pytest.mark.exhaustive) if name in RARE else name for name in (*GPT, *BERT)]
 LAYOUTS: dict[str, tuple[dict[str, int], ContextAttention]] = {
     "one rank": ({}, "ring"),

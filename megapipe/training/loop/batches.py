@@ -94,9 +94,7 @@ class BatchLoader(RankLoader):
             counts = [float(mask[:, places.start : places.stop].sum()) for places in self._slices]
         return zip(sliced(context, self._slices), counts, strict=True)
 
-    def _microbatch(
-        self, consumed: int, index: int, num_microbatches: int
-    ) -> tuple[MicrobatchContext, Counts | None]:
+    def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, Counts | None]:
         if self._is_first or self._is_last:
             microbatch = self._source.microbatch(consumed, index, num_microbatches)
             count = float(self._held.part(microbatch.loss_mask).sum()) if self._is_last else None
