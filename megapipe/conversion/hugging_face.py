@@ -161,6 +161,7 @@ class HuggingFaceTarget:
         repeats = family_of(self._config["model_type"]).repeats
         # transformers has both tensors, and reads the second one if the model is untied.
         self._again = {} if contents.model.tie_embeddings else {first: again for again, first in repeats.items()}
+        self._names = [tensor.name for tensor in contents.tensors]
         self._check(contents)
         self._shards = self._planned(contents, options.max_shard_bytes)
         self._files = [_file_name(number, len(self._shards)) for number in range(len(self._shards))]
@@ -192,7 +193,10 @@ class HuggingFaceTarget:
         for name, content in self._tokenizer.files.items():
             self._folder.write(name, content)
         self._folder.finish()
-        return [self._tokenizer.note] if self._tokenizer.note else []
+        notes = [self._tokenizer.note] if self._tokenizer.note else []
+        if any(tensor.startswith(_FURTHER) and tensor not in self._pairs for tensor in self._names):
+            notes.append(f"left out: layers that predict further tokens, which {self._config['model_type']} lacks")
+        return notes
 
     def _agreed_ids(self) -> dict[str, Any]:
         """Return the tokenizer's ids of special tokens. Raises CheckpointError if the model depends on another one."""

@@ -144,7 +144,8 @@ class Memory:
         target = HuggingFaceTarget(folder, self.contents, TargetOptions())
         for tensor in self.contents.tensors:
             target.add(tensor, self.values[tensor.name])
-        target.finish()
+        notes = target.finish()
+        assert any("predict further tokens" in note for note in notes) == (set(self.values) != set(target._pairs))
         return safetensors.torch.load_file(folder / "model.safetensors")
 
 
