@@ -1,6 +1,7 @@
 """GPT as a list of layers: embedding, blocks, head. GPT-2/3, Llama, Mistral and Qwen shapes come from one block."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -177,12 +178,13 @@ class Head(nn.Module):
         self.output = VocabParallelHead(
             within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits, model.logit_softcap
         )
-        self.mtp = nn.ModuleList(
+        depths = [
             PredictionDepth(
                 model, within(shapes, f"mtp.{depth}"), group, kernels, recompute_logits, model.num_layers + depth
             )
             for depth in range(model.mtp_layers)
-        )
+        ]
+        self.mtp = nn.ModuleList(depths)
         self.mtp_weight = model.mtp_loss_weight / max(1, model.mtp_layers)
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
@@ -207,7 +209,7 @@ class Head(nn.Module):
         losses = []
         weights = torch.ones_like(labels, dtype=torch.float32) if context.loss_mask is None else context.loss_mask
         later = weights
-        for depth in self.mtp:
+        for depth in cast(Iterable[PredictionDepth], self.mtp):
             tokens, labels, later = labels, _shifted(labels), _shifted(later)
             weights = weights * later
             hidden = depth(hidden, tokens, context)

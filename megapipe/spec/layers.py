@@ -6,16 +6,10 @@ from dataclasses import replace
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import BASE_KIND, ModelConfig
+from megapipe.spec.heads import bert_head_ops, gpt_head_ops, last_norm_ops, shared_output_ops
 from megapipe.spec.ops import Flops, MicrobatchShape, Op, total_flops
 from megapipe.spec.parameters import LayerKind, LayerSpec
-from megapipe.spec.transformer import (
-    bert_head_ops,
-    block_ops,
-    embedding_ops,
-    gpt_head_ops,
-    last_norm_ops,
-    shared_output_ops,
-)
+from megapipe.spec.transformer import block_ops, embedding_ops
 
 
 def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:

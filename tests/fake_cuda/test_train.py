@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import MuonConfig
+from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
 from tests.distributed.test_covering import CASES, name_of
 from tests.fake_cuda import runs
