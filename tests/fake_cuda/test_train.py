@@ -92,7 +92,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-31:]
+LATE_OPTIONS = tuple(OPTIONS)[-32:]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never
