@@ -98,6 +98,11 @@ def fitting(
     if differences:
         raise CheckpointError(f"the model in {folder} differs from the configuration: {'; '.join(differences)}")
     family = read_family(folder, config)
+    if model.mtp_layers and not family.mtp:
+        raise CheckpointError(
+            f"model.mtp_layers is {model.mtp_layers}, but weights of {family.model_type} have no layers that predict "
+            "further tokens; set model.mtp_layers to 0"
+        )
     pairs = correspondences(model, family)
     used = {name for pair in pairs for name in pair.theirs}
     missing = sorted(name for name in used if name not in names)

@@ -139,6 +139,8 @@ def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, C
         raise CheckpointError(f"this model cannot be exported as {config['model_type']}: {error}") from error
 
 
+_FURTHER = "head.mtp."
+"""Start of the names of parameters that predict further tokens."""
 GENERATION = "generation_config.json"
 _Described = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of a tensor in the folder."""
@@ -159,6 +161,7 @@ class HuggingFaceTarget:
         repeats = family_of(self._config["model_type"]).repeats
         # transformers has both tensors, and reads the second one if the model is untied.
         self._again = {} if contents.model.tie_embeddings else {first: again for again, first in repeats.items()}
+        self._names = [tensor.name for tensor in contents.tensors]
         self._check(contents)
         self._shards = self._planned(contents, options.max_shard_bytes)
         self._files = [_file_name(number, len(self._shards)) for number in range(len(self._shards))]
@@ -190,7 +193,10 @@ class HuggingFaceTarget:
         for name, content in self._tokenizer.files.items():
             self._folder.write(name, content)
         self._folder.finish()
-        return [self._tokenizer.note] if self._tokenizer.note else []
+        notes = [self._tokenizer.note] if self._tokenizer.note else []
+        if any(tensor.startswith(_FURTHER) and tensor not in self._pairs for tensor in self._names):
+            notes.append(f"left out: layers that predict further tokens, which {self._config['model_type']} lacks")
+        return notes
 
     def _agreed_ids(self) -> dict[str, Any]:
         """Return the tokenizer's ids of special tokens. Raises CheckpointError if the model depends on another one."""
@@ -217,7 +223,7 @@ class HuggingFaceTarget:
             if shapes.get(name) != pair.spec.shape:
                 state = f"of shape {shapes[name]}" if name in shapes else "missing"
                 raise CheckpointError(f"{name} is {state} in the checkpoint; its model needs shape {pair.spec.shape}")
-        unknown = [name for name in shapes if name not in self._pairs]
+        unknown = [name for name in shapes if name not in self._pairs and not name.startswith(_FURTHER)]
         if unknown:
             raise CheckpointError(f"the checkpoint contains {', '.join(unknown[:4])}, which its model does not have")
 
@@ -237,7 +243,9 @@ class HuggingFaceTarget:
 
     def _parts(self, tensor: StoredTensor, values: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of a parameter's tensors in the folder, and these tensors."""
-        pair = self._pairs[tensor.name]
+        pair = self._pairs.get(tensor.name)
+        if pair is None:  # its family has no layers that predict further tokens
+            return
         for name, part in zip(pair.theirs, pair.part(values), strict=True):
             yield name, part
             if name in self._again:

@@ -423,6 +423,7 @@ def check_expressible(model: ModelConfig) -> None:
         ("attention_scale", model.attention_scale, (None, plain)),
         ("attention_softcap", model.attention_softcap, (None,)),
         ("attention_sinks", model.attention_sinks, (False,)),
+        ("mtp_layers", model.mtp_layers, (0,)),
         ("attention_chunk_size", model.attention_chunk_size, (None,)),
         ("positions", model.positions, ("learned", "rotary", "none")),
         ("qk_norm_over", model.qk_norm_over, ("head",)),

@@ -345,7 +345,8 @@ class Assembly:
             layer = self._model.layers[index]
             twins = [self._model.build(index) for _ in range(self._copies)]
             tied = [names for names in self._tied if names[0] in _names(layer)]
-            own = [spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied)]
+            untied = (spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
+            own = list(dict.fromkeys(untied))
             parts = self._header.states_of(stage, unit)
             for number, specs in zip(parts, _state_parts(own, len(parts)), strict=True):
                 apart = "" if number == parts.start else f".{specs[0].state_unit}"

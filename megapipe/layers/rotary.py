@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeScaling
 from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.registry import Registry
 from megapipe.spec.token_order import Share, TokenOrder

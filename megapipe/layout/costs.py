@@ -15,6 +15,7 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.stages import loss_terms_of
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.spec.attention import why_a_mask
 from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
@@ -105,8 +106,7 @@ class LayoutCosts:
     @property
     def loss_terms(self) -> int:
         """Numbers that the loss consists of."""
-        pairs = isinstance(self.config, BertPretrainConfig) and self.config.data.pairs != "none"
-        return 2 if pairs else 1
+        return len(loss_terms_of(self.config))
 
     @cached_property
     def tied(self) -> tuple[TiedNames, ...]:

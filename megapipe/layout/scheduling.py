@@ -165,11 +165,15 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
             "training.precision fp16 skips steps whose gradients overflow, but this schedule updates before that is "
             "known; set training.precision bf16, or use 2bw"
         )
-    if config.model.tie_embeddings and config.parallel.pipeline > 1:
-        problems.append(
-            "model.tie_embeddings is true, but the tied weight is on the first and the last rank, which this schedule "
-            "updates at different times; set model.tie_embeddings false, or use 2bw"
-        )
+    for field, used, otherwise in (
+        ("tie_embeddings is true", config.model.tie_embeddings, "tie_embeddings false"),
+        (f"mtp_layers is {config.model.mtp_layers}", config.model.mtp_layers > 0, "mtp_layers 0"),
+    ):
+        if used and config.parallel.pipeline > 1:
+            problems.append(
+                f"model.{field}, but the tied weight is on the first and the last rank, which this schedule "
+                f"updates at different times; set model.{otherwise}, or use 2bw"
+            )
     if isinstance(config.model, BertModelConfig) and config.model.shared_blocks and config.parallel.pipeline > 1:
         problems.append(
             "model.shared_blocks is true, but each rank has a copy of the shared weights, which this schedule updates "
@@ -214,6 +218,11 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
                 config.model.tie_embeddings,
                 "model.tie_embeddings is true and only the output layer is shared",
                 "set model.tie_embeddings false",
+            ),
+            (
+                config.model.mtp_layers > 0,
+                f"model.mtp_layers is {config.model.mtp_layers}, whose blocks use the output layer on its last rank",
+                "set model.mtp_layers 0",
             ),
             (parallel.sequence, "parallel.sequence is true", "set parallel.sequence false"),
             (config.recompute.logits, "recompute.logits is true", "set recompute.logits false"),

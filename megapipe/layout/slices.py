@@ -85,6 +85,7 @@ def slice_problems(config: PretrainConfig) -> list[str]:
         (model.kv_latent_size is not None, "model.kv_latent_size is set", "leave it out"),
         (model.num_experts is not None, "model.num_experts is set", "leave it out"),
         (bool(model.chunk_sizes(length)), "model.attention_chunk_size cuts samples into chunks", "set it to null"),
+        (model.mtp_layers > 0, f"model.mtp_layers is {model.mtp_layers}", "set it to 0"),
         (model.attention == "flex", "model.attention is flex", "set it to auto"),
         (config.training.fp8 != "none", f"training.fp8 is {config.training.fp8}", "set it to none"),
         (config.training.compile, "training.compile is true", "set it to false"),

@@ -25,6 +25,10 @@ class Keyed:
     value: Any = field(compare=False)
 
 
+PAIR_TERMS = {"order": "sop", "next": "nsp"}
+"""Kind of sentence pairs -> name of the term of the loss."""
+
+
 @dataclass(frozen=True)
 class StageLayout:
     """The layers of each stage of a model.
@@ -93,6 +97,13 @@ def num_parameters(config: PretrainConfig) -> int:
 def predictions_of(config: PretrainConfig) -> int | None:
     """Return the tokens of a sample that the head predicts, None for all."""
     return config.data.max_predictions if isinstance(config, BertPretrainConfig) else None
+
+
+def loss_terms_of(config: PretrainConfig) -> tuple[str, ...]:
+    """Return the names of the terms of the loss."""
+    if isinstance(config, BertPretrainConfig):
+        return ("mlm", PAIR_TERMS[config.data.pairs]) if config.data.pairs != "none" else ("mlm",)
+    return ("lm", "mtp") if config.model.mtp_layers else ("lm",)
 
 
 def lay_out(

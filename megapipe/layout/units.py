@@ -76,7 +76,8 @@ class Unit:
 
 def layer_units(layer: LayerSpec, tied: Collection[TiedNames], zero: ZeroConfig) -> tuple[Unit, ...]:
     """Return the state units of a layer, without the weights that it shares with others: one, or its experts apart."""
-    own = tuple(spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
+    untied = (spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
+    own = tuple(dict.fromkeys(untied))
     experts = tuple(spec for spec in own if spec.state_unit == "experts")
     if zero.expert_shard_size is None or not experts:
         return (Unit(own),)

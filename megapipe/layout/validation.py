@@ -64,6 +64,11 @@ def context_problems(config: PretrainConfig) -> list[str]:
     if size == 1:
         return []
     problems = []
+    if config.model.mtp_layers:
+        problems.append(
+            f"model.mtp_layers is {config.model.mtp_layers}, which needs whole samples, but parallel.context is "
+            f"{size}; set parallel.context to 1, or model.mtp_layers to 0"
+        )
     length, parts = config.data.sequence_length, chunks_per_rank(token_order(config)) * size
     if length % parts:
         near = " or ".join(str(each) for each in (length // parts * parts, (length // parts + 1) * parts) if each)

@@ -9,15 +9,13 @@ from torch import nn
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.registry import Registry
-from megapipe.layout.stages import layers_of, predictions_of
+from megapipe.layout.stages import layers_of, loss_terms_of, predictions_of
 from megapipe.models import bert, gpt
 from megapipe.parallel.groups import Group
 from megapipe.spec.parameters import LayerSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision -> dtype of weights and activations."""
-PAIR_TERMS = {"order": "sop", "next": "nsp"}
-"""Kind of sentence pairs -> name of the term of the loss."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,9 @@ def family_of(config: PretrainConfig) -> ModelFamily:
     recompute = config.recompute.logits
     if isinstance(config, BertPretrainConfig):
         encoder = config.model
-        pairs = [PAIR_TERMS[config.data.pairs]] if config.data.pairs != "none" else []
         return ModelFamily(
             layers_of(config),
-            ("mlm", *pairs),
+            loss_terms_of(config),
             predictions_of(config),
             lambda spec, group, alignment, kernels: bert.build_layer(
                 spec, encoder, group, alignment, kernels, recompute
@@ -56,7 +53,7 @@ def family_of(config: PretrainConfig) -> ModelFamily:
     decoder = config.model
     return ModelFamily(
         layers_of(config),
-        ("lm",),
+        loss_terms_of(config),
         None,
         lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels, recompute),
     )

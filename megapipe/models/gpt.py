@@ -1,8 +1,11 @@
 """GPT as a list of layers: embedding, blocks, head. GPT-2/3, Llama, Mistral and Qwen shapes come from one block."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
@@ -16,7 +19,7 @@ from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
 from megapipe.layers.feed_forward import MLP, Experts
 from megapipe.layers.latent_attention import MultiLatentAttention
-from megapipe.layers.linear import Shapes, partial_parameters, within
+from megapipe.layers.linear import OwnTokensLinear, Shapes, partial_parameters, within
 from megapipe.layers.norms import Norm
 from megapipe.layers.split import Remade, SplitTape
 from megapipe.parallel.groups import Group
@@ -134,8 +137,37 @@ def _normalised(norm: Norm | None, hidden: Tensor, tape: SplitTape | None) -> tu
     return (hidden, None) if norm is None else (norm(hidden, tape), norm.again(hidden, tape))
 
 
+class PredictionDepth(nn.Module):
+    """The part of a model that predicts one more token (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
+    output matrix are those of the model. index: of its block."""
+
+    def __init__(
+        self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool, index: int
+    ) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
+        self.embedding_norm = make_norm(model, within(shapes, "embedding_norm"), kernels)
+        self.hidden_norm = make_norm(model, within(shapes, "hidden_norm"), kernels)
+        self.projection = OwnTokensLinear(within(shapes, "projection"), group)
+        self.block = Block(model, within(shapes, "block"), group, kernels, index)
+        self.norm = make_norm(model, within(shapes, "norm"), kernels)
+        self.output = VocabParallelHead(
+            within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits, model.logit_softcap
+        )
+
+    def forward(self, hidden: Tensor, tokens: Tensor, context: MicrobatchContext) -> Tensor:
+        """Return the normalised hidden states [b, s, h] that predict the tokens after `tokens` [b, s].
+
+        hidden: normalised ones [b, s, h] that predict `tokens`.
+        """
+        tape = context.tape
+        parts = self.embedding_norm(self.word(tokens, tape), tape), self.hidden_norm(hidden, tape)
+        (hidden,) = self.block(self.projection(torch.cat(parts, dim=-1), tape), context)
+        return self.norm(hidden, tape)
+
+
 class Head(nn.Module):
-    """Final norm and output projection, with the loss."""
+    """Final norm and output projection, with the loss, and the prediction of further tokens."""
 
     def __init__(
         self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool
@@ -146,21 +178,56 @@ class Head(nn.Module):
         self.output = VocabParallelHead(
             within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits, model.logit_softcap
         )
+        depths = [
+            PredictionDepth(
+                model, within(shapes, f"mtp.{depth}"), group, kernels, recompute_logits, model.num_layers + depth
+            )
+            for depth in range(model.mtp_layers)
+        ]
+        self.mtp = nn.ModuleList(depths)
+        self.mtp_weight = model.mtp_loss_weight / max(1, model.mtp_layers)
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), a scalar.
+        """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), a scalar; with further tokens to [2],
+        their part of the loss after it.
 
         Without labels in the context: to (logits over the true vocabulary [b, s, v],).
         """
-        hidden = self.normalised(hidden, context.tape)
+        normalised = self.norm(hidden, context.tape)
+        scaled = self._scaled(normalised)
         if context.labels is None:
-            return (self.output.logits(hidden, context.tape),)
-        return (self.output.loss_sum(hidden, context.labels, context.loss_mask, context.tape),)
+            return (self.output.logits(scaled, context.tape),)
+        loss = self.output.loss_sum(scaled, context.labels, context.loss_mask, context.tape)
+        return (torch.stack([loss, self._further_loss(normalised, context.labels, context)]) if self.mtp else loss,)
+
+    def _further_loss(self, hidden: Tensor, labels: Tensor, context: MicrobatchContext) -> Tensor:
+        """Return the loss of the further tokens, a scalar. hidden: normalised ones [b, s, h].
+
+        The last tokens of a sample have no further ones in it. If a token between a token and the one that it predicts
+        has no weight, the prediction has none, because another document may start there.
+        """
+        losses = []
+        weights = torch.ones_like(labels, dtype=torch.float32) if context.loss_mask is None else context.loss_mask
+        later = weights
+        for depth in cast(Iterable[PredictionDepth], self.mtp):
+            tokens, labels, later = labels, _shifted(labels), _shifted(later)
+            weights = weights * later
+            hidden = depth(hidden, tokens, context)
+            losses.append(depth.output.loss_sum(self._scaled(hidden), labels, weights, context.tape))
+        return torch.stack(losses).sum() * self.mtp_weight
 
     def normalised(self, hidden: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return what the output projection reads. Scaled hidden states have scaled logits."""
-        hidden = self.norm(hidden, tape)
+        """Return what the output projection reads."""
+        return self._scaled(self.norm(hidden, tape))
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Return what has scaled logits."""
         return hidden if self.logit_scale == 1 else hidden * self.logit_scale
+
+
+def _shifted(per_token: Tensor) -> Tensor:
+    """Return for each token what the next one has [b, s]; 0 for the last."""
+    return functional.pad(per_token[:, 1:], (0, 1))
 
 
 class LastNorm(nn.Module):

@@ -27,13 +27,14 @@ WITHOUT_EFFECT = (
     "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling",
     "tie_embeddings", "init_std", "scale_residual_init", "expert_bias", "attention_scale",
     "layer_kinds", "layer_pattern", "family", "first_position", "shared_blocks",
+    "mtp_loss_weight",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
 NEWER = (
     "rotary_fraction", "attention_softcap", "qk_norm_over", "norm_position", "parallel_residual", "embedding_scale",
     "residual_scale", "logit_scale", "logit_softcap", "attention_sinks", "token_types", "embedding_norm",
     "transform_bias", "attention_norm", "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
-    "embedding_size", "attention_chunk_size",
+    "embedding_size", "attention_chunk_size", "mtp_layers",
 )  # fmt: skip
 """Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default,
 or from a BERT's if a GPT lacks them."""

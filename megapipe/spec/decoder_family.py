@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeScaling
 from megapipe.spec.family import OMITTED, ROPE_SCALING, Family, FamilyError, Tensors, keys, known_word
 
 GELU = {

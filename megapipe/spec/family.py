@@ -111,7 +111,8 @@ _QUANTIZED = {
 }
 """Number format of weights, as quantization_config names it -> transformers' class that can convert them to others."""
 _OF_A_RUN = keys(
-    "max_positions embedding_dropout attention_dropout hidden_dropout init_std scale_residual_init attention family"
+    "max_positions embedding_dropout attention_dropout hidden_dropout init_std scale_residual_init attention family "
+    "mtp_layers mtp_loss_weight"
 )
 """Fields that do not affect logits, so that any value fits any family."""
 _SIZES = keys(
@@ -171,7 +172,10 @@ class Family:
         old_ends: ends of names in older files -> today's.
         repeats: name of a tensor -> the name of the tensor that it repeats.
         optional: our field -> prefixes of the tensors that a model has if the field is true.
-        more_layers: whether files may have layers after the last one, which predict further tokens and are ignored.
+        more_layers: whether files may have layers after the last one, which predict further tokens. They are ignored
+            unless model.mtp_layers has a number.
+        mtp: module of ours that predicts a further token, but for its block -> module of theirs. Exports to families
+            without them leave these parameters out.
         order: among families that fit a model, an export takes the one with the lowest order, then the first by name.
     """
 
@@ -196,6 +200,7 @@ class Family:
     repeats: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     more_layers: bool = False
+    mtp: Mapping[str, str] = field(default_factory=dict)
     order: int = 1
 
     def __post_init__(self) -> None:
@@ -293,13 +298,22 @@ class Family:
                 specs.setdefault(spec.name, (layer, spec))
         for layer, spec in specs.values():
             own = model.of_kind(layer.variant)
-            path = spec.name.removeprefix(f"{layer.name}.")
-            roots = ("experts.", "blocks.")[own.num_experts is None :] if layer.kind == "block" else ("",)
+            path, index, in_block = spec.name.removeprefix(f"{layer.name}."), layer.index, layer.kind == "block"
+            further = re.fullmatch(r"mtp\.(\d+)\.(block\.)?(.*)\.(\w+)", path)
+            if further is not None:
+                if not self.mtp:
+                    continue
+                depth, block, module, leaf = further.groups()
+                index, in_block, path = model.num_layers + int(depth), block is not None, f"{module}.{leaf}"
+            roots = ("experts.", "blocks.")[own.num_experts is None :] if in_block else ("",)
             candidates = [f"{root}{path}" if root else spec.name for root in roots]
             known = (name for name in candidates if {name, name.rpartition(".")[0]} & self.tensors.keys())
-            tensors = self._tensors(next(known, candidates[-1]), spec)
+            if further is not None and not in_block:
+                tensors = Tensors((f"{self.mtp[module]}.{leaf}",))
+            else:
+                tensors = self._tensors(next(known, candidates[-1]), spec)
             experts = range(own.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
-            names = tuple(name.format(layer=layer.index, expert=each) for each in experts for name in tensors.names)
+            names = tuple(name.format(layer=index, expert=each) for each in experts for name in tensors.names)
             yield ParameterPlace(spec, own, names, tensors.steps)
 
     def _tensors(self, path: str, spec: ParameterSpec | None = None) -> Tensors:

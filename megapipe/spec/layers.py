@@ -6,16 +6,10 @@ from dataclasses import replace
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import BASE_KIND, ModelConfig
+from megapipe.spec.heads import bert_head_ops, gpt_head_ops, last_norm_ops, shared_output_ops
 from megapipe.spec.ops import Flops, MicrobatchShape, Op, total_flops
 from megapipe.spec.parameters import LayerKind, LayerSpec
-from megapipe.spec.transformer import (
-    bert_head_ops,
-    block_ops,
-    embedding_ops,
-    gpt_head_ops,
-    last_norm_ops,
-    shared_output_ops,
-)
+from megapipe.spec.transformer import block_ops, embedding_ops
 
 
 def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -23,7 +17,8 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
     Shapes are the global canonical ones, in which every tensor-parallel shard is one box. With tied embeddings the
     head's `output.weight` is the spec of the embedding's `word.weight` itself. Shared blocks have the specs of the
-    first one.
+    first one. Blocks that predict further tokens are a part of the head, and have the specs of embedding and output
+    matrix; the head's variant is theirs.
     """
     shape = MicrobatchShape(model)
     embedding = _layer("embedding", "embedding", 0, embedding_ops(shape))
@@ -33,9 +28,13 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     if isinstance(model, BertModelConfig) and model.shared_blocks:
         shared = {path: replace(spec, one_accumulator=True) for path, spec in blocks[0].parameters.items()}
         blocks = [replace(block, parameters=shared) for block in blocks]
-    head = _layer("head", "head", 0, _head_ops(shape))
+    variant = model.kind_of_head
+    head = _layer("head", "head", 0, _head_ops(MicrobatchShape(model.of_kind(variant))), variant)
     if model.tie_embeddings:
         head.parameters["output.weight"] = embedding.parameters["word.weight"]
+    for depth in range(model.mtp_layers):
+        head.parameters[f"mtp.{depth}.word.weight"] = embedding.parameters["word.weight"]
+        head.parameters[f"mtp.{depth}.output.weight"] = head.parameters["output.weight"]
     return (embedding, *blocks, head)
 
 
@@ -122,7 +121,8 @@ def load_variations(model: ModelConfig, squared_loads: Sequence[float], tokens: 
     got beyond the mean, times the number of experts. tokens: tokens that the experts shared.
     """
     kinds = model.kinds_of_layers
-    blocks = (kinds[model.kind_of_layer(index)] for index in range(model.num_layers))
+    blocks = [kinds[model.kind_of_layer(index)] for index in range(model.num_layers)]
+    blocks += blocks[-1:] * model.mtp_layers
     balanced = (own for own in blocks if own.balances_experts)
     return [
         math.sqrt(squares / (own.num_experts or 1)) / (tokens * own.experts_per_token)

@@ -1,4 +1,4 @@
-"""The ops of GPT and BERT layers: blocks, embeddings and heads.
+"""The ops of GPT and BERT layers: blocks and embeddings; `spec.heads` has those of heads.
 
 Letters as in Narayanan et al. (2021, arXiv 2104.04473, section 3.2): b samples of a micro-batch, s tokens of a sample,
 h hidden size, t tensor ranks. The order of ops is the order of their parameters, which the flat buffers of a unit
@@ -15,14 +15,12 @@ from typing import Literal
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.memory import RecomputedPart
-from megapipe.config.model import ModelConfig
 from megapipe.spec.attention import attention
 from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.linear import (
     OUTPUT_GRADIENT,
     ZEROS,
     all_tokens,
-    chunk_rows,
     entering,
     gathered_again,
     gradient,
@@ -39,7 +37,6 @@ from megapipe.spec.moments import (
     activation_moments,
     down_moments,
     gate_moments,
-    output_moments,
     projection_moments,
     table_moments,
     up_moments,
@@ -47,9 +44,7 @@ from megapipe.spec.moments import (
 from megapipe.spec.ops import (
     Collective,
     Flops,
-    GroupName,
     Kernel,
-    KernelPhase,
     KernelUse,
     MicrobatchShape,
     Op,
@@ -65,10 +60,6 @@ ROUTER = "mlp.router.weight"
 """Path of the matrix that chooses a token's experts, in blocks that have some."""
 INDEX_BYTES = 8
 """Bytes of the number of a token, a row or an expert."""
-LOSS_STATISTICS = 3
-"""Numbers per row by which tensor ranks find the softmax over all columns: maximum, sum, the label's logit."""
-SENTENCE_CLASSES = 2
-"""The second part follows the first one in the text, or not."""
 
 
 def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
@@ -365,14 +356,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         tables.append(table(model, "position.weight", unused + model.max_positions, padded=False))
     if types:
         tables.append(table(model, "token_type.weight", types, padded=False))
-    elements, collectives = shape.tokens * model.hidden_size, tuple[Collective, ...]()
-    if shape.tensor > 1 and shape.sequence_parallel:
-        collectives = (
-            Collective("tensor", "reduce_scatter", elements, shape.width, 1),
-            Collective("tensor", "all_gather", elements, shape.width, 0, 1),
-        )
-    elif shape.tensor > 1:
-        collectives = (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    elements = shape.tokens * model.hidden_size
     masked = elements // shape.shards if model.embedding_dropout else 0
     # Sequence parallelism gathers the gradient of the word embeddings, and their scale changes it; other tables read
     # that of their shard of the sum, and positions its sum over samples, unless they count from the starts of
@@ -392,8 +376,8 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weights=tuple(tables),
         saves=(Value("embedding mask", masked * shape.stored_masks),),
         weight_needs=tuple(handed),
-        collectives=collectives,
-        kernels=partial(_lookup_kernels, shape),
+        collectives=word_collectives(shape),
+        kernels=partial(lookup_kernels, shape),
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
         moments=partial(table_moments, shape, tables),
     )
@@ -401,6 +385,19 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
     if projected:
         yield _projection(whole)
+
+
+def word_collectives(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the exchanges of word embeddings, whose rows tensor ranks shard."""
+    elements = shape.tokens * shape.model.hidden_size
+    if shape.tensor == 1:
+        return ()
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    return (
+        Collective("tensor", "reduce_scatter", elements, shape.width, 1),
+        Collective("tensor", "all_gather", elements, shape.width, 0, 1),
+    )
 
 
 def _projection(shape: MicrobatchShape) -> Op:
@@ -419,227 +416,10 @@ def _projection(shape: MicrobatchShape) -> Op:
     )
 
 
-def _lookup_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
+def lookup_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     stream = shape.own_stream
     moved = stream + stream // shape.width * 2 * FULL_BYTES
     return (
         Kernel("embedding", "forward", moved=3 * stream),
         Kernel("embedding, gradient of its table", "backward_weight", moved=moved),
-    )
-
-
-def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of a GPT's head: the last norm, and the output matrix with its loss."""
-    model, tokens, tensor = shape.model, shape.tokens, shape.tensor
-    normalised = Value("head norm", shape.own_stream)
-    yield norm(shape, "norm", Value("input", shape.own_stream))
-    collectives = _loss_collectives(shape, tokens)
-    elements = tokens * model.hidden_size
-    if tensor > 1 and shape.sequence_parallel:
-        collectives += (
-            Collective("tensor", "all_gather", elements, shape.width, 1, 1),
-            Collective("tensor", "reduce_scatter", elements, shape.width, 0, 1),
-        )
-    elif tensor > 1:
-        collectives += (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
-    columns = _columns(shape)
-    logits = Value("gradient of logits", tokens * columns * shape.width)
-    yield Op(
-        "output",
-        weights=_output_weights(shape),
-        saves=(normalised, Value("log-sums", tokens * FULL_BYTES) if shape.recompute_logits else logits),
-        weight_needs=(normalised, logits, Value("scale of the loss", FULL_BYTES)),
-        flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
-        collectives=collectives,
-        kernels=partial(_output_kernels, shape),
-        uses=(_loss_use(shape, tokens),),
-        moments=partial(output_moments, shape, columns),
-    )
-
-
-def last_norm_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the op of a GPT's last norm, where all pipeline ranks share the output matrix."""
-    yield next(gpt_head_ops(shape))
-
-
-def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the op of an output matrix that all pipeline ranks share, with its loss.
-
-    shape: its tensor ranks are all ranks that share the matrix. They get the last hidden states by a broadcast, and
-    sum their gradient. Statistics of all ranks come between forward and backward. If the backward is split, its
-    forward leaves the product of the softmax of its own columns and the matrix.
-    """
-    _, output = gpt_head_ops(shape)
-    group: GroupName = "pipeline+tensor"
-    elements, own = shape.tokens * shape.model.hidden_size, LOSS_STATISTICS * shape.tokens * FULL_BYTES
-    statistics = Value("statistics", own), Value("statistics of all ranks", own * shape.tensor)
-    (use,) = output.uses
-    product = [Value("product of the softmax", elements * shape.width)] if shape.splits_loss else []
-    yield output._replace(
-        saves=(*output.saves, *statistics, *product),
-        weight_needs=(*output.weight_needs, *statistics),
-        collectives=(
-            Collective(group, "broadcast", elements, shape.width, 1),
-            *(each._replace(group=group) for each in output.collectives),
-        ),
-        kernels=lambda: tuple(_shared_output_kernels(shape)),
-        uses=(use._replace(calls=1, backward=0 if shape.splits_loss else use.calls - 1),),
-    )
-
-
-def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of a BERT's heads: masked tokens' `transform` and `output`, sentences' `pooler` and `sentence`.
-
-    Under sequence parallelism every rank does the same from the gathered tokens on, and keeps its own gradient.
-    """
-    model = shape.model
-    assert isinstance(model, BertModelConfig)
-    hidden, rows, tensor, width = model.hidden_size, shape.rows, shape.tensor, shape.width
-    narrow = shape.of_embedding
-    inner = narrow.model.hidden_size
-    every_row = shape.micro_size * (shape.sequence_length if shape.predictions is None else shape.predictions)
-    states = Value("hidden states", shape.stream)
-    if model.norm_position == "pre":
-        yield norm(shape, "norm", Value("input", shape.own_stream))
-    picked = Value("picked tokens", rows * hidden * width)
-    wide = rows * inner * width
-    transformed, activated, normalised = (Value(name, wide) for name in ("transform", "gelu", "transform norm"))
-    statistics = Value("transform statistics", shape.statistics(rows))
-    yield Op("pick", saves=(states, Value("log-sums", rows * FULL_BYTES)))
-    transform = matrix("transform.weight", (inner, hidden), None, model.init_std)
-    yield Op(
-        "transform",
-        weights=(transform, *([vector("transform.bias", (inner,), None, ZEROS)] if model.transform_bias else [])),
-        gathered=True,
-        saves=(picked,),
-        weight_needs=(picked, gradient("transform", wide)),
-        flops=linear_flops(every_row, transform.num_elements),
-        kernels=partial(linear_products, shape, transform, rows),
-    )
-    yield Op("gelu", saves=(transformed,), uses=(KernelUse("gelu", inner),))
-    yield Op(
-        "transform_norm",
-        weights=norm_weights(narrow.model, "transform_norm"),
-        gathered=True,
-        saves=(activated, statistics),
-        weight_needs=(activated, statistics, gradient("transform norm", wide)),
-        uses=(KernelUse(model.norm_kind.op, inner),),
-    )
-    collectives = _loss_collectives(shape, rows)
-    if tensor > 1:
-        collectives += (Collective("tensor", "all_reduce", rows * inner, width, 0, 1),)
-        if shape.sequence_parallel:
-            collectives += (Collective("tensor", "all_gather", shape.tokens * hidden, width, 1),)
-    columns = _columns(shape)
-    bias = replace(vector("output.bias", (model.vocabulary_size,), 0, ZEROS), padded=True)
-    logits = 0 if shape.recompute_logits else rows * min(columns, model.vocabulary_size) * width
-    yield Op(
-        "output",
-        weights=(bias, *_output_weights(narrow)),
-        gathered=True,
-        saves=(normalised, Value("logits", logits)),
-        weight_needs=(normalised, gradient("logits", rows * columns * width)),
-        flops=linear_flops(every_row, _output_elements(narrow.model), shape.recompute_logits),
-        collectives=collectives,
-        kernels=partial(_output_kernels, narrow),
-        uses=(_loss_use(narrow, rows),),
-        moments=partial(output_moments, narrow, columns),
-    )
-    if model.sentence_head:
-        yield from _sentence_ops(shape, states)
-
-
-def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
-    """Yield the pooler of first tokens and the classifier of sentence pairs."""
-    model, micro, width = shape.model, shape.micro_size, shape.width
-    pooled = micro * model.hidden_size * width
-    # The first token of one sample is a view of its hidden states.
-    first, pooled_tanh = states if micro == 1 else Value("first tokens", pooled), Value("pooled", pooled)
-    pooler = matrix("pooler.weight", (model.hidden_size, model.hidden_size), None, model.init_std)
-    sentence = matrix("sentence.weight", (SENTENCE_CLASSES, model.hidden_size), None, model.init_std)
-    scores = micro * SENTENCE_CLASSES
-    loss = Value("pair loss", (scores + 1) * FULL_BYTES)
-    for spec, source, handed, saves in (
-        (pooler, first, gradient("pooler", pooled), ()),
-        (sentence, pooled_tanh, gradient("sentence", scores * width), (loss,)),
-    ):
-        path = spec.name.removesuffix(".weight")
-        yield Op(
-            path,
-            weights=(spec, vector(f"{path}.bias", spec.shape[:1], None, ZEROS)),
-            gathered=True,
-            saves=(source, *saves),
-            weight_needs=(source, handed),
-            flops=linear_flops(micro, spec.num_elements),
-            kernels=partial(linear_products, shape, spec, micro),
-        )
-
-
-def _loss_collectives(shape: MicrobatchShape, rows: int) -> tuple[Collective, ...]:
-    if shape.tensor == 1:
-        return ()
-    return (Collective("tensor", "all_gather", shape.tensor * LOSS_STATISTICS * rows, FULL_BYTES, 1),)
-
-
-def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
-    """Return the calls for the loss of so many rows: of their statistics, and of the gradients of logits. A rank whose
-    columns are all padding has no logits.
-
-    A GPT's forward leaves the gradient in place of the logits; tensor ranks exchange statistics before that. A BERT's
-    backward computes it. If the backward recomputes logits, both directions proceed in chunks of rows.
-    """
-    model, shards = shape.model, shape.tensor
-    columns = max(0, min(_columns(shape), model.vocabulary_size - shape.tensor_rank * _columns(shape)))
-    gradients = int(columns > 0)
-    op = "linear_cross_entropy" if model.logit_softcap is None else "softcapped_linear_cross_entropy"
-    if shape.recompute_logits:
-        chunks = -(-rows // chunk_rows(columns, shape.width))
-        return KernelUse(op, model.hidden_size, chunks, backward=chunks * gradients)
-    if isinstance(model, BertModelConfig):
-        return KernelUse("cross_entropy", -(-model.vocabulary_size // shards), gradients)
-    calls = 1 if shards == 1 else 1 + gradients
-    return KernelUse(op, model.hidden_size, calls, backward=0)
-
-
-def _shared_output_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
-    """Yield the kernels of an output matrix that all pipeline ranks share. A pass over the logits completes their
-    gradient; if the backward is split, the forward has multiplied what it had of it by the matrix."""
-    for each in _output_kernels(shape):
-        early = shape.splits_loss and each.phase == "backward_input"
-        yield each._replace(phase="forward") if early else each
-    later: KernelPhase = "backward_weight" if shape.splits_loss else "backward_input"
-    yield Kernel("loss", later, moved=2 * shape.rows * _columns(shape) * shape.width)
-
-
-def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:
-    """Return the output matrix, unless it is the embedding's."""
-    model = shape.model
-    return () if model.tie_embeddings else (table(model, "output.weight", model.vocabulary_size, padded=True),)
-
-
-def _output_elements(model: ModelConfig) -> int:
-    return model.vocabulary_size * model.hidden_size
-
-
-def _columns(shape: MicrobatchShape) -> int:
-    """Columns of the logits on this rank, padding included."""
-    weight = table(shape.model, "output.weight", shape.model.vocabulary_size, padded=True)
-    return weight.local_shape(shape.tensor, shape.alignment)[0]
-
-
-def _output_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
-    """Return the output matrix's products and the loss, which reads its logits twice, for the sum and for the gradient
-    that it leaves in their place."""
-    rows, columns, again = shape.rows, _columns(shape), shape.recompute_logits
-    return (
-        *linear_kernels(
-            "output",
-            rows,
-            shape.model.hidden_size,
-            columns,
-            dtype=shape.precision,
-            width=shape.width,
-            again=again,
-        ),
-        *passes("loss", 3 * rows * columns * shape.width, 0.0, again=again),
     )

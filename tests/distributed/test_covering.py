@@ -156,6 +156,17 @@ CHUNKS: Change = {
         "layer_pattern": ("chunked", "base", "chunked"),
     }
 }
+FURTHER: Change = {
+    "model": {
+        "mtp_layers": 2,
+        "mtp_loss_weight": 0.5,
+        "num_experts": 4,
+        "experts_per_token": 4,
+        "ffn_hidden_size": 48,
+        "layer_kinds": {"dense": {"num_experts": None, "ffn_hidden_size": 64}},
+        "layer_pattern": ("base", "dense"),
+    }
+}
 SLICES: Change = {
     "model": {"max_positions": 64, **SINKS["model"]},
     "data": {"sequence_length": 64},
@@ -213,6 +224,16 @@ MIXED = [
     pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
     pytest.param({"pipeline": "2", "tensor": "2", "sequence": "on", "documents": "isolated"}, CHUNKS, marks=SLOW),
     pytest.param({"context": "2 all-to-all", "zero": "3", "data": "2", "recompute": "selective"}, CHUNKS, marks=RARE),
+    pytest.param(
+        {"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on", "tied": "untied"}, FURTHER, marks=SLOW
+    ),
+    pytest.param({"data": "2", "tensor": "2", "zero": "3", "recompute": "full"}, FURTHER, marks=RARE),
+    pytest.param(
+        {"pipeline": "2", "documents": "isolated", "recompute": "selective", "precision": "bf16"}, FURTHER, marks=RARE
+    ),
+    pytest.param(
+        {"schedule": "1f1b", "pipeline": "2", "data": "2", "zero": "2", "tied": "untied"}, FURTHER, marks=RARE
+    ),
     pytest.param(
         {"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"},
         {**SLICES, "schedule": {**SLICES["schedule"], "chunks": 2}},

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import MuonConfig
+from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
 from tests.distributed.test_covering import CASES, name_of
 from tests.fake_cuda import runs
@@ -74,6 +75,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "chunks": (replace(WIDE, attention_chunk_size=8), {}),
     "BLOOM": (replace(GPT2_SHAPE, positions="alibi", embedding_norm=True), {}),
     "latents": (replace(WIDE, num_kv_heads=None, kv_latent_size=24, query_latent_size=32, rotary_head_size=8), {}),
+    "further tokens": (replace(WIDE, mtp_layers=2), {"parallel": {"tensor": 2, "sequence": True}}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
     "slices": (
         replace(WIDE, max_positions=64, sliding_window=40),

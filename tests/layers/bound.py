@@ -65,7 +65,7 @@ def bind(
     group = group or SoloGroup("tensor")
     state = UnitState(
         spec.name,
-        spec.parameters.values(),
+        dict.fromkeys(spec.parameters.values()),
         compute_dtype=dtype,
         tensor_rank=group.rank,
         tensor_size=group.size,

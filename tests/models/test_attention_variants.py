@@ -17,7 +17,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.config.model import ModelConfig, Reach, RopeScaling
+from megapipe.config.model import ModelConfig, Reach
+from megapipe.config.rope import RopeScaling
 from megapipe.conversion.megatron_model import arguments_of, model_of_arguments
 from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.rotary import attention_factor, inverse_frequencies

@@ -52,7 +52,8 @@ class Subject:
         self.model, self.layer = model, layer
         self.tensor, self.context = (mesh.size(name) if mesh else 1 for name in ("tensor", "context"))
         self.is_bert = isinstance(model, BertModelConfig)
-        self.shares_tables = layer.kind == "block" and model.positions == "rotary" and not documents
+        attends = layer.kind == "block" or (layer.kind == "head" and model.mtp_layers > 0)
+        self.shares_tables = attends and model.positions == "rotary" and not documents
         ranks = mesh.group("tensor") if mesh and self.tensor > 1 else SoloGroup("tensor")
         build: Callable[..., nn.Module] = bert.build_layer if self.is_bert else gpt.build_layer
         self.module = build(layer, model, ranks, recompute_logits=recompute_logits)

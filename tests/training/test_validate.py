@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ScheduleConfig
+from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches
 from megapipe.layout.scheduling import schedule_name

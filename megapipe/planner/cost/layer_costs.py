@@ -60,7 +60,7 @@ def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: Laye
         backward = exchanges_seconds(placement, sums, *names)
         return PhaseSeconds(whole - backward, backward)
     if layer.kind != "block":
-        shared = costs.config.parallel.sequence
+        shared = costs.config.parallel.sequence or (layer.kind == "head" and costs.config.model.mtp_layers > 0)
         forward = whole / 2 if shared else (whole if layer.kind == "embedding" else 0.0)
         return PhaseSeconds(forward, whole - forward)
     forward = seconds(2, False) - whole

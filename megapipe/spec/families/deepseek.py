@@ -177,10 +177,16 @@ _deepseek(
         "expert_bias": "shares",
         "router_scores": "sigmoid",
     },
-    # Layers that predict further tokens are not a part of transformers' model either.
+    # transformers' model ignores the layers that predict further tokens.
     ignored=keys("num_nextn_predict_layers num_mtp_layers"),
-    writes={"num_nextn_predict_layers": 0},
+    writes={"num_nextn_predict_layers": lambda model: model.mtp_layers},
     more_layers=True,
+    mtp={
+        "embedding_norm": "model.layers.{layer}.enorm",
+        "hidden_norm": "model.layers.{layer}.hnorm",
+        "projection": "model.layers.{layer}.eh_proj",
+        "norm": "model.layers.{layer}.shared_head.norm",
+    },
     buffers=UNUSED_BIASES,
     fixed={"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     defaults={

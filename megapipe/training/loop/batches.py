@@ -76,6 +76,7 @@ class BatchLoader(RankLoader):
             mask_end_of_document=config.data.mask_end_of_document or config.data.pack == "best_fit",
             isolate_documents=config.data.isolate_documents,
         )
+        self._num_terms = len(consumer.family.loss_terms)
         self._slices = slice_ranges(config)
         self._windows = {each.sliding_window for each in config.model.kinds_of_layers.values()}
         no_mask = not runs_ring(config.parallel) and why_a_mask(config.model, mesh.device.type) is None
@@ -93,11 +94,13 @@ class BatchLoader(RankLoader):
             counts = [float(mask[:, places.start : places.stop].sum()) for places in self._slices]
         return zip(sliced(context, self._slices), counts, strict=True)
 
-    def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, float | None]:
+    def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[MicrobatchContext, Counts | None]:
         if self._is_first or self._is_last:
             microbatch = self._source.microbatch(consumed, index, num_microbatches)
             count = float(self._held.part(microbatch.loss_mask).sum()) if self._is_last else None
-            return self._context(microbatch), count
+            # Further tokens have the divisor of the next token, as in DeepSeek-V3.
+            counts = count if count is None or self._num_terms == 1 else (count,) * self._num_terms
+            return self._context(microbatch), counts
         ordinals = self._source.ordinals(consumed, index, num_microbatches)
         return self._context_without_tokens(ordinals, self._source.document_starts(ordinals)), None
 

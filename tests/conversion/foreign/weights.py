@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.model import ModelConfig, RopeScaling
+from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeScaling
 from megapipe.conversion.formats import FORMATS, WEIGHTS, Contents, Source, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import parameters_of
 

@@ -1,0 +1,342 @@
+"""The ops of the heads of GPTs, with the prediction of further tokens, and of BERTs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.linear import (
+    ZEROS,
+    all_tokens,
+    chunk_rows,
+    gradient,
+    linear_products,
+    matrix,
+    norm_weights,
+    table,
+    vector,
+)
+from megapipe.spec.moments import output_moments, table_moments
+from megapipe.spec.ops import (
+    Collective,
+    GroupName,
+    Kernel,
+    KernelPhase,
+    KernelUse,
+    MicrobatchShape,
+    Moment,
+    Op,
+    Value,
+    linear_flops,
+    linear_kernels,
+    passes,
+)
+from megapipe.spec.parameters import ParameterSpec
+from megapipe.spec.transformer import block_ops, lookup_kernels, norm, word_collectives
+
+LOSS_STATISTICS = 3
+"""Numbers per row by which tensor ranks find the softmax over all columns: maximum, sum, the label's logit."""
+SENTENCE_CLASSES = 2
+"""The second part follows the first one in the text, or not."""
+
+
+def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the ops of a GPT's head: the last norm, and the output matrix with its loss; then those of the blocks that
+    predict further tokens."""
+    normalised = Value("head norm", shape.own_stream)
+    yield norm(shape, "norm", Value("input", shape.own_stream))
+    terms = 1 + bool(shape.model.mtp_layers)
+    yield _output(shape, normalised, Value("scale of the loss", FULL_BYTES * terms))
+    scaled = shape.model.logit_scale != 1
+    hidden = normalised._replace(name="unscaled head norm") if scaled else normalised
+    for depth in range(shape.model.mtp_layers):
+        yield from _prediction_ops(shape, f"mtp.{depth}.", hidden)
+        hidden = hidden._replace(name=f"mtp.{depth}.{'unscaled norm' if scaled else 'normalised'}")
+
+
+def _prediction_ops(shape: MicrobatchShape, prefix: str, hidden: Value) -> Iterator[Op]:
+    """Yield the ops of one depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
+    output matrix are those of the model.
+
+    As a part of the head it recomputes nothing. prefix: of all names. hidden: normalised hidden states of the depth
+    before.
+    """
+    shape = replace(shape, recompute=frozenset())
+    model, stream = shape.model, shape.own_stream
+    words = table(model, "word.weight", model.vocabulary_size, padded=True)
+    projection = matrix("projection.weight", (model.hidden_size, 2 * model.hidden_size), None, model.init_std)
+    joined, normalised = Value("joined", 2 * stream), Value("normalised", stream)
+    lookup = Op(
+        "lookup",
+        weight_needs=(gradient("words", shape.stream),),
+        collectives=word_collectives(shape),
+        kernels=partial(lookup_kernels, shape),
+        moments=partial(table_moments, shape, (words,)),
+    )
+    # The gradients of both norms are views of that of their results, side by side.
+    norms = (
+        each._replace(weight_needs=(*each.weight_needs[:-1], gradient("joined", joined.bytes)))
+        for each in (
+            norm(shape, "embedding_norm", Value("embeddings", stream)),
+            norm(shape, "hidden_norm", hidden),
+        )
+    )
+    join = Op(
+        "projection",
+        weights=(projection,),
+        saves=(joined,),
+        weight_needs=(joined, gradient("projection", stream)),
+        flops=linear_flops(all_tokens(shape), projection.num_elements),
+        kernels=partial(linear_products, shape, projection, shape.tokens // shape.shards),
+    )
+    block = [
+        each._replace(weights=tuple(replace(spec, name=f"block.{spec.name}") for spec in each.weights))
+        for each in block_ops(shape)
+    ]
+    scale = Value("scale of further losses", FULL_BYTES)
+    output = _output(shape, normalised, scale)
+    weights = Value("weights of tokens", shape.tokens * FULL_BYTES)
+    output = output._replace(saves=(*output.saves, weights), weight_needs=(*output.weight_needs, weights), weights=())
+    last = norm(shape, "norm", Value("output", stream))
+    # The backward has freed the last ops' tensors by then, and started with the gradient of the block's output.
+    freed = sum(value.bytes for value in output.saves if value != normalised)
+    block = [each._replace(moments=partial(_held_more, each, stream - freed)) for each in block]
+    for op in (lookup, *norms, join, *block, last, output):
+        yield _renamed(op, prefix, (hidden, scale))
+
+
+def _held_more(op: Op, more: int) -> tuple[Moment, ...]:
+    """Return the moments of an op before whose backward a rank holds more than before that of its layer."""
+    return tuple(each._replace(bytes=each.bytes + more) for each in op.moments())
+
+
+def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
+    """Return an op with a prefix to the names of its weights and of its values, but for those of all depths."""
+
+    def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(each if each in same else Value(prefix + each.name, each.bytes) for each in values)
+
+    return op._replace(
+        name=prefix + op.name,
+        weights=tuple(replace(spec, name=prefix + spec.name) for spec in op.weights),
+        saves=named(op.saves),
+        weight_needs=named(op.weight_needs),
+        uses=tuple(use._replace(part=None) for use in op.uses),
+    )
+
+
+def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
+    """Return the output matrix of a GPT with its loss. normalised: what it reads. scale: gradient of the loss."""
+    model, tokens, tensor = shape.model, shape.tokens, shape.tensor
+    collectives = _loss_collectives(shape, tokens)
+    elements = tokens * model.hidden_size
+    if tensor > 1 and shape.sequence_parallel:
+        collectives += (
+            Collective("tensor", "all_gather", elements, shape.width, 1, 1),
+            Collective("tensor", "reduce_scatter", elements, shape.width, 0, 1),
+        )
+    elif tensor > 1:
+        collectives += (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
+    columns = _columns(shape)
+    logits = Value("gradient of logits", tokens * columns * shape.width)
+    return Op(
+        "output",
+        weights=_output_weights(shape),
+        saves=(normalised, Value("log-sums", tokens * FULL_BYTES) if shape.recompute_logits else logits),
+        weight_needs=(normalised, logits, scale),
+        flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
+        collectives=collectives,
+        kernels=partial(_output_kernels, shape),
+        uses=(_loss_use(shape, tokens),),
+        moments=partial(output_moments, shape, columns),
+    )
+
+
+def last_norm_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the op of a GPT's last norm, where all pipeline ranks share the output matrix."""
+    yield next(gpt_head_ops(shape))
+
+
+def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the op of an output matrix that all pipeline ranks share, with its loss.
+
+    shape: its tensor ranks are all ranks that share the matrix. They get the last hidden states by a broadcast, and
+    sum their gradient. Statistics of all ranks come between forward and backward. If the backward is split, its
+    forward leaves the product of the softmax of its own columns and the matrix.
+    """
+    _, output, *_ = gpt_head_ops(shape)
+    group: GroupName = "pipeline+tensor"
+    elements, own = shape.tokens * shape.model.hidden_size, LOSS_STATISTICS * shape.tokens * FULL_BYTES
+    statistics = Value("statistics", own), Value("statistics of all ranks", own * shape.tensor)
+    (use,) = output.uses
+    product = [Value("product of the softmax", elements * shape.width)] if shape.splits_loss else []
+    yield output._replace(
+        saves=(*output.saves, *statistics, *product),
+        weight_needs=(*output.weight_needs, *statistics),
+        collectives=(
+            Collective(group, "broadcast", elements, shape.width, 1),
+            *(each._replace(group=group) for each in output.collectives),
+        ),
+        kernels=lambda: tuple(_shared_output_kernels(shape)),
+        uses=(use._replace(calls=1, backward=0 if shape.splits_loss else use.calls - 1),),
+    )
+
+
+def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the ops of a BERT's heads: masked tokens' `transform` and `output`, sentences' `pooler` and `sentence`.
+
+    Under sequence parallelism every rank does the same from the gathered tokens on, and keeps its own gradient.
+    """
+    model = shape.model
+    assert isinstance(model, BertModelConfig)
+    hidden, rows, tensor, width = model.hidden_size, shape.rows, shape.tensor, shape.width
+    narrow = shape.of_embedding
+    inner = narrow.model.hidden_size
+    every_row = shape.micro_size * (shape.sequence_length if shape.predictions is None else shape.predictions)
+    states = Value("hidden states", shape.stream)
+    if model.norm_position == "pre":
+        yield norm(shape, "norm", Value("input", shape.own_stream))
+    picked = Value("picked tokens", rows * hidden * width)
+    wide = rows * inner * width
+    transformed, activated, normalised = (Value(name, wide) for name in ("transform", "gelu", "transform norm"))
+    statistics = Value("transform statistics", shape.statistics(rows))
+    yield Op("pick", saves=(states, Value("log-sums", rows * FULL_BYTES)))
+    transform = matrix("transform.weight", (inner, hidden), None, model.init_std)
+    yield Op(
+        "transform",
+        weights=(transform, *([vector("transform.bias", (inner,), None, ZEROS)] if model.transform_bias else [])),
+        gathered=True,
+        saves=(picked,),
+        weight_needs=(picked, gradient("transform", wide)),
+        flops=linear_flops(every_row, transform.num_elements),
+        kernels=partial(linear_products, shape, transform, rows),
+    )
+    yield Op("gelu", saves=(transformed,), uses=(KernelUse("gelu", inner),))
+    yield Op(
+        "transform_norm",
+        weights=norm_weights(narrow.model, "transform_norm"),
+        gathered=True,
+        saves=(activated, statistics),
+        weight_needs=(activated, statistics, gradient("transform norm", wide)),
+        uses=(KernelUse(model.norm_kind.op, inner),),
+    )
+    collectives = _loss_collectives(shape, rows)
+    if tensor > 1:
+        collectives += (Collective("tensor", "all_reduce", rows * inner, width, 0, 1),)
+        if shape.sequence_parallel:
+            collectives += (Collective("tensor", "all_gather", shape.tokens * hidden, width, 1),)
+    columns = _columns(shape)
+    bias = replace(vector("output.bias", (model.vocabulary_size,), 0, ZEROS), padded=True)
+    logits = 0 if shape.recompute_logits else rows * min(columns, model.vocabulary_size) * width
+    yield Op(
+        "output",
+        weights=(bias, *_output_weights(narrow)),
+        gathered=True,
+        saves=(normalised, Value("logits", logits)),
+        weight_needs=(normalised, gradient("logits", rows * columns * width)),
+        flops=linear_flops(every_row, _output_elements(narrow.model), shape.recompute_logits),
+        collectives=collectives,
+        kernels=partial(_output_kernels, narrow),
+        uses=(_loss_use(narrow, rows),),
+        moments=partial(output_moments, narrow, columns),
+    )
+    if model.sentence_head:
+        yield from _sentence_ops(shape, states)
+
+
+def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
+    """Yield the pooler of first tokens and the classifier of sentence pairs."""
+    model, micro, width = shape.model, shape.micro_size, shape.width
+    pooled = micro * model.hidden_size * width
+    # The first token of one sample is a view of its hidden states.
+    first, pooled_tanh = states if micro == 1 else Value("first tokens", pooled), Value("pooled", pooled)
+    pooler = matrix("pooler.weight", (model.hidden_size, model.hidden_size), None, model.init_std)
+    sentence = matrix("sentence.weight", (SENTENCE_CLASSES, model.hidden_size), None, model.init_std)
+    scores = micro * SENTENCE_CLASSES
+    loss = Value("pair loss", (scores + 1) * FULL_BYTES)
+    for spec, source, handed, saves in (
+        (pooler, first, gradient("pooler", pooled), ()),
+        (sentence, pooled_tanh, gradient("sentence", scores * width), (loss,)),
+    ):
+        path = spec.name.removesuffix(".weight")
+        yield Op(
+            path,
+            weights=(spec, vector(f"{path}.bias", spec.shape[:1], None, ZEROS)),
+            gathered=True,
+            saves=(source, *saves),
+            weight_needs=(source, handed),
+            flops=linear_flops(micro, spec.num_elements),
+            kernels=partial(linear_products, shape, spec, micro),
+        )
+
+
+def _loss_collectives(shape: MicrobatchShape, rows: int) -> tuple[Collective, ...]:
+    if shape.tensor == 1:
+        return ()
+    return (Collective("tensor", "all_gather", shape.tensor * LOSS_STATISTICS * rows, FULL_BYTES, 1),)
+
+
+def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
+    """Return the calls for the loss of so many rows: of their statistics, and of the gradients of logits. A rank whose
+    columns are all padding has no logits.
+
+    A GPT's forward leaves the gradient in place of the logits; tensor ranks exchange statistics before that. A BERT's
+    backward computes it. If the backward recomputes logits, both directions proceed in chunks of rows.
+    """
+    model, shards = shape.model, shape.tensor
+    columns = max(0, min(_columns(shape), model.vocabulary_size - shape.tensor_rank * _columns(shape)))
+    gradients = int(columns > 0)
+    op = "linear_cross_entropy" if model.logit_softcap is None else "softcapped_linear_cross_entropy"
+    if shape.recompute_logits:
+        chunks = -(-rows // chunk_rows(columns, shape.width))
+        return KernelUse(op, model.hidden_size, chunks, backward=chunks * gradients)
+    if isinstance(model, BertModelConfig):
+        return KernelUse("cross_entropy", -(-model.vocabulary_size // shards), gradients)
+    calls = 1 if shards == 1 else 1 + gradients
+    return KernelUse(op, model.hidden_size, calls, backward=0)
+
+
+def _shared_output_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
+    """Yield the kernels of an output matrix that all pipeline ranks share. A pass over the logits completes their
+    gradient; if the backward is split, the forward has multiplied what it had of it by the matrix."""
+    for each in _output_kernels(shape):
+        early = shape.splits_loss and each.phase == "backward_input"
+        yield each._replace(phase="forward") if early else each
+    later: KernelPhase = "backward_weight" if shape.splits_loss else "backward_input"
+    yield Kernel("loss", later, moved=2 * shape.rows * _columns(shape) * shape.width)
+
+
+def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:
+    """Return the output matrix, unless it is the embedding's."""
+    model = shape.model
+    return () if model.tie_embeddings else (table(model, "output.weight", model.vocabulary_size, padded=True),)
+
+
+def _output_elements(model: ModelConfig) -> int:
+    return model.vocabulary_size * model.hidden_size
+
+
+def _columns(shape: MicrobatchShape) -> int:
+    """Columns of the logits on this rank, padding included."""
+    weight = table(shape.model, "output.weight", shape.model.vocabulary_size, padded=True)
+    return weight.local_shape(shape.tensor, shape.alignment)[0]
+
+
+def _output_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
+    """Return the output matrix's products and the loss, which reads its logits twice, for the sum and for the gradient
+    that it leaves in their place."""
+    rows, columns, again = shape.rows, _columns(shape), shape.recompute_logits
+    return (
+        *linear_kernels(
+            "output",
+            rows,
+            shape.model.hidden_size,
+            columns,
+            dtype=shape.precision,
+            width=shape.width,
+            again=again,
+        ),
+        *passes("loss", 3 * rows * columns * shape.width, 0.0, again=again),
+    )
