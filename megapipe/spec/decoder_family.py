@@ -12,7 +12,13 @@ GELU = {
     "gelu_python": "gelu",
 }
 UNGATED = {**GELU, "relu": "relu", "silu": "silu", "swish": "silu", "relu2": "relu_squared"}
-GATED = {"silu": "swiglu", "swish": "swiglu", **{word: ours.replace("gelu", "geglu") for word, ours in GELU.items()}}
+GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "relu": "reglu",
+    "relu2": "reglu_squared",
+    **{word: ours.replace("gelu", "geglu") for word, ours in GELU.items()},
+}
 """Words of transformers for an activation function of one matrix, and for one of a gate -> ours."""
 SIZES = {
     "vocab_size": "vocabulary_size",
@@ -183,6 +189,12 @@ def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> t
     rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
     if set(rope) != {FULL, SLIDING}:
         raise FamilyError(f"rope_parameters has {', '.join(sorted(rope))}; it must have {FULL} and {SLIDING}")
+    untruncated = next((kind for kind, each in rope.items() if each.get("truncate") is False), None)
+    if untruncated is not None:
+        raise FamilyError(
+            f"truncate is false in the rotary parameters of {untruncated}, which transformers ignores in models whose "
+            "types of layers have rotary parameters of their own"
+        )
     model, windowed = (
         all_rotated(stretched({**older, **rope[kind]}, config)) for kind, older in ((FULL, whole), (SLIDING, local))
     )
