@@ -145,7 +145,11 @@ def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
     """Return the fields of blocks that differ: the kind of each, and the fields of each kind; other kinds have none.
     Fields of a kind that all blocks have are the model's."""
     if len(set(kinds)) == 1 or not any(fields.get(kind) for kind in kinds):
-        return dict(fields.get(kinds[0], {}))
+        own = dict(fields.get(kinds[0], {}))
+        if "rope_scaling" in own:  # all of its fields: none of those of other kinds of layers may remain
+            scaling = vars(RopeScaling(**own.pop("rope_scaling")))
+            own |= {f"rope_scaling.{name}": each for name, each in scaling.items()}
+        return own
     pattern = [kind if fields.get(kind) else "base" for kind in kinds]
     period = next(n for n in range(1, len(pattern) + 1) if all(a == b for a, b in zip(pattern, pattern[n:])))  # noqa: B905
     return {

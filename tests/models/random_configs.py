@@ -28,7 +28,7 @@ from tests.models import test_bert_hugging_face as bert
 from tests.models.hugging_face import CONFIGS, ENCODERS, SIZES, UNDROPPED, drawn, gradients_of, tame
 
 LENGTH = 40
-DRAWS = 100
+DRAWS = 50
 """Draws of a family that transformers can run."""
 USUAL_LEAST = 80
 LEAST = {
@@ -42,6 +42,9 @@ LEAST = {
     "ernie4_5_moe": 75,
     # The published values of swiglu_alpha and swiglu_limit are part of the activation.
     "gpt_oss": 70,
+    # Noise of the router is for its training; with one expert per token and normalized weights the router learns
+    # nothing.
+    "mixtral": 75,
 }
 """Family -> least number of draws that train as in transformers, where it is not USUAL_LEAST, and why it is lower."""
 Draw = Callable[[Random], Any]
