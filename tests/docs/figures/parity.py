@@ -21,7 +21,7 @@ from tests.distributed.parity import (
     written,
 )
 from tests.docs.figures import head, read, row, table
-from tests.models.random_configs import DRAWS, bases, keys_of, share_of
+from tests.models.random_configs import bases, draws_of, keys_of, share_of
 
 PAGE = "docs/parity.md"
 
@@ -114,7 +114,7 @@ def random_configurations() -> Iterator[str]:
 
 def shown_share(name: str) -> str:
     """Return the row of a family."""
-    known, share = keys_of(name), share_of(name, DRAWS)
+    known, share = keys_of(name), share_of(name, draws_of(name))
     line = min(share.refused, key=len, default="")
     reason = re.sub(r"^.*?(config\.json|cannot be used): ", "", line).split(",")[0].split(";")[0]
     undrawn = " ".join(f"`{key}`" for key in known.undrawn)
