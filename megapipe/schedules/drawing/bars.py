@@ -176,8 +176,8 @@ def ink(colour: str) -> str:
 ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, LEGEND = 30, 24, 64, 78, 34
 
 
-def draw_svg(simulation: Simulation, width: int = 1100) -> str:
-    """The simulated compute of every rank as an SVG document ``width`` pixels wide."""
+def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
+    """The simulated compute of every rank as an SVG document ``width`` pixels wide. unit: that of times: " s"."""
     header = simulation.table.header
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
@@ -191,13 +191,13 @@ def draw_svg(simulation: Simulation, width: int = 1100) -> str:
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="12" y="24" font-size="15" font-weight="bold" fill="#1d2430">{escape(title)}</text>',
-        f'<text x="12" y="42" fill="#4a5361">{escape(_figures(simulation))}</text>',
+        f'<text x="12" y="42" fill="#4a5361">{escape(_figures(simulation, unit))}</text>',
     ]
     for rank in range(header.num_ranks):
         y = TOP + rank * ROW_HEIGHT
         parts.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{BAR_HEIGHT}" fill="#f1f3f6"/>')
-    parts += axis(0.0, simulation.finish, scale, (LEFT, TOP, bottom))
+    parts += axis(0.0, simulation.finish, scale, (LEFT, TOP, bottom), unit)
     parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
     parts += legend(bars, bottom + 8, LEFT)
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -226,15 +226,15 @@ def axis(first: float, last: float, scale: float, place: tuple[int, int, int], u
     return parts
 
 
-def _figures(simulation: Simulation) -> str:
+def _figures(simulation: Simulation, unit: str) -> str:
     """Return the length of the axis, and the idle time by both definitions of a bubble."""
     finish, makespan, ideal = simulation.finish, simulation.makespan, simulation.ideal
-    whole = f"{finish:g} from first to last action, {ideal:g} of it work on the busiest rank"
+    whole = f"{finish:g}{unit} from first to last action, {ideal:g}{unit} of it work on the busiest rank"
     shown = f"idle {simulation.idle:.1%} of the ideal time, {1 - ideal / finish:.1%} of the makespan"
     if f"{makespan:g}" == f"{finish:g}":
         return f"{whole}; {shown}"
     later = f"{simulation.bubble:.1%} and {simulation.bubble_rate:.1%}"
-    return f"{whole}; {shown} (counted on each rank from its first forward: {makespan:g}, {later})"
+    return f"{whole}; {shown} (counted on each rank from its first forward: {makespan:g}{unit}, {later})"
 
 
 def _bar(bar: Bar, scale: float) -> str:
@@ -248,10 +248,11 @@ def _bar(bar: Bar, scale: float) -> str:
     text = f'<text x="{x + width / 2:.2f}" y="{below:g}"{size} fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2 and not place:
         text += f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="4" fill="#1d2430"/>'
+    edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # which would cover a thin bar
     return (
         f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{_paired(bar)}</title>"
-        f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" fill="{colour}" '
-        f'stroke="#ffffff" stroke-width="0.6"/>{text}</g>'
+        f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" '
+        f'fill="{colour}"{edge}/>{text}</g>'
     )
 
 
