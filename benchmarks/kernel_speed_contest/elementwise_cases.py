@@ -44,6 +44,11 @@ def _torch_geglu(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def _torch_reglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.relu(gate) * up
+
+
 def _torch_swiglu_clamped(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
@@ -133,6 +138,17 @@ CASES = [
         Traffic(3, 5).work,
         _gelu,
         Entry(_torch_geglu),
+    ),
+    Case(
+        "reglu",
+        "",
+        HIDDEN,
+        QUICK,
+        TINY,
+        lambda size, draw: [draw.normal(size.rows, 2 * size.width)],
+        Traffic(3, 5).work,
+        lambda op: Entry(lambda x: op.apply(x, "relu")),
+        Entry(_torch_reglu),
     ),
     *(
         Case(name, "", HIDDEN, QUICK, TINY, _rows, Traffic(2, 3).work, _plain, Entry(theirs))

@@ -1,6 +1,7 @@
 """Activations in torch: GELU, GELU of a sum with a bias, SiLU, ReLU and its square (So et al. 2021, 2109.08668), and
-the gated SwiGLU and GEGLU (Shazeer 2020, 2002.05202), and gpt-oss's SwiGLU (Agarwal et al. 2025, 2508.10925). Every
-one saves its input alone for the backward."""
+the gated SwiGLU, GEGLU and ReGLU (Shazeer 2020, 2002.05202), ReGLU with the square of ReLU (Ma et al. 2025,
+2504.12285), and gpt-oss's SwiGLU (Agarwal et al. 2025, 2508.10925). Every one saves its input alone for the
+backward."""
 
 from typing import Any, Literal
 
@@ -52,33 +53,43 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Autograd's own formula would keep the activated gate as well. approximate: GELU's, or None for SiLU."""
+    """Autograd's own formula would keep the activated gate as well. kind: as of `_activated`."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, approximate: str | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.approximate = approximate
+        ctx.kind = kind
         gate, up = gate_up.chunk(2, dim=-1)
-        return _activated(gate, approximate) * up
+        return _activated(gate, kind) * up
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
-        if ctx.approximate is None:
-            gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
+        inner = gradient * up
+        if ctx.kind == "silu":
+            gate_gradient = torch.ops.aten.silu_backward(inner, gate)
+        elif ctx.kind == "relu":
+            gate_gradient = torch.ops.aten.threshold_backward(inner, gate, 0)
+        elif ctx.kind == "squared":
+            gate_gradient = 2 * inner * gate.relu()
         else:
-            gate_gradient = torch.ops.aten.gelu_backward(gradient * up, gate, approximate=ctx.approximate)
-        return torch.cat([gate_gradient, gradient * _activated(gate, ctx.approximate)], dim=-1), None
+            gate_gradient = torch.ops.aten.gelu_backward(inner, gate, approximate=ctx.kind)
+        return torch.cat([gate_gradient, gradient * _activated(gate, ctx.kind)], dim=-1), None
 
 
-def _activated(gate: Tensor, approximate: str | None) -> Tensor:
-    return functional.silu(gate) if approximate is None else functional.gelu(gate, approximate=approximate)
+def _activated(gate: Tensor, kind: str) -> Tensor:
+    """SiLU, ReLU, its square, or GELU with the approximation `kind`."""
+    if kind == "silu":
+        return functional.silu(gate)
+    if kind in ("relu", "squared"):
+        return gate.relu().square_() if kind == "squared" else gate.relu()
+    return functional.gelu(gate, approximate=kind)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]."""
-    return _Gated.apply(gate_up, None)
+    return _Gated.apply(gate_up, "silu")
 
 
 STEEPNESS, LIMIT = 1.702, 7.0
@@ -116,3 +127,8 @@ def swiglu_clamped(gate_up: Tensor) -> Tensor:
 def geglu(gate_up: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
     """gelu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]; `tanh` is GPT-2's approximation."""
     return _Gated.apply(gate_up, approximate)
+
+
+def reglu(gate_up: Tensor, kind: Literal["relu", "squared"]) -> Tensor:
+    """max(gate, 0) * up, or its square times up: [..., 2 x ffn], gate first, to [..., ffn]."""
+    return _Gated.apply(gate_up, kind)

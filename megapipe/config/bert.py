@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from megapipe.config.field_types import Bound, Fraction, NaturalInt, PositiveFloat, PositiveInt, Size, TokenCount
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ACTIVATIONS, ActivationKind, ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig
 
 SHARED_DATA_FIELDS = ("prefix", "blend", "split", "sequence_length")
@@ -44,6 +44,9 @@ class BertModelConfig(ModelConfig):
     parameters)."""
     transform_bias: bool = True
     """Give the dense layer of the masked-token head a bias. The output after it always has one."""
+    transform_activation: Literal["gelu", "gelu_tanh", "relu", "relu_squared", "silu"] | None = None
+    """Activation function of the dense layer of the masked-token head; null means gelu_tanh if the blocks have it,
+    else gelu. In BERT it is that of the blocks, in RoBERTa always gelu."""
     sentence_head: bool = True
     """Add a pooler and a two-way classifier that is trained on the sentence pairs of data.pairs."""
 
@@ -52,6 +55,16 @@ class BertModelConfig(ModelConfig):
         if self.embedding_size is None:
             return self
         return replace(self, hidden_size=self.embedding_size, embedding_size=None)
+
+    @property
+    def usual_transform_activation(self) -> str:
+        """The value that null means for `transform_activation`."""
+        return "gelu_tanh" if self.activation == "gelu_tanh" else "gelu"
+
+    @property
+    def transform_kind(self) -> ActivationKind:
+        """Properties of the activation function of the masked-token head."""
+        return ACTIVATIONS[self.transform_activation or self.usual_transform_activation]
 
     def problems(self) -> list[str]:
         found = super().problems()

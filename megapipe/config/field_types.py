@@ -76,13 +76,15 @@ def rule_of(hint: Any) -> str:
 
 
 def is_value_of(hint: Any, value: Any) -> bool:
-    """Return whether a plain value has the type of a field, within its bounds: a number, text, true or false, null, or
-    one of several words."""
+    """Return whether a plain value has the type of a field, within its bounds: a number, text, true or false, null,
+    one of several words, or a list of such values."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(is_value_of(each, value) for each in arguments)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(is_value_of(arguments[0], each) for each in value)
     kind = base_of(hint)
     if kind is NoneType:
         return value is None

@@ -56,6 +56,8 @@ ACTIVATIONS = {
     "swiglu_clamped": ActivationKind("swiglu_clamped", gated=True),
     "geglu": ActivationKind("geglu", gated=True, arguments=("none",)),
     "geglu_tanh": ActivationKind("geglu", gated=True, arguments=("tanh",)),
+    "reglu": ActivationKind("reglu", gated=True, arguments=("relu",)),
+    "reglu_squared": ActivationKind("reglu", gated=True, arguments=("squared",)),
     "relu": ActivationKind("relu"),
     "relu_squared": ActivationKind("relu_squared"),
     "silu": ActivationKind("silu"),
@@ -130,7 +132,7 @@ class ModelConfig:
     """Channels of each head's values, only with kv_latent_size (DeepSeek's v_head_dim); null means head_size."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null means 4 x hidden_size, or 8/3 x hidden_size rounded up to a multiple of 64 for
-    gated activations (swiglu, swiglu_clamped, geglu, geglu_tanh)."""
+    gated activations (swiglu, swiglu_clamped, geglu, geglu_tanh, reglu, reglu_squared)."""
     num_experts: Size | None = None
     """Number of expert MLPs in every block (mixture of experts); null means one ordinary MLP."""
     experts_per_token: PositiveInt = 2
@@ -181,11 +183,12 @@ class ModelConfig:
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     activation: Literal[
-        "gelu", "gelu_tanh", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "relu", "relu_squared", "silu"
-    ] = "gelu"
+        "gelu", "gelu_tanh", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu", "reglu_squared", "relu",
+        "relu_squared", "silu",
+    ] = "gelu"  # fmt: skip
     """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu, geglu,
-    geglu_tanh: silu, gelu or gelu_tanh of a gate, with a first matrix of twice the width (Llama, Gemma).
-    swiglu_clamped: swiglu with limited inputs, as in gpt-oss."""
+    geglu_tanh, reglu, reglu_squared: silu, gelu, gelu_tanh, relu or relu_squared of a gate, with a first matrix of
+    twice the width (Llama, Gemma, BitNet). swiglu_clamped: swiglu with limited inputs, as in gpt-oss."""
     positions: Literal["learned", "rotary", "alibi", "none"] = "learned"
     """Position encoding. alibi: scores fall with the distance of query and key, in each head by another slope (Press
     et al. 2022; BLOOM)."""

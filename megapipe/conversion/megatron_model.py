@@ -454,6 +454,7 @@ def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
         return []
     return [
         ("activation", model.activation, ("gelu", "swiglu", "relu_squared")),  # its head has the exact GELU
+        ("transform_activation", model.transform_activation, (None, "gelu")),
         ("normalization", model.normalization, ("layer_norm",)),
         ("positions", model.positions, ("learned",)),
         ("first_position", model.first_position, (0,)),

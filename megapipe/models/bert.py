@@ -4,8 +4,6 @@ With norms after the residual sums it is transformers' BertForPreTraining, with 
 Megatron-LM's BERT (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -85,7 +83,7 @@ class BertHead(nn.Module, OnShards):
         )
         self.pooler = ReplicatedLinear(within(shapes, "pooler"), group) if model.sentence_head else None
         self.sentence = ReplicatedLinear(within(shapes, "sentence"), group) if model.sentence_head else None
-        self.approximate: Literal["none", "tanh"] = "tanh" if model.activation == "gelu_tanh" else "none"
+        self.activation = model.transform_kind
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: BertContext) -> tuple[Tensor, ...]:
@@ -120,7 +118,7 @@ class BertHead(nn.Module, OnShards):
 
     def _transformed(self, hidden: Tensor, context: BertContext) -> Tensor:
         inner = self.transform(hidden, context.tape)
-        inner = self.kernels.pick("gelu", inner).apply(inner, self.approximate)
+        inner = self.kernels.pick(self.activation.op, inner).apply(inner, *self.activation.arguments)
         return self.transform_norm(inner, context.tape)
 
     def _sentence_logits(self, hidden: Tensor, context: BertContext) -> Tensor | None:

@@ -34,7 +34,7 @@ NEWER = (
     "rotary_fraction", "attention_softcap", "qk_norm_over", "norm_position", "parallel_residual", "embedding_scale",
     "residual_scale", "logit_scale", "logit_softcap", "attention_sinks", "token_types", "embedding_norm",
     "transform_bias", "attention_norm", "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
-    "embedding_size", "attention_chunk_size", "mtp_layers",
+    "embedding_size", "attention_chunk_size", "mtp_layers", "transform_activation",
 )  # fmt: skip
 """Fields that older hardware files lack: they are part of a shape only if they differ from a GPT's default,
 or from a BERT's if a GPT lacks them."""

@@ -13,7 +13,13 @@ GELU = {
     "gelu_python": "gelu",
 }
 UNGATED = {**GELU, "relu": "relu", "silu": "silu", "swish": "silu", "relu2": "relu_squared"}
-GATED = {"silu": "swiglu", "swish": "swiglu", **{word: ours.replace("gelu", "geglu") for word, ours in GELU.items()}}
+GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "relu": "reglu",
+    "relu2": "reglu_squared",
+    **{word: ours.replace("gelu", "geglu") for word, ours in GELU.items()},
+}
 """Words of transformers for an activation function of one matrix, and for one of a gate -> ours."""
 SIZES = {
     "vocab_size": "vocabulary_size",
@@ -140,7 +146,11 @@ def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
     """Return the fields of blocks that differ: the kind of each, and the fields of each kind; other kinds have none.
     Fields of a kind that all blocks have are the model's."""
     if len(set(kinds)) == 1 or not any(fields.get(kind) for kind in kinds):
-        return dict(fields.get(kinds[0], {}))
+        own = dict(fields.get(kinds[0], {}))
+        if "rope_scaling" in own:  # all of its fields: none of those of other kinds of layers may remain
+            scaling = vars(RopeScaling(**own.pop("rope_scaling")))
+            own |= {f"rope_scaling.{name}": each for name, each in scaling.items()}
+        return own
     pattern = [kind if fields.get(kind) else "base" for kind in kinds]
     period = next(n for n in range(1, len(pattern) + 1) if all(a == b for a, b in zip(pattern, pattern[n:])))  # noqa: B905
     return {
@@ -184,6 +194,12 @@ def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> t
     rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
     if set(rope) != {FULL, SLIDING}:
         raise FamilyError(f"rope_parameters has {', '.join(sorted(rope))}; it must have {FULL} and {SLIDING}")
+    untruncated = next((kind for kind, each in rope.items() if each.get("truncate") is False), None)
+    if untruncated is not None:
+        raise FamilyError(
+            f"truncate is false in the rotary parameters of {untruncated}, which transformers ignores in models whose "
+            "types of layers have rotary parameters of their own"
+        )
     model, windowed = (
         all_rotated(stretched({**older, **rope[kind]}, config)) for kind, older in ((FULL, whole), (SLIDING, local))
     )

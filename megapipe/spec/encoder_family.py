@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapipe.config.model import ModelConfig
-from megapipe.spec.decoder_family import SIZES, TIED, with_additions
-from megapipe.spec.family import Family, FamilyError, Tensors, keys
+from megapipe.spec.decoder_family import SIZES, TIED, UNGATED, with_additions
+from megapipe.spec.family import Family, FamilyError, Tensors, keys, known_word
 
 _LAYER = "encoder.layer.{layer}"
 POST_NORMS = {
@@ -34,6 +34,11 @@ def token_types(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config["type_vocab_size"], int) or config["type_vocab_size"] < 1:
         raise FamilyError(f"type_vocab_size is {config['type_vocab_size']!r}; it must be at least 1")
     return {}
+
+
+def same_activation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the activation of the head for hidden tokens, which is that of the blocks."""
+    return {"transform_activation": known_word(UNGATED, config["hidden_act"], "hidden_act ")}
 
 
 def encoder(
@@ -89,9 +94,10 @@ def encoder(
         model_type=model_type,
         kind="bert",
         activation="hidden_act",
+        words=UNGATED,
         body=body,
         # Names in TensorFlow, which the published files of BERT use.
         old_ends={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
         **with_additions(entries, changes),
-        **{"more": (token_types,), **changes},
+        **{"more": (token_types, same_activation), **changes},
     )

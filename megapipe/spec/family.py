@@ -486,6 +486,8 @@ def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     layers = [dict(kinds.get(pattern[i % len(pattern)], {})) for i in range(model.num_layers if pattern else 0)]
     if values.get("embedding_norm") == (values["norm_position"] == "post"):
         values["embedding_norm"] = None  # the usual one
+    if isinstance(model, BertModelConfig) and values["transform_activation"] == model.usual_transform_activation:
+        values["transform_activation"] = None
     layers = [{name: value for name, value in each.items() if values.get(name, ...) != value} for each in layers]
     for each in (values, *layers):
         window = each.get("sliding_window")

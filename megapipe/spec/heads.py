@@ -200,7 +200,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         yield norm(shape, "norm", Value("input", shape.own_stream))
     picked = Value("picked tokens", rows * hidden * width)
     wide = rows * inner * width
-    transformed, activated, normalised = (Value(name, wide) for name in ("transform", "gelu", "transform norm"))
+    transformed, activated, normalised = (Value(name, wide) for name in ("transform", "activation", "transform norm"))
     statistics = Value("transform statistics", shape.statistics(rows))
     yield Op("pick", saves=(states, Value("log-sums", rows * FULL_BYTES)))
     transform = matrix("transform.weight", (inner, hidden), None, model.init_std)
@@ -213,7 +213,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         flops=linear_flops(every_row, transform.num_elements),
         kernels=partial(linear_products, shape, transform, rows),
     )
-    yield Op("gelu", saves=(transformed,), uses=(KernelUse("gelu", inner),))
+    yield Op("transform_activation", saves=(transformed,), uses=(KernelUse(model.transform_kind.op, inner),))
     yield Op(
         "transform_norm",
         weights=norm_weights(narrow.model, "transform_norm"),

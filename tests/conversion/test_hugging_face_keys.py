@@ -96,9 +96,10 @@ NOT_TRIED_TOGETHER = {
     "return_dict",
     "classifier_pooling",
     "slow_but_exact",
+    "use_sliding_window",
 }
 """Keys that decide how transformers loads the model, its class, and how it returns logits; and one of a classifier,
-of which transformers refuses other words; and one that counts only together with another one of BLOOM."""
+of which transformers refuses other words; and two that count only together with another one, of BLOOM and Qwen."""
 
 
 def changed(key: str, value: Any) -> list[Any]:

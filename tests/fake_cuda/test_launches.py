@@ -57,7 +57,7 @@ LAUNCHES = {
     "linear_cross_entropy": once("cross_entropy"),
     **{name: once(name) for name in ("rotary", "swiglu", "gelu", "dropout", "bias_dropout_residual", "cross_entropy")},
     "bias_gelu": once("gelu"),
-    **{name: {} for name in ("swiglu_clamped", "geglu", "relu", "relu_squared", "silu")},  # torch
+    **{name: {} for name in ("swiglu_clamped", "geglu", "reglu", "relu", "relu_squared", "silu")},  # torch
     "softcapped_linear_cross_entropy": {},
 }
 """Op -> phase -> kernels, as `group` names them -> launches of one call."""

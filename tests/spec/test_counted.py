@@ -98,6 +98,7 @@ MODERN: dict[str, Any] = {
     "sliding_window": 5,
     "token_types": 0,
     "transform_bias": False,
+    "transform_activation": "relu_squared",
     "sentence_head": False,
 }
 BERT: dict[str, dict[str, Any]] = {

@@ -1,7 +1,6 @@
 """ALBERT (Lan et al. 2019, arXiv 1909.11942): a BERT whose blocks share the weights of one, and whose embeddings are
 narrower than its hidden states."""
 
-from megapipe.spec.decoder_family import GELU
 from megapipe.spec.encoder_family import encoder
 from megapipe.spec.family import Tensors, keys
 
@@ -31,7 +30,6 @@ encoder(
     },
     fields={"embedding_size": "embedding_size", "max_position_embeddings": "max_positions"},
     needs={"shared_blocks": True},
-    words=GELU,
     fixed={"num_hidden_groups": (1,), "inner_group_num": (1,)},
     writes={"num_hidden_groups": 1, "inner_group_num": 1},
     defaults={"hidden_act": "gelu_new", "embedding_size": 128},

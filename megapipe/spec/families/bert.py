@@ -3,7 +3,6 @@ al. 2019, arXiv 1909.08053, section 5.3), with norms before attention and MLP.""
 
 from typing import Any
 
-from megapipe.spec.decoder_family import GELU
 from megapipe.spec.encoder_family import POST_NORMS, PRE_NORMS, encoder
 from megapipe.spec.family import keys
 
@@ -19,7 +18,6 @@ _BERT: dict[str, Any] = {
     "heads": ("cls.",),
     "head": _HEAD,
     "fields": {"max_position_embeddings": "max_positions"},
-    "words": GELU,
     "buffers": ("bert.embeddings.position_ids",),
     "repeats": {"cls.predictions.decoder.bias": "cls.predictions.bias"},
     "optional": {"sentence_head": ("bert.pooler.", "cls.seq_relationship.")},

@@ -5,6 +5,7 @@ one, and with a row of the gate before each row of `up`."""
 from collections.abc import Mapping
 from typing import Any
 
+from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     EXPERTS,
@@ -16,6 +17,7 @@ from megapipe.spec.decoder_family import (
     all_rotated,
     decoder,
     described_rope,
+    rope_scaling,
     stretched,
     windowed_layers,
 )
@@ -30,6 +32,11 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 def _rotary(config: Mapping[str, Any]) -> Fields:
     return all_rotated(stretched(described_rope(config) or _ROPE, config))
+
+
+def _rope_scaling(model: ModelConfig) -> Fields:
+    """Return rotary parameters also of a model without scaling: transformers' default has it."""
+    return rope_scaling(model) or {"rope_type": "default"}
 
 
 def _biases(config: Mapping[str, Any]) -> Fields:
@@ -51,7 +58,14 @@ decoder(
     needs={**EXPERTS, "attention_sinks": True, "router_bias": True},
     reads=keys("attention_bias sliding_window layer_types"),
     more=(_rotary, _biases, windowed_layers(_alternating)),
-    writes={**WINDOWS, **ATTENTION_BIAS, **_ACTIVATION, "hidden_act": "silu", "activation_function": OMITTED},
+    writes={
+        "rope_scaling": _rope_scaling,
+        **WINDOWS,
+        **ATTENTION_BIAS,
+        **_ACTIVATION,
+        "hidden_act": "silu",
+        "activation_function": OMITTED,
+    },
     # The published files repeat two sizes under the names that OpenAI's own program reads.
     ignored=ROUTER_OUTPUT | keys("initial_context_length experts_per_token hidden_act"),
     fixed={key: (value,) for key, value in _ACTIVATION.items()},

@@ -4,6 +4,7 @@ the tokens nearby."""
 from collections.abc import Mapping
 from typing import Any
 
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     BIASES,
@@ -12,6 +13,7 @@ from megapipe.spec.decoder_family import (
     SIZES,
     SLIDING,
     TIED,
+    UNGATED,
     Fields,
     bias_fields,
     layer_fields,
@@ -21,7 +23,7 @@ from megapipe.spec.decoder_family import (
     ropes_of_kinds,
     window_of,
 )
-from megapipe.spec.family import OMITTED, Family, FamilyError, Tensors, keys
+from megapipe.spec.family import OMITTED, Family, FamilyError, Tensors, keys, known_word
 
 _LAYER = "model.layers.{layer}"
 _NORMS = {True: "layer_norm", False: "layer_norm_without_bias"}
@@ -47,10 +49,6 @@ def _layers(config: Mapping[str, Any]) -> Fields:
     whole, rope = ropes_of_kinds(
         config, {"rope_theta": config["global_rope_theta"]}, {"rope_theta": config["local_rope_theta"]}
     )
-    kinds = {each.get("rope_type", "default") for each in (config.get("rope_parameters") or {}).values()}
-    if kinds - {"default"}:
-        # A random model with two other kinds differed from transformers.
-        raise FamilyError(f"the rotary parameters are of kind {min(kinds - {'default'})}; only default is supported")
     local: Fields = {"sliding_window": config["local_attention"] // 2 + 1, **rope}
     first, *others = ["local" if kind == SLIDING else FULL for kind in listed_layers(config, _types)]
     fields = {"local": local, "first": {"attention_norm": False, **(local if first == "local" else {})}}
@@ -59,6 +57,18 @@ def _layers(config: Mapping[str, Any]) -> Fields:
 
 def _norms(config: Mapping[str, Any]) -> Fields:
     return {"normalization": _NORMS[bool(config["norm_bias"])]}
+
+
+def _head(config: Mapping[str, Any]) -> Fields:
+    key = "classifier_activation"
+    return {"transform_activation": known_word(UNGATED, config[key], f"{key} ")}
+
+
+def _head_activation(model: ModelConfig) -> str:
+    """Return transformers' word for the activation of the head."""
+    assert isinstance(model, BertModelConfig)
+    ours = model.transform_activation or model.usual_transform_activation
+    return next(word for word, each in UNGATED.items() if each == ours)
 
 
 Family(
@@ -82,12 +92,13 @@ Family(
     },
     reads=keys(
         "attention_bias mlp_bias norm_bias layer_types global_attn_every_n_layers local_attention rope_parameters "
-        "global_rope_theta local_rope_theta max_position_embeddings"
+        "global_rope_theta local_rope_theta classifier_activation max_position_embeddings"
     ),
-    more=(_norms, bias_fields, _layers),
+    more=(_norms, bias_fields, _head, _layers),
     writes={
         **BIASES,
         "architectures": ["ModernBertForMaskedLM"],
+        "classifier_activation": _head_activation,
         "norm_bias": lambda model: model.norm_kind.biased,
         "layer_types": layer_types,
         "local_attention": _local_attention,
@@ -104,12 +115,12 @@ Family(
     ),
     fixed={
         "decoder_bias": (True,),
-        "classifier_activation": ("gelu",),
         "position_embedding_type": ("absolute",),
         "rope_scaling": (None,),
     },
     defaults={
         "hidden_activation": "gelu",
+        "classifier_activation": "gelu",
         "norm_eps": 1e-5,
         "norm_bias": False,
         "classifier_bias": False,

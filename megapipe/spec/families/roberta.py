@@ -4,7 +4,6 @@ sentence pairs, whose positions count from the row after that of its padding."""
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.spec.decoder_family import UNGATED
 from megapipe.spec.encoder_family import POST_NORMS, encoder, token_types
 from megapipe.spec.family import FamilyError, keys
 
@@ -35,9 +34,8 @@ for _model_type, _name in (("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta")
         heads=("lm_head.",),
         norms=POST_NORMS,
         head=_HEAD,
-        # The head for hidden tokens has the exact GELU, whatever the blocks have; ours has it except with gelu_tanh.
-        words={word: ours for word, ours in UNGATED.items() if ours != "gelu_tanh"},
-        needs={"sentence_head": False},
+        # The head for hidden tokens has the exact GELU, whatever the blocks have.
+        needs={"sentence_head": False, "transform_activation": "gelu"},
         reads=keys("pad_token_id max_position_embeddings"),
         more=(token_types, _positions),
         writes={

@@ -43,6 +43,6 @@ def known_families() -> Iterator[str]:
     for name, family in families().items():
         (text,) = (text for text in files if re.search(rf'(\(\s*|model_type=)"{name}",', text))
         models = " ".join(text.split('"""')[1].partition(")")[0].split()) + ")"
-        chosen = {"bias"} if family.known_keys & {"attention_bias", "qkv_bias"} else set[str]()
+        chosen = {"bias"} if family.known_keys & {"attention_bias", "qkv_bias", "use_bias"} else set[str]()
         needs = (f"`{field} {value}`".lower() for field, value in family.needs.items() if field not in chosen)
         yield row(f"`{name}`", models, ", ".join(needs))
