@@ -92,36 +92,33 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _Gated.apply(gate_up, "silu")
 
 
-STEEPNESS, LIMIT = 1.702, 7.0
-"""Of gpt-oss's SwiGLU: factor in its logistic function, and bound of its inputs."""
-
-
 class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = _clamped(gate_up)
-        return (gate * STEEPNESS).sigmoid_().mul_(gate).mul_(up + 1)
+        ctx.alpha, ctx.limit = alpha, limit
+        gate, up = _clamped(gate_up, limit)
+        return (gate * alpha).sigmoid_().mul_(gate).mul_(up + 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        gate, up = _clamped(gate_up)
-        weight = (gate * STEEPNESS).sigmoid_()
-        slope = weight * (1 + STEEPNESS * gate * (1 - weight))
+        gate, up = _clamped(gate_up, ctx.limit)
+        weight = (gate * ctx.alpha).sigmoid_()
+        slope = weight * (1 + ctx.alpha * gate * (1 - weight))
         found = torch.cat([gradient * (up + 1) * slope, gradient * gate * weight], dim=-1)
-        return found.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0)
+        return found.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0), None, None
 
 
-def _clamped(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _clamped(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.chunk(2, dim=-1)
-    return gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
-def swiglu_clamped(gate_up: Tensor) -> Tensor:
-    """(up + 1) * gate * logistic(1.702 gate), gate at most 7, up from -7 to 7: [..., 2 x ffn], gate first, to
-    [..., ffn] (transformers' GptOssExperts)."""
-    return _ClampedSwiGLU.apply(gate_up)
+def swiglu_clamped(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * logistic(alpha * gate), gate at most `limit`, up from -limit to limit: [..., 2 x ffn], gate
+    first, to [..., ffn] (transformers' GptOssExperts)."""
+    return _ClampedSwiGLU.apply(gate_up, alpha, limit)
 
 
 def geglu(gate_up: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:

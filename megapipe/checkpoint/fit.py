@@ -48,7 +48,7 @@ RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
             *("logit_scale", "logit_softcap", "attention_sinks", "embedding_norm", "attention_chunk_size"),
             *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head", "expert_bias"),
             *("first_position", "token_types", "attention_norm", "transform_bias", "transform_activation"),
-            *("embedding_size", "shared_blocks"),
+            *("embedding_size", "shared_blocks", "swiglu_alpha", "swiglu_limit"),
             *("router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen"),
             *("shared_expert_size", "shared_expert_gate"),
             *("query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size", "mtp_layers"),

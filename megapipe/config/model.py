@@ -27,12 +27,14 @@ class ActivationKind:
 
     op: of the kernel registry; its function `apply` takes the tensor and `arguments`. gated: the first matrix gives
     two halves, the gate first. biased: op whose `apply` adds the bias of the first matrix too, if there is one.
+    fields: of the model, whose values are further arguments.
     """
 
     op: str
     gated: bool = False
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
     biased: str | None = None
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ ACTIVATIONS = {
     "gelu": ActivationKind("gelu", arguments=("none",), biased="bias_gelu"),
     "gelu_tanh": ActivationKind("gelu", arguments=("tanh",), biased="bias_gelu"),
     "swiglu": ActivationKind("swiglu", gated=True),
-    "swiglu_clamped": ActivationKind("swiglu_clamped", gated=True),
+    "swiglu_clamped": ActivationKind("swiglu_clamped", gated=True, fields=("swiglu_alpha", "swiglu_limit")),
     "geglu": ActivationKind("geglu", gated=True, arguments=("none",)),
     "geglu_tanh": ActivationKind("geglu", gated=True, arguments=("tanh",)),
     "reglu": ActivationKind("reglu", gated=True, arguments=("relu",)),
@@ -70,7 +72,8 @@ OF_BLOCKS = frozenset(
         "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
         "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
         "attention_sinks", "attention_norm", "attention_chunk_size",
-        "ffn_hidden_size", "activation", "num_experts", "experts_per_token", "normalize_expert_shares",
+        "ffn_hidden_size", "activation", "swiglu_alpha", "swiglu_limit",
+        "num_experts", "experts_per_token", "normalize_expert_shares",
         "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups",
         "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
     )
@@ -87,6 +90,8 @@ BIASED: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "qkv": ("attention.qkv",),
     "mlp": ("mlp",),
+    "shared": ("mlp.shared",),
+    "attention_shared": ("attention", "mlp.shared"),
     "none": (),
 }
 """Value of `bias` -> first parts of the paths of a block's linear layers that have one."""
@@ -170,9 +175,10 @@ class ModelConfig:
     normalization: Literal["layer_norm", "layer_norm_without_bias", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
     """Normalization of hidden states. layer_norm_without_bias: with a weight alone (ModernBERT). rms_norm_unit_offset:
     rms_norm whose factor is 1 + its weight, which starts at 0 (Gemma)."""
-    norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
+    norm_position: Literal["pre", "post", "sandwich", "output", "stream"] = "pre"
     """Where blocks are normalized. pre: the inputs of attention and MLP. output: their outputs, before these are added
-    to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). post: the sums (only in a BERT)."""
+    to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). stream: the residual stream, which they
+    then read and are added to (BLOOM's apply_residual_connection_post_layernorm). post: the sums (only in a BERT)."""
     attention_norm: bool = True
     """Normalize the input of attention, if norm_position is pre. false: attention reads the residual stream itself
     (ModernBERT's first block, whose input the embedding has normalized)."""
@@ -189,6 +195,10 @@ class ModelConfig:
     """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu, geglu,
     geglu_tanh, reglu, reglu_squared: silu, gelu, gelu_tanh, relu or relu_squared of a gate, with a first matrix of
     twice the width (Llama, Gemma, BitNet). swiglu_clamped: swiglu with limited inputs, as in gpt-oss."""
+    swiglu_alpha: PositiveFloat = 1.702
+    """Factor of the gate in the sigmoid of swiglu_clamped."""
+    swiglu_limit: PositiveFloat = 7.0
+    """Largest gate, and largest magnitude of the other half of the inputs, in swiglu_clamped."""
     positions: Literal["learned", "rotary", "alibi", "none"] = "learned"
     """Position encoding. alibi: scores fall with the distance of query and key, in each head by another slope (Press
     et al. 2022; BLOOM)."""
@@ -198,9 +208,10 @@ class ModelConfig:
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How rotary position frequencies are stretched for long contexts."""
-    bias: Literal["all", "attention", "qkv", "mlp", "none"] = "all"
+    bias: Literal["all", "attention", "qkv", "mlp", "shared", "attention_shared", "none"] = "all"
     """Which linear layers have a bias. all: every one (GPT-2). attention: query, key, value and output projection.
-    qkv: query, key and value (Qwen2). mlp: only those of the MLP. none (Llama)."""
+    qkv: query, key and value (Qwen2). mlp: only those of the MLP, all experts included. shared: only those of the
+    shared expert. attention_shared: both (DeepSeek-V2's mlp_bias). none (Llama)."""
     qk_norm: bool = False
     """Apply RMS normalization to queries and keys before the rotation (Qwen3)."""
     qk_norm_over: Literal["head", "projection"] = "head"
@@ -359,7 +370,8 @@ class ModelConfig:
     @property
     def activation_kind(self) -> ActivationKind:
         """Properties of the activation function."""
-        return ACTIVATIONS[self.activation]
+        kind = ACTIVATIONS[self.activation]
+        return replace(kind, arguments=(*kind.arguments, *(getattr(self, name) for name in kind.fields)))
 
     @property
     def norm_kind(self) -> NormKind:
@@ -502,7 +514,7 @@ class ModelConfig:
             "rotary_fraction": (1.0,),
             "qk_norm": (False,),
             "attention_sinks": (False,),
-            "bias": ("all", "attention", "mlp", "none"),
+            "bias": tuple(each for each in BIASED if each != "qkv"),
         }
         found = [
             f"model.{name} is {getattr(self, name)!r} with model.kv_latent_size {self.kv_latent_size}; multi-latent "
@@ -569,10 +581,11 @@ class ModelConfig:
                 f"model.experts_per_token is {self.experts_per_token}; it must "
                 f"be at least 1 and at most model.num_experts {self.num_experts}"
             ]
-        if self.experts_per_token == 1 < self.num_experts and self.normalize_expert_shares:
+        if self.experts_per_token == 1 < self.num_experts and self.normalize_expert_shares and not self.family:
             return [
                 "model.experts_per_token is 1 with model.normalize_expert_shares true: the weight of the only expert "
-                "would always be 1, and the router would learn nothing; set model.normalize_expert_shares false"
+                "would always be 1, and the router would learn nothing; set model.normalize_expert_shares false, or "
+                "model.family to a family whose models are like that"
             ]
         return self._router_problems(self.num_experts)
 
@@ -601,6 +614,16 @@ class ModelConfig:
             )
         return found
 
+    def _activation_problems(self) -> list[str]:
+        """Return one message for each field of another activation that is set."""
+        return [
+            f"model.{name} is {getattr(self, name)} with model.activation {self.activation!r}, which has none; "
+            f"set model.{name} to {getattr(type(self), name)}, or model.activation to {activation!r}"
+            for activation, kind in ACTIVATIONS.items()
+            for name in kind.fields
+            if activation != self.activation and getattr(self, name) != getattr(type(self), name)
+        ]
+
     def _mtp_problems(self) -> list[str]:
         """Return one message for each field that the prediction of further tokens does not support."""
         if not self.mtp_layers:
@@ -623,10 +646,11 @@ class ModelConfig:
         return found
 
     def _path_problems(self) -> list[str]:
-        found = self._mtp_problems()
+        found = self._mtp_problems() + self._activation_problems()
         if self.norm_position == "post" and self.kind == "gpt":
             found.append(
-                "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich' or 'output'"
+                "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich', 'output' "
+                "or 'stream'"
             )
         if not self.attention_norm and self.norm_position != "pre":
             found.append(

@@ -65,6 +65,7 @@ class Block(nn.Module):
         super().__init__()
         attention_site, attention_output_site, mlp_output_site = block_sites(index)
         self.post_norm, self.parallel = model.norm_position == "post", model.parallel_residual
+        self.normalizes_stream = model.norm_position == "stream"
         self.update_scale = model.residual_scale
         self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = (
             make_norm(model, within(shapes, path), kernels) if f"{path}.weight" in shapes else None
@@ -100,10 +101,13 @@ class Block(nn.Module):
         tape = None if context is None else context.tape
         if self.post_norm:
             return self._post_norm(attention, hidden, context, tape)
-        update = self._update(
-            attention(*_normalised(self.attention_norm, hidden, tape)), self.attention_output_norm, tape
-        )
-        if self.parallel:
+        attention_input = _normalised(self.attention_norm, hidden, tape)
+        update = self._update(attention(*attention_input), self.attention_output_norm, tape)
+        if self.normalizes_stream:
+            hidden = self.attention_dropout.add(update, attention_input[0], context)
+            mlp_input = _normalised(self.mlp_norm, hidden, tape)
+            hidden = mlp_input[0]
+        elif self.parallel:
             mlp_input = _normalised(self.mlp_norm, hidden, tape)
             hidden = self.attention_dropout.add(update, hidden, context)
         elif self.mlp_norm is None or (context is not None and self.attention_dropout.active(context)):

@@ -27,7 +27,7 @@ WITHOUT_EFFECT = (
     "num_layers", "max_positions", "norm_epsilon", "rope_theta", "rope_scaling",
     "tie_embeddings", "init_std", "scale_residual_init", "expert_bias", "attention_scale",
     "layer_kinds", "layer_pattern", "family", "first_position", "shared_blocks",
-    "mtp_loss_weight",
+    "mtp_loss_weight", "swiglu_alpha", "swiglu_limit",
 )  # fmt: skip
 """Fields of a model that do not change the time of a layer."""
 NEWER = (

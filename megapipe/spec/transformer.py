@@ -168,7 +168,7 @@ def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = 
         kernels=partial(linear_products, shape, up, shape.tokens),
         moments=partial(up_moments, shape, up, shared=shared),
     )
-    yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias("mlp.up"), shared=shared)
+    yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias(f"{path}.up"), shared=shared)
     yield Op(
         f"{prefix}down",
         weights=(down, *linear_bias(model, f"{path}.down.bias", (hidden,), None)),

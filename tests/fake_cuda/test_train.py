@@ -75,7 +75,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "LongRoPE": (replace(WIDE, rope_scaling=_scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)), {}),
     "sinks in a window": (replace(WIDE, attention_sinks=True, sliding_window=8, activation="swiglu_clamped"), {}),
     "chunks": (replace(WIDE, attention_chunk_size=8), {}),
-    "BLOOM": (replace(GPT2_SHAPE, positions="alibi", embedding_norm=True), {}),
+    "BLOOM": (replace(GPT2_SHAPE, positions="alibi", embedding_norm=True, norm_position="stream"), {}),
     "latents": (replace(WIDE, num_kv_heads=None, kv_latent_size=24, query_latent_size=32, rotary_head_size=8), {}),
     "further tokens": (replace(WIDE, mtp_layers=2), {"parallel": {"tensor": 2, "sequence": True}}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),

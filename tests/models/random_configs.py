@@ -35,23 +35,8 @@ MORE_DRAWS = {
     *("deepseek_v2", "deepseek_v3"),
 }
 """Families with values that are refused, of which 100 are drawn."""
-USUAL_LEAST = 80
-LEAST = {
-    # apply_residual_connection_post_layernorm adds to the result of a norm. With slow_but_exact and pretraining_tp 2,
-    # transformers leaves out biases.
-    "bloom": 75,
-    # mlp_bias is for the MLPs of dense layers and shared experts alone, and transformers ignores norm_topk_prob. Some
-    # draws have groups of fewer experts than a token uses: transformers weights the rest with 0.
-    "deepseek_v2": 70,
-    # use_bias gives the output matrix a bias too; moe_norm_min is a bound of a sum.
-    "ernie4_5_moe": 75,
-    # The published values of swiglu_alpha and swiglu_limit are part of the activation.
-    "gpt_oss": 70,
-    # Noise of the router is for its training; with one expert per token and normalized weights the router learns
-    # nothing.
-    "mixtral": 75,
-}
-"""Family -> least number of draws that train as in transformers, where it is not USUAL_LEAST, and why it is lower."""
+LEAST = 80
+"""Least share in percent of the draws of a family that train as in transformers."""
 Draw = Callable[[Random], Any]
 
 

@@ -26,6 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "logit_softcap": 2.0,
     },
     "olmo 2": {**LLAMA, "norm_position": "output"},
+    "bloom": {"norm_position": "stream", "embedding_norm": True},
     "gpt-neox": {"parallel_residual": True, "activation": "relu_squared"},
     "granite": {**LLAMA, "residual_scale": 0.6, "logit_scale": 0.3},
 }
@@ -56,6 +57,7 @@ def test_generation_has_the_logits_of_training(name: str) -> None:
     [
         (small_model(norm_position="post"), "model.norm_position is 'post', which only a BERT has"),
         (small_model(norm_position="output", parallel_residual=True), "set model.norm_position to 'pre'"),
+        (small_model(swiglu_limit=2.0), "model.swiglu_limit is 2.0 with model.activation 'gelu'"),
         (
             small_model(normalization="rms_norm_unit_offset", qk_norm=True, qk_norm_over="projection"),
             "'projection', which has no norm with a unit offset",
@@ -77,6 +79,7 @@ def test_impossible_forms_are_refused(model: ModelConfig, message: str) -> None:
     [
         {"activation": "geglu"},
         {"norm_position": "sandwich"},
+        {"norm_position": "stream"},
         {"parallel_residual": True},
         {"embedding_scale": 2.0},
         {"residual_scale": 2.0},

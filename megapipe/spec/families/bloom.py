@@ -7,6 +7,7 @@ from megapipe.spec.decoder_family import TIED
 from megapipe.spec.family import OMITTED, Family, FamilyError, keys
 
 _BLOCK = "transformer.h.{layer}"
+_AFTER_NORM = "apply_residual_connection_post_layernorm"
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,11 +44,12 @@ Family(
     activation="activation_function",
     words={"gelu_tanh": "gelu_tanh"},
     needs={"normalization": "layer_norm", "positions": "alibi", "bias": "all", "embedding_norm": True},
-    reads=keys("slow_but_exact pretraining_tp"),
-    more=(_sizes, _exact),
+    reads=keys(f"{_AFTER_NORM} slow_but_exact pretraining_tp"),
+    more=(_sizes, _exact, lambda config: {"norm_position": "stream" if config[_AFTER_NORM] else "pre"}),
     writes={
         "architectures": ["BloomForCausalLM"],
         "activation_function": OMITTED,
+        _AFTER_NORM: lambda model: model.norm_position == "stream",
         "seq_length": "max_positions",
         "hidden_dropout": "hidden_dropout",
         "attention_dropout": "attention_dropout",
@@ -59,11 +61,11 @@ Family(
         "skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion "
         "offset_alibi n_inner unk_token_id"
     ),
-    fixed={"apply_residual_connection_post_layernorm": (False,)},
     defaults={
         "activation_function": "gelu_tanh",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
+        _AFTER_NORM: False,
         "slow_but_exact": False,
         "pretraining_tp": 1,
     },

@@ -64,14 +64,20 @@ def _rotary_fields(config: Mapping[str, Any]) -> Fields:
 
 
 def _layers(config: Mapping[str, Any]) -> Fields:
-    """Return the fields of the first layers, which have no experts, and the width of all shared experts."""
+    """Return the fields of the first layers, which have no experts, and those of the others: the width of all shared
+    experts, and biases, which the experts of some tokens do not have."""
     first, number = config["first_k_dense_replace"], config["num_hidden_layers"]
     shared = config["n_shared_experts"]
     if not isinstance(shared, int) or shared < 1:
         raise FamilyError(f"n_shared_experts is {shared!r}; it must be a whole number above 0")
     fields = {"num_experts": None, "ffn_hidden_size": config["intermediate_size"]}
+    bias = bias_fields(config)["bias"]
+    shared_bias = {"all": "attention_shared", "mlp": "shared"}.get(bias, bias)
+    if shared_bias != bias:
+        fields["bias"] = bias
     return {
         "shared_expert_size": shared * config["moe_intermediate_size"],
+        "bias": shared_bias,
         **layer_fields(["dense" if index < first else "base" for index in range(number)], {"dense": fields}),
     }
 
@@ -134,7 +140,7 @@ def _deepseek(model_type: str, architecture: str, *more: Any, **changes: Any) ->
         architecture,
         ffn_key="moe_intermediate_size",
         head_key="qk_nope_head_dim",
-        more=(_rotary_fields, _layers, bias_fields, *more),
+        more=(_rotary_fields, _layers, *more),
         **merged,
         **changes,
     )
@@ -145,8 +151,9 @@ _deepseek(
     "DeepseekV2ForCausalLM",
     _groups,
     needs={"expert_balance_rate": 0.0, "normalize_expert_shares": False},
-    reads=keys("topk_method"),
+    reads=keys("topk_method mlp_bias"),
     writes={
+        "mlp_bias": lambda model: model.has_bias("mlp.shared.up"),
         "topk_method": lambda model: _grouped(model, "group_limited_greedy", "greedy"),
         "n_group": lambda model: _grouped(model, model.router_groups, OMITTED),
         "topk_group": lambda model: _grouped(model, model.router_groups_chosen, OMITTED),

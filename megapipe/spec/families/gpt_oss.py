@@ -25,7 +25,6 @@ from megapipe.spec.family import OMITTED, Tensors, keys
 
 _LAYER = "model.layers.{layer}"
 _EXPERTS = f"{_LAYER}.mlp.experts"
-_ACTIVATION = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 """The rotary parameters of a config.json without any."""
 
@@ -50,7 +49,12 @@ def _alternating(config: Mapping[str, Any]) -> list[str]:
 decoder(
     "gpt_oss",
     "GptOssForCausalLM",
-    fields={"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    fields={
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "swiglu_alpha": "swiglu_alpha",
+        "swiglu_limit": "swiglu_limit",
+    },
     aliases={"num_experts": "num_local_experts"},
     # hidden_act is not read: the activation is always this one.
     activation="activation_function",
@@ -62,13 +66,11 @@ decoder(
         "rope_scaling": _rope_scaling,
         **WINDOWS,
         **ATTENTION_BIAS,
-        **_ACTIVATION,
         "hidden_act": "silu",
         "activation_function": OMITTED,
     },
     # The published files repeat two sizes under the names that OpenAI's own program reads.
     ignored=ROUTER_OUTPUT | keys("initial_context_length experts_per_token hidden_act"),
-    fixed={key: (value,) for key, value in _ACTIVATION.items()},
     defaults={
         "activation_function": "swiglu_clamped",
         "num_key_value_heads": 8,
@@ -79,6 +81,8 @@ decoder(
         "sliding_window": 128,
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
     },
     tensors={
         "blocks.attention.sinks.weight": f"{_LAYER}.self_attn.sinks",
