@@ -191,7 +191,8 @@ class _Entered(torch.autograd.Function):
 class SavedTensors:
     """All tensors that one forward of one micro-batch through a unit saves for its backward.
 
-    resident: addresses of storages that always stay on the device: weights and what the caller holds.
+    resident: addresses of storages that always stay on the device: weights, the micro-batch's own tensors and what the
+    caller holds.
     """
 
     def __init__(self, resident: Iterable[int]) -> None:
@@ -259,8 +260,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Kept | Tensor:
         address = address_of(tensor)
-        movable = tensor.is_floating_point() or tensor.dtype in (torch.bool, torch.uint8)  # others are the batch's own
-        if not movable or address in self._resident or tensor.untyped_storage().nbytes() == 0:
+        # The int32 tensors are the blocks of flex_attention, which all units of a micro-batch share.
+        if tensor.dtype == torch.int32 or address in self._resident or tensor.untyped_storage().nbytes() == 0:
             return tensor.detach()  # detached: an output would keep the graph that keeps it
         if address not in self._storages:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

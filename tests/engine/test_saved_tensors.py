@@ -72,16 +72,17 @@ def test_a_storage_is_counted_once_and_freed_and_the_gradient_is_the_same() -> N
     assert pool.num_bytes == moved  # that was one of the three, used again
 
 
-def test_weights_integers_and_what_is_handed_on_stay() -> None:
+def test_weights_the_batch_and_what_is_handed_on_stay() -> None:
     weight = nn.Parameter(torch.randn(SIZE, SIZE))
     index = torch.arange(SIZE)
 
     def run(x: Tensor) -> Tensor:
-        return (x @ weight.t())[index].exp()  # keeps x, the weight, the index and its own output
+        order = x.detach()[:, 0].argsort()
+        return (x @ weight.t())[index][order].exp()  # keeps x, the weight, the index, the order and its own output
 
-    saved, piece = forward(run, torch.randn(SIZE, SIZE), None, weight)
+    saved, piece = forward(run, torch.randn(SIZE, SIZE), None, weight, index)
     pool = HostPool(pinned=False)
-    assert move_away(saved, pool) == 4 * SIZE * SIZE
+    assert move_away(saved, pool) == 4 * SIZE * SIZE + 8 * SIZE
     bring_back(saved, pool)
     backward(piece, (torch.ones(SIZE, SIZE),))
     assert weight.grad is not None
