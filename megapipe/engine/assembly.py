@@ -94,7 +94,8 @@ class ModelTable:
 
 def holders(layer: LayerSpec, mesh: Mesh) -> Group:
     """Return the group of ranks that share the matrices of a layer."""
-    return mesh.group("pipeline", "tensor") if layer.kind == "output" else mesh.group("tensor")
+    shared = layer.kind in ("output", "words")
+    return mesh.group("pipeline", "tensor") if shared else mesh.group("tensor")
 
 
 def residual_stream(
@@ -370,8 +371,9 @@ class Assembly:
     ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on."""
         header = self._header
-        ends = stage in header.vocabulary or (stage == header.num_routed - 1 and not header.vocabulary)
-        return boundaries[stage - 1] if stage > 0 else (), () if ends else boundaries[stage]
+        starts = stage in header.inputs or (stage == 0 and not header.vocabulary)
+        ends = stage in header.outputs or (stage == header.num_routed - 1 and not header.vocabulary)
+        return () if starts else boundaries[max(0, stage - 1)], () if ends else boundaries[min(stage, len(boundaries) - 1)]
 
     def _choice(self, index: int) -> LayerChoice:
         return self._holding.choices[index] if self._holding.choices else LayerChoice(0)

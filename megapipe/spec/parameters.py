@@ -7,8 +7,9 @@ from typing import Literal
 
 from megapipe.config.model import BASE_KIND
 
-LayerKind = Literal["embedding", "block", "head", "norm", "output"]
-"""Kinds of layers. norm, output: the two parts of a GPT's head whose output matrix all pipeline ranks share."""
+LayerKind = Literal["embedding", "block", "head", "positions", "norm", "output", "words"]
+"""Kinds of layers. The last four are those of a GPT whose vocabulary all pipeline ranks share. words: the table of word
+embeddings. positions: the rest of the embedding. norm, output: the two parts of the head."""
 SEGMENT_ALIGNMENT = 64
 """Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
 collectives see aligned addresses."""
@@ -52,7 +53,7 @@ class ParameterSpec:
     state_unit: which of its layer's state units has it, where there are several; the layer's own by default.
     balance_rate: above 0 for what the loss does not train: its gradient is how much more than their share experts were
     given, and an update moves it by this much the other way.
-    shards: ranks that share the partition axis for each tensor rank: pipeline ranks that share the output matrix.
+    shards: ranks that share the partition axis for each tensor rank: pipeline ranks that share the vocabulary.
     one_accumulator: all uses of a tied weight on a rank add to one gradient, not each to its own, which sums of the
     same bits on any stages would need.
     """

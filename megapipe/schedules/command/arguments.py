@@ -307,7 +307,7 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def _num_shards(flags: argparse.Namespace) -> int:
-    return flags.ranks if flags.vocabulary else 0
+    return 2 * flags.ranks if flags.vocabulary else 0
 
 
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
