@@ -350,7 +350,7 @@ class Walk:
         first, last = (header.stage_ranks[header.routes[0][end]] for end in (0, -1))
         backward = kind_mask(self._kind, Kind.BACKWARD, Kind.BACKWARD_INPUT)
         found: Mask = np.isin(self._stage, header.outputs) & backward & (ranks != last)
-        found |= np.isin(self._stage, header.inputs) & np.where(ranks == first, backward, ~backward)
+        found |= np.isin(self._stage, header.inputs) & np.where(ranks == first, backward, self._kind == Kind.FORWARD)
         return found
 
     def _sent_to_all(self) -> list[tuple[Ints, Ints, Ints]]:
@@ -358,7 +358,8 @@ class Walk:
         layer until the next one."""
         header, found, first = self._header, [], -1
         for shards in (header.outputs, header.inputs) if header.vocabulary else ():
-            own = np.isin(self._stage, shards) & (self._is_sent | (shards == header.inputs))
+            passes = kind_mask(self._kind, Kind.FORWARD, Kind.BACKWARD) if shards == header.inputs else self._is_sent
+            own = np.isin(self._stage, shards) & passes
             rows = np.sort(np.concatenate([np.flatnonzero(own), self._rows(Kind.REDUCE_SCALARS)]))
             held = own & self._is_sent
             found.append((rows, first - self._rank[rows], np.where(held[rows], STREAM + self._variant[rows], NOTHING)))
