@@ -373,7 +373,9 @@ class Assembly:
         header = self._header
         starts = stage in header.inputs or (stage == 0 and not header.vocabulary)
         ends = stage in header.outputs or (stage == header.num_routed - 1 and not header.vocabulary)
-        return () if starts else boundaries[max(0, stage - 1)], () if ends else boundaries[min(stage, len(boundaries) - 1)]
+        return () if starts else boundaries[max(0, stage - 1)], () if ends else boundaries[
+            min(stage, len(boundaries) - 1)
+        ]
 
     def _choice(self, index: int) -> LayerChoice:
         return self._holding.choices[index] if self._holding.choices else LayerChoice(0)

@@ -201,7 +201,7 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
 
 
 def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[str]:
-    """Return why pipeline ranks cannot share the output layer. Raises ScheduleError if the order does not allow it."""
+    """Return why pipeline ranks cannot share the vocabulary. Raises ScheduleError if the order does not allow it."""
     parallel = config.parallel
     if parallel.vocabulary == "tensor":
         return []
@@ -211,12 +211,12 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
             (parallel.pipeline == 1, "parallel.pipeline is 1", "use more pipeline ranks"),
             (
                 isinstance(config.model, BertModelConfig),
-                "only a GPT's output layer can be shared by pipeline ranks",
+                "only a GPT's vocabulary can be shared by pipeline ranks",
                 "train a GPT",
             ),
             (
                 config.model.tie_embeddings,
-                "model.tie_embeddings is true and only the output layer is shared",
+                "model.tie_embeddings is true, and shared rows of a tied matrix are not supported",
                 "set model.tie_embeddings false",
             ),
             (

@@ -55,7 +55,7 @@ def build(
         recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
             backward; nothing by default.
         offload: what goes to host memory between its uses; nothing by default.
-        vocabulary: variant of the passes, 1 or 2, of an output layer that all ranks share, with the input embedding: each
+        vocabulary: variant of the passes, 1 or 2, of output layer and input embedding that all ranks share: each
             has two more stages, its shards (`with_vocabulary`); 0 for layers on the last and the first stage.
         options: what the named schedule takes besides, see :class:`Options`.
 

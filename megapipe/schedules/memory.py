@@ -14,7 +14,7 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
     An activation lives from its forward to its backward, or to the input half of a split one. A recomputed activation
     lives from its recomputation on; the inputs kept until then are not counted. Nor is anything in host memory, or
-    of a shard of the output layer.
+    of a shard of the vocabulary.
     """
     return _peaks(table, activations_made(table), activations_gone(table))
 

@@ -77,9 +77,10 @@ class Header:
     updates' gradients may be alive at once. ``slices``: parts of a sequence: each that many micro-batches in turn are
     the slices of one batch of samples, and ``num_microbatches`` counts slices. ``vocabulary``: stages off the route,
     two on each rank (`schedules.vocabulary`): shards of the output layer, which all follow the route's last stage,
-    then shards of the input embedding, which all precede its first (:attr:`outputs`, :attr:`inputs`). Compute actions name a layer of their
-    stage (``units_per_stage``); gathers, reductions and updates name a state unit: ``states`` lists those of every
-    stage, in the order of their layers, with what is sharded of each and where it is between its uses.
+    then shards of the input embedding, which all precede its first (:attr:`outputs`, :attr:`inputs`).
+    Compute actions name a layer of their stage (``units_per_stage``); gathers, reductions and updates name a state
+    unit: ``states`` lists those of every stage, in the order of their layers, with what is sharded of each and where
+    it is between its uses.
     """
 
     name: str

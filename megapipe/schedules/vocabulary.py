@@ -236,7 +236,10 @@ class _Placing:
         number, kinds = line.passed, self._kinds[kind]
         if number == len(self._passes):
             self._decide(kind, microbatch, start)
-        together = [Action(self._kinds[each][0], line.shards[each >= INPUT], microbatch=of) for each, of in self._passes[number]]
+        together = [
+            Action(self._kinds[each][0], line.shards[each >= INPUT], microbatch=of)
+            for each, of in self._passes[number]
+        ]
         together += [Action(each, line.shards[0], microbatch=microbatch) for each in kinds[1:]]
         line.found += map(list, together)
         line.passed += 1

@@ -39,8 +39,8 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def sharded_vocabulary(layers: Sequence[LayerSpec], ranks: int) -> tuple[LayerSpec, ...]:
-    """Return a GPT's layers with embedding and head cut in two. The last two layers are the output matrix and the table
-    of word embeddings, which this number of pipeline ranks share."""
+    """Return a GPT's layers with embedding and head cut in two. The last two layers are the output matrix and the
+    table of word embeddings, which this number of pipeline ranks share."""
     embedding, *blocks, head = layers
     (positions, words), (norm, output) = (
         (

@@ -8,8 +8,8 @@ from typing import Literal
 from megapipe.config.model import BASE_KIND
 
 LayerKind = Literal["embedding", "block", "head", "positions", "norm", "output", "words"]
-"""Kinds of layers. The last four are those of a GPT whose vocabulary all pipeline ranks share. words: the table of word
-embeddings. positions: the rest of the embedding. norm, output: the two parts of the head."""
+"""Kinds of layers. The last four are those of a GPT whose vocabulary all pipeline ranks share. words: the table of
+word embeddings. positions: the rest of the embedding. norm, output: the two parts of the head."""
 SEGMENT_ALIGNMENT = 64
 """Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
 collectives see aligned addresses."""

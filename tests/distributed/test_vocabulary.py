@@ -1,4 +1,4 @@
-"""An output layer that all pipeline ranks share trains and evaluates what one process does."""
+"""A vocabulary that all pipeline ranks share trains and evaluates what one process does."""
 
 from dataclasses import replace
 from math import prod
@@ -65,7 +65,7 @@ def test_shards_of_the_vocabulary_train_as_one_process(
 @pytest.mark.parametrize(
     ("model", "groups", "reason"),
     [
-        (GPT2_SHAPE, {}, "model.tie_embeddings is true and only the output layer is shared"),
+        (GPT2_SHAPE, {}, "model.tie_embeddings is true, and shared rows"),
         (SCALED, {"parallel": {"pipeline": 1}}, "parallel.pipeline is 1"),
         (SCALED, {"parallel": {"tensor": 2, "sequence": True}}, "parallel.sequence is true"),
         (SCALED, {"recompute": {"logits": True}}, "recompute.logits is true"),

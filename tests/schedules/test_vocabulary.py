@@ -23,7 +23,9 @@ def passes(schedule: Schedule, rank: int) -> list[tuple[bool, int, int]]:
     rows, (output, words) = schedule.sections.body[rank], schedule.header.vocabulary[rank :: schedule.header.num_ranks]
     kinds = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
     own = rows[np.isin(rows[:, KIND], kinds) & np.isin(rows[:, STAGE], (output, words))]
-    return [(stage == words, kind, microbatch) for stage, kind, microbatch in own[:, [STAGE, KIND, MICROBATCH]].tolist()]
+    return [
+        (stage == words, kind, microbatch) for stage, kind, microbatch in own[:, [STAGE, KIND, MICROBATCH]].tolist()
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,7 +46,9 @@ def test_orders_with_shards_are_valid_and_alike_on_all_ranks(
     first, *others = (passes(schedule, rank) for rank in range(ranks))
     assert all(each == first for each in others)
     count = arguments["num_microbatches"]
-    assert sorted(first) == sorted((*which, number) for which in {each[:2] for each in first} for number in range(count))
+    assert sorted(first) == sorted(
+        (*which, number) for which in {each[:2] for each in first} for number in range(count)
+    )
     assert len({each[:2] for each in first}) == (4 if mode == "train" else 2)
     if mode == "train":
         whole = validate(build(name, **arguments, units_per_stage=given["units_per_stage"]))

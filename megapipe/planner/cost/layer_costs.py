@@ -42,8 +42,8 @@ def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: Laye
 
     `LayoutCosts.within_layer` counts forward and backward together, so the forward's part is what one more forward
     adds. The embedding and the head are never recomputed: the embedding exchanges in its forward and the head in its
-    backward; with sequence parallelism, half of the exchanges are in each. Where pipeline ranks share the vocabulary, a
-    shard of the output layer sums its gradients in the backward, and one of the embedding receives its gradient there.
+    backward; with sequence parallelism, half of the exchanges are in each. Where pipeline ranks share the vocabulary,
+    a shard of the output layer sums its gradients in the backward, and one of the embedding gets its gradient there.
     """
     names = group.split("+")
 

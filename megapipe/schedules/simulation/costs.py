@@ -191,8 +191,8 @@ def rank_costs(
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the
     forward. ``group`` is a fraction, as in :class:`Costs`. A pass of a shard of the output layer takes ``vocabulary``
-    forwards; an input half of its backward, and a pass of a shard of the input embedding, take no time. Units of a stage divide its times as in
-    :func:`stage_times`.
+    forwards; an input half of its backward, and a pass of a shard of the input embedding, take no time. Units of a
+    stage divide its times as in :func:`stage_times`.
 
     Example:
         >>> from megapipe import build, rank_costs, simulate
