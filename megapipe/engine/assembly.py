@@ -345,7 +345,7 @@ class Assembly:
         for unit, index in enumerate(self._model.ranges[stage]):
             layer = self._model.layers[index]
             twins = [self._model.build(index) for _ in range(self._copies)]
-            tied = [names for names in self._tied if names[0] in _names(layer)]
+            tied = [names for names in dict.fromkeys(self._tied) if names[0] in _names(layer)]
             untied = (spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
             own = list(dict.fromkeys(untied))
             parts = self._header.states_of(stage, unit)
@@ -387,7 +387,8 @@ class Assembly:
             unit = tied_unit(names, [self._model.layers[index] for members in ranges for index in members])
             # Gradients of several uses cannot be sharded, only what updates work on.
             zero_stage = min(self._holding.zero.stage, 1)
-            self._tied_states[names] = self._state(names[0], list(unit.specs), zero_stage, uses=unit.uses)
+            rank = self._mesh.group("pipeline", "tensor").rank if unit.specs[0].shards > 1 else None
+            self._tied_states[names] = self._state(names[0], list(unit.specs), zero_stage, uses=unit.uses, rank=rank)
         return self._tied_states[names]
 
     def _state(

@@ -215,11 +215,6 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
                 "train a GPT",
             ),
             (
-                config.model.tie_embeddings,
-                "model.tie_embeddings is true, and shared rows of a tied matrix are not supported",
-                "set model.tie_embeddings false",
-            ),
-            (
                 config.model.mtp_layers > 0,
                 f"model.mtp_layers is {config.model.mtp_layers}, whose blocks use the output layer on its last rank",
                 "set model.mtp_layers 0",

@@ -59,7 +59,8 @@ class StageLayout:
         """Return the layout with two more stages on each pipeline rank: shards of the last two of `layers`, output
         matrix and word embeddings, which all of them share (`schedules.vocabulary`)."""
         shared = (range(layer, layer + 1) for layer in (len(layers) - 2, len(layers) - 1))
-        return StageLayout(layers, (*self.ranges, *(each for each in shared for _ in range(pipeline))), self.tied)
+        ranges = (*self.ranges, *(each for each in shared for _ in range(pipeline)))
+        return StageLayout(layers, ranges, tied_stages(layers, ranges))
 
     @cached_property
     def units_per_stage(self) -> tuple[int, ...]:

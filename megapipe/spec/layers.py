@@ -40,12 +40,13 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def sharded_vocabulary(layers: Sequence[LayerSpec], ranks: int) -> tuple[LayerSpec, ...]:
     """Return a GPT's layers with embedding and head cut in two. The last two layers are the output matrix and the
-    table of word embeddings, which this number of pipeline ranks share."""
+    table of word embeddings, which this number of pipeline ranks share; if they are tied, each rank has the same rows
+    of both."""
     embedding, *blocks, head = layers
     (positions, words), (norm, output) = (
         (
             {path: spec for path, spec in layer.parameters.items() if path != shared},
-            {shared: replace(layer.parameters[shared], shards=ranks)},
+            {shared: replace(layer.parameters[shared], shards=ranks, one_accumulator=True)},
         )
         for layer, shared in ((embedding, "word.weight"), (head, "output.weight"))
     )

@@ -134,16 +134,25 @@ TiedNames = tuple[str, ...]
 
 
 def tied_names(layers: Sequence[LayerSpec]) -> tuple[TiedNames, ...]:
-    """Return the names of each tied weight, in order of first use: parameters that more than one layer uses."""
-    return tuple(_users(layers).values())
+    """Return the names of each tied weight, in order of first use: parameters that more than one layer uses. The shards
+    of pipeline ranks are tied weights of their own."""
+    return tuple(names for users, names in _users(layers).items() for _ in range(_shards(layers, users, names)))
 
 
 def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
-    """Return the stages that use each tied weight, in order of first use. ranges[s]: layers of stage s."""
-    return tuple(
-        tuple(stage for stage, members in enumerate(ranges) if any(index in members for index in users))
-        for users in _users(layers)
-    )
+    """Return the stages that use each tied weight, as `tied_names` lists them. ranges[s]: layers of stage s. Stages of
+    each layer whose weight pipeline ranks shard are in the order of the ranks."""
+    found = []
+    for users, names in _users(layers).items():
+        stages = tuple(stage for stage, members in enumerate(ranges) if any(index in members for index in users))
+        shards = _shards(layers, users, names)
+        found += [stages[shard::shards] for shard in range(shards)]
+    return tuple(found)
+
+
+def _shards(layers: Sequence[LayerSpec], users: tuple[int, ...], names: TiedNames) -> int:
+    """Return the number of pipeline ranks that shard a tied weight."""
+    return next(spec.shards for spec in layers[users[0]].parameters.values() if spec.name == names[0])
 
 
 def _users(layers: Sequence[LayerSpec]) -> dict[tuple[int, ...], TiedNames]:
