@@ -369,13 +369,13 @@ class Assembly:
     def _boundaries(
         self, stage: int, boundaries: Sequence[tuple[TensorSpec, ...]]
     ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on."""
+        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on; shards of the
+        vocabulary hand on the same."""
         header = self._header
         starts = stage in header.inputs or (stage == 0 and not header.vocabulary)
         ends = stage in header.outputs or (stage == header.num_routed - 1 and not header.vocabulary)
-        return () if starts else boundaries[max(0, stage - 1)], () if ends else boundaries[
-            min(stage, len(boundaries) - 1)
-        ]
+        arriving = () if starts else boundaries[max(0, stage - 1)]
+        return arriving, () if ends else boundaries[min(stage, len(boundaries) - 1)]
 
     def _choice(self, index: int) -> LayerChoice:
         return self._holding.choices[index] if self._holding.choices else LayerChoice(0)
