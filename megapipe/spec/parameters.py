@@ -142,7 +142,7 @@ def tied_names(layers: Sequence[LayerSpec]) -> tuple[TiedNames, ...]:
 def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
     """Return the stages that use each tied weight, as `tied_names` lists them. ranges[s]: layers of stage s. Stages of
     each layer whose weight pipeline ranks shard are in the order of the ranks."""
-    found = []
+    found: list[tuple[int, ...]] = []
     for users, names in _users(layers).items():
         stages = tuple(stage for stage, members in enumerate(ranges) if any(index in members for index in users))
         shards = _shards(layers, users, names)
