@@ -393,10 +393,10 @@ def predict(
 
 
 def explain_stages(
-    config: PretrainConfig, hardware: Hardware, *, assumptions: Assumptions = ENGINE
+    config: PretrainConfig, hardware: Hardware, world_size: int | None = None, *, assumptions: Assumptions = ENGINE
 ) -> list[dict[str, Any]]:
     """Return the costs of each stage (`stage_details`). See `estimate` for the arguments and errors."""
-    run = lay_run(config, hardware)
+    run = lay_run(config, hardware, world_size)
     layers = layer_costs(run, None, assumptions.on(hardware))
     return stage_details(run, stage_costs(run, layers))
 
