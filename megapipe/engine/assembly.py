@@ -369,8 +369,8 @@ class Assembly:
     def _boundaries(
         self, stage: int, boundaries: Sequence[tuple[TensorSpec, ...]]
     ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on; shards of the
-        vocabulary hand on the same."""
+        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on; shards of
+        the vocabulary hand on the same."""
         header = self._header
         starts = stage in header.inputs or (stage == 0 and not header.vocabulary)
         ends = stage in header.outputs or (stage == header.num_routed - 1 and not header.vocabulary)

@@ -134,8 +134,8 @@ TiedNames = tuple[str, ...]
 
 
 def tied_names(layers: Sequence[LayerSpec]) -> tuple[TiedNames, ...]:
-    """Return the names of each tied weight, in order of first use: parameters that more than one layer uses. The shards
-    of pipeline ranks are tied weights of their own."""
+    """Return the names of each tied weight, in order of first use: parameters that more than one layer uses. The
+    shards of pipeline ranks are tied weights of their own."""
     return tuple(names for users, names in _users(layers).items() for _ in range(_shards(layers, users, names)))
 
 
