@@ -176,9 +176,10 @@ class ParallelConfig:
     """With parallel.sequence: number of chunks in which tokens are gathered and scattered, so that the communication
     of one overlaps with the matrix product of another."""
     vocabulary: Literal["tensor", "pipeline", "pipeline_2"] = "tensor"
-    """Ranks that share a GPT's output layer. tensor: those of the last stage. pipeline: those of all stages, each of
-    which computes its part of every micro-batch's logits in idle time (arXiv 2411.05288, its Vocab-1). pipeline_2: the
-    same with one barrier less and activations of one micro-batch less (Vocab-2)."""
+    """Ranks that share a GPT's output layer and word embeddings. tensor: those of the last and of the first stage.
+    pipeline: those of all stages, each of which computes its part of every micro-batch's logits in idle time (arXiv
+    2411.05288, its Vocab-1). pipeline_2: the same with one barrier less and activations of one micro-batch less
+    (Vocab-2)."""
     layers_per_stage: list[PositiveInt] | None = None
     """Number of layers in every pipeline stage, in order, where embedding and output head count as one layer each;
     null balances the stages by FLOPs."""
@@ -195,7 +196,7 @@ class ParallelConfig:
 
     @property
     def vocabulary_variant(self) -> int:
-        """Variant of the passes, 1 or 2, of an output layer that all pipeline ranks share; 0 if only those of the last
+        """Variant of the passes, 1 or 2, of a vocabulary that all pipeline ranks share; 0 if only those of one
         stage do."""
         return ("tensor", "pipeline", "pipeline_2").index(self.vocabulary)
 

@@ -94,7 +94,8 @@ class ModelTable:
 
 def holders(layer: LayerSpec, mesh: Mesh) -> Group:
     """Return the group of ranks that share the matrices of a layer."""
-    return mesh.group("pipeline", "tensor") if layer.kind == "output" else mesh.group("tensor")
+    shared = layer.kind in ("output", "words")
+    return mesh.group("pipeline", "tensor") if shared else mesh.group("tensor")
 
 
 def residual_stream(
@@ -344,7 +345,7 @@ class Assembly:
         for unit, index in enumerate(self._model.ranges[stage]):
             layer = self._model.layers[index]
             twins = [self._model.build(index) for _ in range(self._copies)]
-            tied = [names for names in self._tied if names[0] in _names(layer)]
+            tied = [names for names in dict.fromkeys(self._tied) if names[0] in _names(layer)]
             untied = (spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
             own = list(dict.fromkeys(untied))
             parts = self._header.states_of(stage, unit)
@@ -368,10 +369,13 @@ class Assembly:
     def _boundaries(
         self, stage: int, boundaries: Sequence[tuple[TensorSpec, ...]]
     ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on."""
+        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on; shards of
+        the vocabulary hand on the same."""
         header = self._header
-        ends = stage in header.vocabulary or (stage == header.num_routed - 1 and not header.vocabulary)
-        return boundaries[stage - 1] if stage > 0 else (), () if ends else boundaries[stage]
+        starts = stage in header.inputs or (stage == 0 and not header.vocabulary)
+        ends = stage in header.outputs or (stage == header.num_routed - 1 and not header.vocabulary)
+        arriving = () if starts else boundaries[max(0, stage - 1)]
+        return arriving, () if ends else boundaries[min(stage, len(boundaries) - 1)]
 
     def _choice(self, index: int) -> LayerChoice:
         return self._holding.choices[index] if self._holding.choices else LayerChoice(0)
@@ -383,7 +387,8 @@ class Assembly:
             unit = tied_unit(names, [self._model.layers[index] for members in ranges for index in members])
             # Gradients of several uses cannot be sharded, only what updates work on.
             zero_stage = min(self._holding.zero.stage, 1)
-            self._tied_states[names] = self._state(names[0], list(unit.specs), zero_stage, uses=unit.uses)
+            rank = self._mesh.group("pipeline", "tensor").rank if unit.specs[0].shards > 1 else None
+            self._tied_states[names] = self._state(names[0], list(unit.specs), zero_stage, uses=unit.uses, rank=rank)
         return self._tied_states[names]
 
     def _state(

@@ -208,7 +208,6 @@ class Forwards:
         self._schedule = schedule
         self._stages = stages
         self._transfers = transfers
-        self._shards = transfers.shards
         self._training = schedule.header.mode == "train"
         count = schedule.header.num_microbatches
         actions = [action for section in SECTIONS for action in schedule.actions(section, rank)]
@@ -233,7 +232,9 @@ class Forwards:
         stage, key = self._stages[stage_id], (stage_id, microbatch)
         chain = self._chain(action)
         flags = requires_grad_flags(stage.inputs)
-        shards = self._shards if self._shards is not None and stage_id == self._shards.stage else None
+        shard, summed = self._transfers.shards.get(stage_id), self._transfers.ends.get(stage_id)
+        receives = shard is not None and stage_id in self._schedule.header.outputs
+        summed = summed if summed is not None and summed.stage in self._schedule.header.inputs else None
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
         place = stage_id, microbatch, unit
@@ -250,19 +251,26 @@ class Forwards:
             if not enters:
                 outputs = step.activations.pop(key)
                 inputs = as_leaves(outputs, requires_grad_flags(outputs))
-            elif shards is not None:
-                inputs = as_leaves(shards.hidden(step, microbatch), flags)
+            elif shard is not None and receives:
+                own = step.activations.pop((shard.end, microbatch)) if shard.is_home else None
+                own = None if own is None else tuple(each.detach() for each in own)
+                inputs = as_leaves(shard.broadcast(step, microbatch, own), flags)
+            elif summed is not None:
+                inputs = as_leaves(summed.sum_of(step, microbatch), flags)
             elif slots is not None:
                 inputs = as_leaves(slots.take(slot), flags)
             else:
                 inputs = as_leaves(step.activations.pop(key, ()), flags)
             context = step.input.contexts[microbatch]
+            if shard is not None and not receives:
+                shard.end_all(step)
             if not training:
                 with torch.no_grad():
                     outputs = chain.forward(stage.newest % len(chain.twins), inputs, context)
                     hand_on(step, outputs if slots is None else apart(outputs, inputs))
-                if shards is not None:
-                    shards.end_sums(step, microbatch)
+                if receives:
+                    for each in self._transfers.shards.values():
+                        each.end_all(step)
                 return
             copy = (step.input.step * per_step + version) % len(chain.twins)
             leaves = inputs
@@ -335,7 +343,9 @@ class Forwards:
         """Return a function that passes outputs on: to the next unit or stage here, a send, or the step's result."""
         key, microbatch = (action.stage, action.microbatch), action.microbatch
         following = self._schedule.next_stage(action.stage, action.microbatch)
-        to_shards = self._shards is not None and action.stage == self._shards.last
+        shard, end = self._transfers.shards.get(action.stage), self._transfers.ends.get(action.stage)
+        to_shards = end is not None and end.stage in self._schedule.header.outputs
+        to_sum = shard if action.stage in self._schedule.header.inputs else None
         closes = action.unit in (WHOLE, len(self._stages[action.stage].units) - 1)
         training = self._training
         target = key
@@ -343,7 +353,9 @@ class Forwards:
             target = (following, microbatch)
 
         def run(step: StepState, outputs: Tensors) -> None:
-            if not closes or following is not None or to_shards:
+            if to_sum is not None:
+                to_sum.start_sum(step, microbatch, tuple(each.detach() for each in outputs))
+            elif not closes or following is not None or to_shards:
                 step.activations[target] = outputs
             elif training:
                 step.loss_sums.append(outputs[0].detach())

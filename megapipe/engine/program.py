@@ -1,6 +1,6 @@
 """Compiles a rank's actions to closures over the state of a step."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from megapipe.engine.compute import WHOLE, apart, backward, backward_input, unsplit_parameters
@@ -8,6 +8,7 @@ from megapipe.engine.errors import EngineError
 from megapipe.engine.forwards import Closure, Forwards, Moves, Tensors
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
+from megapipe.engine.shards import Shards
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import Transfers
@@ -154,16 +155,22 @@ class Program:
         last = enters and self._schedule.next_stage(stage_id, microbatch) is None
         slots = self._transfers.receive_gradient.get(stage_id) if enters and slot >= 0 else None
         half = action.kind == Kind.BACKWARD_INPUT
-        shards = self._transfers.shards
-        own_shard = shards is not None and stage_id == shards.stage
-        from_shards = shards is not None and enters and stage_id == shards.last
+        output, word = self._shard(stage_id, self._header.outputs), self._shard(stage_id, self._header.inputs)
+        end = self._transfers.ends.get(stage_id)
+        summed = end if end is not None and enters and end.stage in self._header.outputs else None
+        has_receiver = has_receiver or end is not None
 
         def run(step: StepState) -> None:
             piece = step.pieces[stage_id, microbatch, unit]
-            if shards is not None and own_shard:
-                shards.end_sums(step, microbatch)
-            if shards is not None and from_shards:
-                gradients: Tensors = shards.gradients(step, microbatch)
+            if output is not None:
+                output.end_broadcast(step, microbatch)
+                output.end_others(step)
+            if word is not None:
+                word.end_all(step)
+                own = step.gradients.pop((word.end, microbatch)) if word.is_home else None
+                gradients: Tensors = word.broadcast(step, microbatch, own)
+            elif summed is not None:
+                gradients = summed.sum_of(step, microbatch)
             elif last:
                 gradients = (step.loss_gradient(microbatch),)
             elif slots is None:
@@ -177,12 +184,16 @@ class Program:
             else:
                 passed = backward(piece, gradients)
             del step.pieces[stage_id, microbatch, unit]  # only now: the report of a failed step reads it
-            if shards is not None and own_shard:
-                shards.start_sum(step, microbatch, passed)
-            elif has_receiver:
+            if output is not None:
+                output.start_sum(step, microbatch, passed)
+            elif has_receiver and word is None:
                 step.gradients[target] = passed if slots is None else apart(passed, gradients)
 
         return run
+
+    def _shard(self, stage: int, kind: Collection[int]) -> Shards | None:
+        """Return this rank's shard of the vocabulary if it is a stage, and of a kind of shards."""
+        return self._transfers.shards.get(stage) if stage in kind else None
 
     def _backward_weight(self, action: Action) -> Closure:
         key = (action.stage, action.microbatch, action.unit)
@@ -233,11 +244,11 @@ class Program:
         return lambda step: self._reductions.reduce_tied(step, state, group, number(step))
 
     def _reduce_scalars(self, action: Action) -> Closure:
-        number, shards = self._update_number(action), self._transfers.shards
+        number, shards = self._update_number(action), self._transfers.shards.values()
 
         def run(step: StepState) -> None:
-            if shards is not None:
-                shards.end_sums(step)
+            for shard in shards:
+                shard.end_all(step)
             self._reductions.reduce_scalars(step, number(step))
 
         return run

@@ -1,7 +1,8 @@
-"""The last hidden states on their way to all shards of an output layer, and the sum of their gradients.
+"""Tensors on their way between a stage of the route and shards on all pipeline ranks (`schedules.vocabulary`).
 
-All pipeline ranks share the output layer (`schedules.vocabulary`). Their passes have one order on all ranks, and so do
-the collectives: a broadcast starts with a forward, and a sum of gradients at the end of a backward.
+Output layer: the last hidden states are broadcast to all shards, and their gradients are summed. Input embedding: the
+rows that shards look up are summed for the first stage, and the gradient of the sum is broadcast. The passes of all
+shards have one order on all ranks, and so do these collectives: a broadcast starts with a pass, and a sum at its end.
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,14 @@ from megapipe.schedules.schedule import Header
 
 @dataclass(frozen=True)
 class Shards:
-    """The shard of an output layer on one rank.
+    """The shard of an output layer or an input embedding on one rank.
 
-    stage: its id. last: the last stage of the route. is_home: that stage is on this rank. group: all ranks that share
-    the layer. source: rank in the group that broadcasts the hidden states. specs: tensors that the last stage returns;
-    one.
+    stage: its id. end: the stage at that end of the route. is_home: that stage is on this rank. group: all ranks that
+    share the layer. source: rank in the group that broadcasts. specs: tensors between the two stages; one.
     """
 
     stage: int
-    last: int
+    end: int
     is_home: bool
     group: Group
     source: int
@@ -35,43 +35,51 @@ class Shards:
 
     @classmethod
     def of(
-        cls, header: Header, rank: int, group: Group, specs: Sequence[TensorSpec], device: torch.device
+        cls, header: Header, stage: int, group: Group, specs: Sequence[TensorSpec], device: torch.device
     ) -> "Shards":
-        """Return the shard of a pipeline rank. group: pipeline and tensor ranks, tensor ranks adjacent."""
-        last = header.routes[0][-1]
-        home = header.stages[last].rank
+        """Return the shard that is a stage. group: pipeline and tensor ranks, tensor ranks adjacent."""
+        end = header.routes[0][-1 if stage in header.outputs else 0]
+        home = header.stages[end].rank
         source = home * (group.size // header.num_ranks)
-        return cls(header.vocabulary[rank], last, rank == home, group, source, specs, device)
+        return cls(stage, end, header.stages[stage].rank == home, group, source, specs, device)
 
-    def hidden(self, step: StepState, microbatch: int) -> tuple[Tensor, ...]:
-        """Return the last hidden states of a micro-batch, which this rank has or receives."""
-        if self.is_home:
-            found = tuple(each.detach() for each in step.activations.pop((self.last, microbatch)))
-        else:
-            found = tuple(spec.allocate(self.device) for spec in self.specs)
+    def broadcast(self, step: StepState, microbatch: int, own: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """Return the tensors of the end of the route: `own` on its rank, otherwise those that arrive."""
+        found = tuple(spec.allocate(self.device) for spec in self.specs) if own is None else own
         for each in found:
             work = self.group.broadcast(each, self.source, async_op=True)
             if self.group.rank == self.source:
-                step.handed_out[microbatch] = work
+                step.handed_out[self.stage, microbatch] = each, work
             else:
                 work.wait()
+                if self.is_home:
+                    step.handed_out[self.stage, microbatch] = each, None
         return found
 
-    def start_sum(self, step: StepState, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
-        """Start to sum the gradients of a micro-batch's hidden states over all shards."""
-        for each in gradients:
-            step.summed[microbatch] = each, self.group.all_reduce(each, async_op=True)
+    def start_sum(self, step: StepState, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
+        """Start to sum tensors of a micro-batch over all shards."""
+        for each in tensors:
+            step.summed[self.stage, microbatch] = each, self.group.all_reduce(each, async_op=True)
 
-    def end_sums(self, step: StepState, microbatch: int | None = None) -> None:
-        """End what is under way but for the last stage here. microbatch: whose backward comes next; None at the end of
-        a step."""
-        if microbatch in step.handed_out:
-            step.handed_out.pop(microbatch).wait()
-        for number in () if self.is_home else tuple(step.summed):
-            step.summed.pop(number)[1].wait()
+    def end_broadcast(self, step: StepState, microbatch: int) -> None:
+        """End the broadcast of a micro-batch, if this rank has started one."""
+        _, work = step.handed_out.pop((self.stage, microbatch), (None, None))
+        if work is not None:
+            work.wait()
 
-    def gradients(self, step: StepState, microbatch: int) -> tuple[Tensor, ...]:
-        """Return the gradient of a micro-batch's hidden states on the rank of the last stage."""
-        gradient, work = step.summed.pop(microbatch)
+    def end_others(self, step: StepState) -> None:
+        """End the sums that are for other ranks."""
+        for key in () if self.is_home else [key for key in step.summed if key[0] == self.stage]:
+            step.summed.pop(key)[1].wait()
+
+    def end_all(self, step: StepState) -> None:
+        """End what is under way, except sums that the end of the route on this rank still needs."""
+        self.end_others(step)
+        for _, microbatch in [key for key in step.handed_out if key[0] == self.stage]:
+            self.end_broadcast(step, microbatch)
+
+    def sum_of(self, step: StepState, microbatch: int) -> tuple[Tensor, ...]:
+        """Return the sum of a micro-batch, on the rank of the end of the route."""
+        summed, work = step.summed.pop((self.stage, microbatch))
         work.wait()
-        return (gradient,)
+        return (summed,)

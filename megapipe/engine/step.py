@@ -138,8 +138,8 @@ class StepState:
     tapes: from an input half to the weight half.
     saved: saved tensors that move to host memory, from the forward to the backward or input half.
     activations, gradients: from the action that made them to the next unit or stage on this rank, or to a send.
-    handed_out, summed: where all pipeline ranks share the output layer, broadcasts of hidden states and sums of their
-    gradients, by micro-batch (`engine.shards`).
+    handed_out, summed: where all pipeline ranks share the vocabulary, tensors that are broadcast to shards and those
+    that are summed over them, by shard and micro-batch (`engine.shards`).
     counts: loss tokens of each update, by term, then the number of ranks that set each flag; float64.
     reductions: sums of gradients that were started and not awaited.
     scalars: the step's sums, once they are requested.
@@ -153,8 +153,8 @@ class StepState:
     saved: dict[UnitKey, SavedTensors] = field(default_factory=dict)
     activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
-    handed_out: dict[int, Work] = field(default_factory=dict)
-    summed: dict[int, tuple[Tensor, Work]] = field(default_factory=dict)
+    handed_out: dict[Key, tuple[Tensor, Work | None]] = field(default_factory=dict)
+    summed: dict[Key, tuple[Tensor, Work]] = field(default_factory=dict)
     loss_sums: list[Tensor] = field(default_factory=list)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     counts: Tensor | None = None

@@ -192,13 +192,12 @@ class Recorder:
         def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
             return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
 
-        shards = transfers.shards
         return Transfers(
             watched(transfers.receive_activation),
             watched(transfers.receive_gradient),
             transfers.send_activation,
             transfers.send_gradient,
-            None if shards is None else replace(shards, group=self.group(shards.group)),
+            {stage: replace(each, group=self.group(each.group)) for stage, each in transfers.shards.items()},
         )
 
     def group(self, group: Group) -> Group:

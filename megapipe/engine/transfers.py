@@ -196,8 +196,8 @@ class _Dropping(Sender):
 class Transfers:
     """All boundaries of one rank.
 
-    receive_*[stage], send_*[stage]: present where the neighbour stage lives on another rank. shards: present where all
-    pipeline ranks share the output layer.
+    receive_*[stage], send_*[stage]: present where the neighbour stage lives on another rank. shards: by stage, both of
+    this rank's where all pipeline ranks share the vocabulary.
     """
 
     def __init__(
@@ -206,13 +206,14 @@ class Transfers:
         receive_gradient: dict[int, ReceiveSlots],
         send_activation: dict[int, Sender],
         send_gradient: dict[int, Sender],
-        shards: Shards | None = None,
+        shards: Mapping[int, Shards] | None = None,
     ) -> None:
         self.receive_activation = receive_activation
         self.receive_gradient = receive_gradient
         self.send_activation = send_activation
         self.send_gradient = send_gradient
-        self.shards = shards
+        self.shards = shards or {}
+        self.ends = {each.end: each for each in self.shards.values()}
 
     def drain(self) -> None:
         """Wait, at the end of a section, until all messages of this rank have been sent, and release the received
@@ -284,11 +285,11 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
     links = pool.links(link_edges(schedule.header, crossings))
     header, device = schedule.header, mesh.device
     training = header.mode == "train"
-    shards = None
-    if header.vocabulary:
-        rank = mesh.coordinate("pipeline")
-        specs = stages[header.vocabulary[rank]].inputs
-        shards = Shards.of(header, rank, mesh.group("pipeline", "tensor"), specs, device)
+    shards = {
+        stage: Shards.of(header, stage, mesh.group("pipeline", "tensor"), own.inputs or own.outputs, device)
+        for stage, own in stages.items()
+        if stage in header.vocabulary
+    }
     transfers = Transfers({}, {}, {}, {}, shards)
     for (stage, following), specs in crossings.items():
         source, destination = header.stages[stage].rank, header.stages[following].rank

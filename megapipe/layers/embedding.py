@@ -116,7 +116,7 @@ class VocabParallelEmbedding(_Table, OnShards):
     vocabulary_size: true number of tokens. scale: factor of the rows, which is rounded to their dtype first.
     """
 
-    def __init__(self, shapes: Shapes, vocabulary_size: int, group: Group, scale: float) -> None:
+    def __init__(self, shapes: Shapes, vocabulary_size: int, group: Group, scale: float = 1) -> None:
         super().__init__(shapes, group.rank, group.size)
         self.scale = scale
         self.vocabulary_size = vocabulary_size
@@ -124,6 +124,16 @@ class VocabParallelEmbedding(_Table, OnShards):
 
     def forward(self, tokens: Tensor, tape: SplitTape | None) -> Tensor:
         """Tokens int64 [b, s] to [b, s, h], the same on every rank; where tokens are sharded to its own [b, s / t, h].
+
+        Raises ValueError as `own_rows`.
+        """
+        found = self.own_rows(tokens, tape)
+        if self.group.size > 1:
+            found = reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
+        return scaled(found, self.scale)
+
+    def own_rows(self, tokens: Tensor, tape: SplitTape | None) -> Tensor:
+        """Tokens int64 [b, s] to [b, s, h]; zero for those whose rows other ranks have.
 
         Raises ValueError on the CPU for a token outside of the vocabulary; on a GPU, looking would stall the device.
         """
@@ -134,10 +144,12 @@ class VocabParallelEmbedding(_Table, OnShards):
                     f"tokens {lowest.item()} to {highest.item()} do not fit a vocabulary of {self.vocabulary_size}; "
                     "raise model.vocabulary_size to the tokenizer's"
                 )
-        found = self.look_up(tokens, None, tape)
-        if self.group.size > 1:
-            found = reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
-        return found if self.scale == 1 else found * _rounded(self.scale, found.dtype)
+        return self.look_up(tokens, None, tape)
+
+
+def scaled(rows: Tensor, scale: float) -> Tensor:
+    """Return the rows times a factor, which is rounded to their dtype first."""
+    return rows if scale == 1 else rows * _rounded(scale, rows.dtype)
 
 
 @constant_when_compiled

@@ -125,7 +125,7 @@ class LayoutCosts:
         decides which these are.
         """
         base, config = self._shape_of(layer.variant), self.config
-        if layer.kind == "output":
+        if layer.kind in ("output", "words"):
             rank = self.pipeline_rank * self.tensor + self.tensor_rank
             splits = config.parallel.vocabulary_variant == 2
             return replace(base, tensor=self.tensor * config.parallel.pipeline, tensor_rank=rank, splits_loss=splits)

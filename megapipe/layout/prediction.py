@@ -167,7 +167,8 @@ class RankPrediction:
                 if returns and costs.reads_output_gradient(layer):
                     sizes.of[Tensor.PENDING, place, variant] -= stream
                 for kind, phase in PHASES.items():
-                    sizes.of[NEEDED[kind], place, variant] = costs.temporaries(layer, phase, predictions)
+                    received = stream if layer.kind == "words" and 0 not in self.own_stages else 0
+                    sizes.of[NEEDED[kind], place, variant] = costs.temporaries(layer, phase, predictions) + received
                 sizes.of[[Tensor.HANDED, Tensor.HANDED_GRADIENTS], place, variant] = costs.handed(layer)
         for (stage, unit), own in self.units.items():
             elements = units.elements(own)

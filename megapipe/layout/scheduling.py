@@ -54,7 +54,7 @@ def schedule_name(config: PretrainConfig) -> str:
 
 
 def num_stages(config: PretrainConfig) -> int:
-    """Return the number of stages of all pipeline ranks, without shards of the output layer. Raises ScheduleError."""
+    """Return the number of stages of all pipeline ranks, without shards of the vocabulary. Raises ScheduleError."""
     if config.schedule.file:
         return len(_file_header(config).stages)
     generator = find_generator(config.schedule.name)
@@ -69,13 +69,13 @@ def num_slices(config: PretrainConfig) -> int:
 
 
 def stage_ranks(config: PretrainConfig) -> tuple[int, ...]:
-    """Return the pipeline rank of every stage, shards of the output layer included. Raises ScheduleError."""
+    """Return the pipeline rank of every stage, shards of the vocabulary included. Raises ScheduleError."""
     if config.schedule.file:
         return tuple(place.rank for place in _file_header(config).stages)
     chunks = find_generator(config.schedule.name).number_of_chunks(schedule_options(config))
     placed = _placed(config.schedule.name, config.parallel.pipeline, chunks)
     shards = range(config.parallel.pipeline) if config.parallel.vocabulary_variant else ()
-    return (*placed, *shards)
+    return (*placed, *shards, *shards)
 
 
 @lru_cache(maxsize=1024)
@@ -201,7 +201,7 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
 
 
 def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[str]:
-    """Return why pipeline ranks cannot share the output layer. Raises ScheduleError if the order does not allow it."""
+    """Return why pipeline ranks cannot share the vocabulary. Raises ScheduleError if the order does not allow it."""
     parallel = config.parallel
     if parallel.vocabulary == "tensor":
         return []
@@ -211,13 +211,8 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
             (parallel.pipeline == 1, "parallel.pipeline is 1", "use more pipeline ranks"),
             (
                 isinstance(config.model, BertModelConfig),
-                "only a GPT's output layer can be shared by pipeline ranks",
+                "only a GPT's vocabulary can be shared by pipeline ranks",
                 "train a GPT",
-            ),
-            (
-                config.model.tie_embeddings,
-                "model.tie_embeddings is true and only the output layer is shared",
-                "set model.tie_embeddings false",
             ),
             (
                 config.model.mtp_layers > 0,

@@ -10,7 +10,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import num_stages
 from megapipe.schedules.balance import balance_layers, check_assignment
-from megapipe.spec.layers import layer_flops, model_layers, one_of_each, sharded_output
+from megapipe.spec.layers import layer_flops, model_layers, one_of_each, sharded_vocabulary
 from megapipe.spec.parameters import LayerSpec, tied_stages
 
 VOCABULARY_ALIGNMENT = 64
@@ -45,7 +45,7 @@ class StageLayout:
         """Return the layout that a configuration describes. Raises ScheduleError."""
         sharded = config.parallel.vocabulary_variant > 0
         layout = lay_out(
-            stage_layers(config)[:-1] if sharded else layers_of(config),
+            stage_layers(config)[:-2] if sharded else layers_of(config),
             config.model,
             num_stages(config),
             config.data.sequence_length,
@@ -56,10 +56,11 @@ class StageLayout:
         return layout.sharded(stage_layers(config), config.parallel.pipeline) if sharded else layout
 
     def sharded(self, layers: tuple[LayerSpec, ...], pipeline: int) -> "StageLayout":
-        """Return the layout with one more stage on each pipeline rank: a shard of the last of `layers`, an output
-        matrix that all of them share (`schedules.vocabulary`)."""
-        output = range(len(layers) - 1, len(layers))
-        return StageLayout(layers, (*self.ranges, *(output for _ in range(pipeline))), self.tied)
+        """Return the layout with two more stages on each pipeline rank: shards of the last two of `layers`, output
+        matrix and word embeddings, which all of them share (`schedules.vocabulary`)."""
+        shared = (range(layer, layer + 1) for layer in (len(layers) - 2, len(layers) - 1))
+        ranges = (*self.ranges, *(each for each in shared for _ in range(pipeline)))
+        return StageLayout(layers, ranges, tied_stages(layers, ranges))
 
     @cached_property
     def units_per_stage(self) -> tuple[int, ...]:
@@ -77,9 +78,9 @@ def layers_of(config: PretrainConfig) -> tuple[LayerSpec, ...]:
 
 
 def stage_layers(config: PretrainConfig) -> tuple[LayerSpec, ...]:
-    """Return the layers that stages are made of: with a shared output matrix, the head is two of them."""
+    """Return the layers that stages are made of: with a shared vocabulary, embedding and head are two each."""
     layers = layers_of(config)
-    return sharded_output(layers, config.parallel.pipeline) if config.parallel.vocabulary_variant else layers
+    return sharded_vocabulary(layers, config.parallel.pipeline) if config.parallel.vocabulary_variant else layers
 
 
 @lru_cache(maxsize=16)

@@ -127,8 +127,8 @@ class LayoutTable:
 
     @property
     def _num_named(self) -> int:
-        """Layers that `parallel` names: an output matrix that pipeline ranks share is part of the head."""
-        return len(self.stages.layers) - (self.config.parallel.vocabulary_variant > 0)
+        """Layers that `parallel` names: what pipeline ranks share is part of embedding and head."""
+        return len(self.stages.layers) - 2 * (self.config.parallel.vocabulary_variant > 0)
 
     def _named_strategies(self) -> list[tuple[str, str, LayerChoice]]:
         """Return name, kind and strategy of each layer, where neighboring blocks of one strategy are a range."""
@@ -137,7 +137,8 @@ class LayoutTable:
         named = zip(layers, self.strategies[: self._num_named], strict=True)
         for (kind, strategy), members in groupby(named, lambda pair: (pair[0].kind, pair[1]._replace(joined=False))):
             indices = [layer.index for layer, _ in members]
-            name = f"blocks.{indices[0]}" if kind == "block" else "embedding" if kind == "embedding" else "head"
+            at_the_start = kind in ("embedding", "positions")
+            name = f"blocks.{indices[0]}" if kind == "block" else "embedding" if at_the_start else "head"
             found.append((name if len(indices) == 1 else f"{name}-{indices[-1]}", kind, strategy))
         return found
 

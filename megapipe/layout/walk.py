@@ -317,43 +317,54 @@ class Walk:
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
         places."""
-        last, found = self._header.num_routed - 1, self._summed_over_shards()
-        units, shard = self._header.units_per_stage[last], self._header.is_shard
+        last, found = self._header.num_routed - 1, self._sent_to_all()
+        units = self._header.units_per_stage[last]
+        to_outputs, to_inputs = (np.isin(self._stage, each) for each in (self._header.outputs, self._header.inputs))
+        shared = bool(self._header.vocabulary)
+        at_first = self._header.stage_ranks[self._stage] == self._header.stage_ranks[0]
+        away = (self._is_sent & ~(to_inputs & at_first)) | (to_inputs & ~at_first)
         for direction, kinds, send, end in (
             (0, (Kind.FORWARD,), Kind.SEND_ACTIVATION, (last, units - 1)),
             (1, (Kind.BACKWARD, Kind.BACKWARD_INPUT), Kind.SEND_GRADIENT, (0, 0)),
         ):
             rows = self._rows(*kinds, send)
-            rows = rows[~self._is_summed[rows]]
-            gone = (self._kind[rows] == send) | ((self._stage[rows] == end[0]) & (self._unit[rows] == end[1]))
-            if shard.any() and kinds == (
-                Kind.FORWARD,
-            ):  # what the last stage returns is the input of the rank's shard
-                gone = (self._kind[rows] == send) | shard[self._stage[rows]]
+            rows = rows[~away[rows]]
+            ends = (self._stage[rows] == end[0]) & (self._unit[rows] == end[1])
+            if shared:  # the rank's shards go on from what the last stage returns, and from the first one's gradient
+                ends = (to_inputs if direction else to_outputs)[rows]
+            gone = (self._kind[rows] == send) | ends
             owner = self.num_places + 2 * self._rank[rows] + direction
             number = owner * self._num_microbatches + self._microbatch[rows]
             found.append((rows, number, np.where(gone, NOTHING, STREAM + self._variant[rows])))
         return found
 
     @cached_property
-    def _is_summed(self) -> Mask:
-        """Steps that make a gradient for the last stage of another rank: backwards of shards of the output
-        layer, or their input halves."""
+    def _is_sent(self) -> Mask:
+        """Steps that make a tensor for a stage of another rank, by a sum or a broadcast over all ranks: backwards of
+        shards of the output layer, or their input halves, and forwards of shards of the embedding. On the rank of the
+        first stage their backwards, which hand on the gradient that it makes."""
         header = self._header
         if not header.vocabulary:
             return np.zeros(len(self._kind), dtype=np.bool_)
-        home = header.stage_ranks[header.routes[0][-1]]
-        found: Mask = header.is_shard[self._stage] & kind_mask(self._kind, Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        found &= header.stage_ranks[self._stage] != home
+        ranks = header.stage_ranks[self._stage]
+        first, last = (header.stage_ranks[header.routes[0][end]] for end in (0, -1))
+        backward = kind_mask(self._kind, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        found: Mask = np.isin(self._stage, header.outputs) & backward & (ranks != last)
+        found |= np.isin(self._stage, header.inputs) & np.where(ranks == first, backward, self._kind == Kind.FORWARD)
         return found
 
-    def _summed_over_shards(self) -> list[tuple[Ints, Ints, Ints]]:
-        """Return what such a gradient holds until the next one, or the end of the step."""
-        rows = np.flatnonzero(self._is_summed)
-        ends = self._rows(Kind.REDUCE_SCALARS)
-        rows = np.sort(np.concatenate([rows, ends])) if len(rows) else rows
-        new = np.where(self._is_summed[rows], STREAM + self._variant[rows], NOTHING)
-        return [(rows, -1 - self._rank[rows], new)]
+    def _sent_to_all(self) -> list[tuple[Ints, Ints, Ints]]:
+        """Return what such a tensor holds until the next pass of the shard, or the end of the step; of the output
+        layer until the next one."""
+        header, found, first = self._header, [], -1
+        for shards in (header.outputs, header.inputs) if header.vocabulary else ():
+            passes = kind_mask(self._kind, Kind.FORWARD, Kind.BACKWARD) if shards == header.inputs else self._is_sent
+            own = np.isin(self._stage, shards) & passes
+            rows = np.sort(np.concatenate([np.flatnonzero(own), self._rows(Kind.REDUCE_SCALARS)]))
+            held = own & self._is_sent
+            found.append((rows, first - self._rank[rows], np.where(held[rows], STREAM + self._variant[rows], NOTHING)))
+            first -= header.num_ranks
+        return found
 
     def _handed_on(self, recomputed: Mask) -> list[tuple[Ints, Ints, Ints]]:
         """Return what slices of a sample read of earlier ones, where the layer's own is recomputed, and its gradients,

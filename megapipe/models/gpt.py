@@ -16,7 +16,7 @@ from megapipe.layers.context import MicrobatchContext, token_numbers
 from megapipe.layers.context_parallel import attend_in_pieces, share_samples
 from megapipe.layers.cross_entropy import SharedHead, VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
-from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding
+from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding, scaled
 from megapipe.layers.feed_forward import MLP, Experts
 from megapipe.layers.latent_attention import MultiLatentAttention
 from megapipe.layers.linear import OwnTokensLinear, Shapes, partial_parameters, within
@@ -29,27 +29,56 @@ from megapipe.spec.ops import MicrobatchShape, partial_weights
 from megapipe.spec.parameters import LayerSpec
 
 
-class Embedding(nn.Module):
-    """Tokens to hidden states."""
+class Positions(nn.Module):
+    """What follows the lookup of words, where all pipeline ranks share these: scale, positions, norm and dropout."""
 
-    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+    def __init__(self, model: ModelConfig, shapes: Shapes, kernels: Registry) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
+        self.scale = model.embedding_scale
         self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
         self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
-    def forward(self, context: MicrobatchContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) from the context's tokens [b, s]."""
-        if context.tokens is None:
-            raise ValueError("the embedding's stage needs tokens in its context")
-        hidden = self.word(context.tokens, context.tape)
+    def forward(self, words: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
+        """(rows of the table of words [b, s, h],) to (hidden [b, s, h],)."""
+        return (self.after(scaled(words, self.scale), context),)
+
+    def after(self, hidden: Tensor, context: MicrobatchContext) -> Tensor:
+        """Return the hidden states [b, s, h] for scaled rows [b, s, h]."""
         if self.position is not None:
+            assert context.tokens is not None
             places = token_numbers(context, context.tokens.shape[1], hidden.device)
             hidden = hidden + self.position(places, context.document_starts, context.tape)
         if self.norm is not None:
             hidden = self.norm(hidden, context.tape)
-        return (self.dropout(hidden, context),)
+        return self.dropout(hidden, context)
+
+
+class Embedding(Positions):
+    """Tokens to hidden states."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        super().__init__(model, shapes, kernels)
+        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
+
+    def forward(self, context: MicrobatchContext) -> tuple[Tensor]:  # type: ignore[override]
+        """(hidden [b, s, h],) from the context's tokens [b, s]."""
+        if context.tokens is None:
+            raise ValueError("the embedding's stage needs tokens in its context")
+        return (self.after(self.word(context.tokens, context.tape), context),)
+
+
+class WordShard(nn.Module):
+    """A pipeline rank's shard of the table of words. group: all ranks that share the table."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, group: Group) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group)
+
+    def forward(self, context: MicrobatchContext) -> tuple[Tensor]:
+        """(rows [b, s, h] of the context's tokens [b, s],), zero for those that other ranks have."""
+        assert context.tokens is not None
+        return (self.word.own_rows(context.tokens, context.tape),)
 
 
 BlockAttention = Callable[[Tensor, Remade | None], Tensor]
@@ -287,6 +316,10 @@ def build_layer(
         module = Embedding(model, shapes, tensor_group, kernels)
     elif spec.kind == "block":
         module = Block(model, shapes, tensor_group, kernels, spec.index)
+    elif spec.kind == "positions":
+        module = Positions(model, shapes, kernels)
+    elif spec.kind == "words":
+        module = WordShard(model, shapes, tensor_group)
     elif spec.kind == "norm":
         module = LastNorm(model, shapes, kernels)
     elif spec.kind == "output":

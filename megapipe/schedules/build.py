@@ -55,8 +55,8 @@ def build(
         recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
             backward; nothing by default.
         offload: what goes to host memory between its uses; nothing by default.
-        vocabulary: variant of the passes, 1 or 2, of an output layer that all ranks share: each has one more stage,
-            its shard (`with_vocabulary`); 0 for an output layer on the last stage.
+        vocabulary: variant of the passes, 1 or 2, of output layer and input embedding that all ranks share: each
+            has two more stages, its shards (`with_vocabulary`); 0 for layers on the last and the first stage.
         options: what the named schedule takes besides, see :class:`Options`.
 
     Raises:
@@ -309,7 +309,7 @@ def _check_route(header: Header) -> None:
     if header.vocabulary:
         raise _mismatch(
             header,
-            f"stages {list(header.vocabulary)} are shards of the output layer",
+            f"stages {list(header.vocabulary)} are shards of the vocabulary",
             "training adds these itself to the order of a named schedule (parallel.vocabulary pipeline)",
         )
     if any(place.replica for place in header.stages):

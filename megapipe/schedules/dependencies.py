@@ -234,13 +234,16 @@ class Dependencies:
 
     @cached_property
     def shard_needs(self) -> Needs:
-        """Needs where all ranks share the output layer: forwards of shards need that of the route's last stage, their
-        backwards (or input halves) the forwards of all shards, and its backward the backwards of all of them. Each
-        forward of a shard needs the pass before it on all ranks, which is the same one."""
-        shards = np.array(self.table.header.vocabulary, dtype=np.int64)
+        """Needs where all ranks share the vocabulary. Output layer: forwards of shards need that of the route's last
+        stage, their backwards (or input halves) the forwards of all shards, and its backward the backwards of all of
+        them. Each forward of a shard needs the pass before it on all ranks, which is the same one. Input embedding:
+        the forward of the route's first stage needs those of all shards, and their backwards its backward."""
+        header = self.table.header
+        shards, inputs = (np.array(each, dtype=np.int64) for each in (header.outputs, header.inputs))
         if not len(shards):
             return NO_NEEDS
-        shape, last = (self.table.num_stages, self.table.num_microbatches), self.table.header.routes[0][-1]
+        shape, last = (self.table.num_stages, self.table.num_microbatches), header.routes[0][-1]
+        first = header.routes[0][0]
         (forward, forwarded), (backward, done) = (
             tuple(each.reshape(shape) for each in both) for both in (self._forward, self._backward)
         )
@@ -248,9 +251,13 @@ class Dependencies:
         for shard in shards.tolist():
             parts.append((backward[shards], np.broadcast_to(forwarded[shard], (len(shards), shape[1]))))
             parts.append((backward[last], done[shard]))
+        for shard in inputs.tolist():
+            parts += [(forward[first], forwarded[shard]), (backward[shard], done[first])]
         passes = shard_passes(self.table)
         by_rank = np.stack(passes) if len({*map(len, passes)}) == 1 else forward[shards, :0]
-        after = np.where(self.table.kind[by_rank[:, 1:]] == Kind.FORWARD, by_rank[:, 1:], -1)
+        later = by_rank[:, 1:]
+        opens = (self.table.kind[later] == Kind.FORWARD) & (self.table.stage[later] < inputs[0])
+        after = np.where(opens, later, -1)
         for other in by_rank:
             parts.append((after, np.broadcast_to(other[:-1], after.shape)))
         row, needed = (np.concatenate([part[side].ravel() for part in parts]) for side in (0, 1))
@@ -421,7 +428,7 @@ class Dependencies:
 
 
 def shard_passes(table: Table) -> list[Ints]:
-    """Return for each rank the passes of its shard of the output layer that have collectives, in program order; empty
+    """Return for each rank the passes of its shards of the vocabulary that have collectives, in program order; empty
     if there are none."""
     rows = np.flatnonzero(table.header.is_shard[table.stage] & table.is_kind(Kind.FORWARD, *BACKWARDS))
     return [rows[table.rank[rows] == rank] for rank in range(table.header.num_ranks)] if len(rows) else []

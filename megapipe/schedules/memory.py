@@ -14,7 +14,7 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
     An activation lives from its forward to its backward, or to the input half of a split one. A recomputed activation
     lives from its recomputation on; the inputs kept until then are not counted. Nor is anything in host memory, or
-    of a shard of the output layer.
+    of a shard of the vocabulary.
     """
     return _peaks(table, activations_made(table), activations_gone(table))
 
@@ -56,7 +56,7 @@ def pending_weight_halves(table: Table) -> tuple[float, ...]:
 
 def rank_shares(table: Table) -> npt.NDArray[np.float64]:
     """Return for each row the part that it computes of a micro-batch of whole samples through its rank's layers of one
-    copy of the model, shape [rows]; 0 for passes of a shard of the output layer."""
+    copy of the model, shape [rows]; 0 for passes of a shard of the vocabulary."""
     stages = np.array(table.header.stages_sharing, dtype=np.int64)[table.stage]
     shares: npt.NDArray[np.float64] = 1.0 / (np.where(table.unit < 0, 1, table.units) * stages * table.header.slices)
     return np.where(table.header.is_shard[table.stage], 0.0, shares)

@@ -76,10 +76,11 @@ class Header:
     ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers per stage; ``gradient_buffers`` is how many
     updates' gradients may be alive at once. ``slices``: parts of a sequence: each that many micro-batches in turn are
     the slices of one batch of samples, and ``num_microbatches`` counts slices. ``vocabulary``: stages off the route,
-    one on each rank, which are shards of the output layer: all of them follow the route's last stage
-    (`schedules.vocabulary`). Compute actions name a layer of their
-    stage (``units_per_stage``); gathers, reductions and updates name a state unit: ``states`` lists those of every
-    stage, in the order of their layers, with what is sharded of each and where it is between its uses.
+    two on each rank (`schedules.vocabulary`): shards of the output layer, which all follow the route's last stage,
+    then shards of the input embedding, which all precede its first (:attr:`outputs`, :attr:`inputs`).
+    Compute actions name a layer of their stage (``units_per_stage``); gathers, reductions and updates name a state
+    unit: ``states`` lists those of every stage, in the order of their layers, with what is sharded of each and where
+    it is between its uses.
     """
 
     name: str
@@ -129,12 +130,22 @@ class Header:
 
     @property
     def num_routed(self) -> int:
-        """Number of stages that are on routes: all but shards of the output layer, which come last."""
+        """Number of stages that are on routes: all but shards of the vocabulary, which come last."""
         return len(self.stages) - len(self.vocabulary)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Shards of the output layer, by rank; none if it is on the last stage."""
+        return self.vocabulary[: len(self.vocabulary) // 2]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Shards of the input embedding, by rank; none if it is on the first stage."""
+        return self.vocabulary[len(self.vocabulary) // 2 :]
 
     @cached_property
     def is_shard(self) -> Mask:
-        """Whether each stage is a shard of the output layer, shape [stages]."""
+        """Whether each stage is a shard of the output layer or the input embedding, shape [stages]."""
         return np.arange(len(self.stages)) >= self.num_routed
 
     @cached_property
@@ -227,7 +238,7 @@ class Header:
     @cached_property
     def stages_sharing(self) -> tuple[int, ...]:
         """Per stage, the number of stages of the same copy of the model on its rank, including itself. A stage has
-        an equal share of that copy's layers on the rank. Shards of the output layer count by themselves."""
+        an equal share of that copy's layers on the rank. Shards of the vocabulary count by themselves."""
         homes = [
             (place.rank, place.replica, bool(shard)) for place, shard in zip(self.stages, self.is_shard, strict=True)
         ]

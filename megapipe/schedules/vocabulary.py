@@ -1,9 +1,11 @@
-"""Orders whose output layer is sharded over all pipeline ranks ("Balancing Pipeline Parallelism with Vocabulary
-Parallelism", arXiv 2411.05288, section 4).
+"""Orders whose output layer and input embedding are sharded over all pipeline ranks ("Balancing Pipeline Parallelism
+with Vocabulary Parallelism", arXiv 2411.05288, sections 4 and 5).
 
-Every rank gets one more stage, which no route passes: a shard of the output layer (`Header.vocabulary`). The forward
-of a shard needs the output of the route's last stage, and computes logits and their statistics; its backward needs the
-statistics of all ranks; the backward of the route's last stage needs the backwards of all shards.
+Every rank gets two more stages, which no route passes (`Header.vocabulary`). One is a shard of the output layer. Its
+forward needs the output of the route's last stage, and computes logits and their statistics; its backward needs the
+statistics of all ranks; the backward of the route's last stage needs the backwards of all shards. The other is a shard
+of the input embedding. Its forward looks up the rows that the rank has, and the forward of the route's first stage
+needs the sum over all ranks; its backward needs the backward of the first stage.
 
 Variant 1 is the paper's algorithm 1 ("Vocab-1"): forward and backward are its S and T passes, with two barriers. In
 variant 2, algorithm 2 ("Vocab-2"), the forward also multiplies the softmax of the rank's own columns by the matrix.
@@ -30,16 +32,23 @@ BARRIERS: Final = {1: 2, 2: 1}
 micro-batches)."""
 SECONDS: Final = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 PASS_SECONDS: Final = 0.25
-"""Time of a pass of a shard, where the forward of all layers of a rank takes 1: by these times passes are placed."""
+"""Time of a pass of a shard of the output layer, where the forward of all layers of a rank takes 1: by these times
+passes are placed. Those of the input embedding, which read a few rows, take no time."""
+LOOKED_UP: Final = 2
+"""Micro-batches whose embeddings are summed before the first stage needs them: one repeating interval before their
+turn."""
+OUTPUT, OUTPUT_BACKWARD, INPUT, INPUT_BACKWARD = range(4)
+"""Kinds of passes, in the order of their precedence."""
 
 
 def vocabulary_shards(num_routed: int, num_ranks: int) -> tuple[StagePlace, ...]:
-    """Return the places of the shards of an output layer: stages after `num_routed` others, one on each rank."""
-    return tuple(StagePlace(num_routed + rank, 0, rank) for rank in range(num_ranks))
+    """Return the places of the shards of an output layer, then those of an input embedding: stages after `num_routed`
+    others, one on each rank in turn."""
+    return tuple(StagePlace(num_routed + shard, 0, shard % num_ranks) for shard in range(2 * num_ranks))
 
 
 def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
-    """Return a schedule of compute actions with the passes of the shards of the output layer, which its header names.
+    """Return a schedule of compute actions with the passes of the shards of the vocabulary, which its header names.
 
     variant: a key of `PASSES`. Backwards are delayed by its barriers; then the passes take the first free time on
     each rank, in one order on all of them. Raises ScheduleError for a schedule that never flushes, has several routes,
@@ -58,8 +67,9 @@ def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
                 "parallel.vocabulary tensor, or use a schedule such as 1f1b"
             )
     delay = BARRIERS[variant]
-    rows = [_delayed(each, delay * (len(header.stages_on(rank)) - 1)) for rank, each in enumerate(body)]
-    placed = _Placing(Schedule(header, Sections.flushing(tuple(rows))), ((Kind.FORWARD,), PASSES[variant]))
+    rows = [_delayed(each, delay * (len(header.stages_on(rank)) - 2)) for rank, each in enumerate(body)]
+    kinds = (Kind.FORWARD,), PASSES[variant], (Kind.FORWARD,), (Kind.BACKWARD,)
+    placed = _Placing(Schedule(header, Sections.flushing(tuple(rows))), kinds)
     return replace(schedule, sections=Sections.flushing(tuple(placed.rows())))
 
 
@@ -73,19 +83,22 @@ def _delayed(rows: Rows, delay: int) -> Rows:
 
 
 Event = tuple[int, int, int]
-"""Direction (0 forward, 1 backward or input half), stage (-1 for all shards), and micro-batch."""
+"""Direction (0 forward, 1 backward or input half), stage, and micro-batch. Stages of all shards together: see
+`ALL_OUTPUTS`."""
+ALL_OUTPUTS, ALL_INPUTS = -1, -2
 
 
 @dataclass
 class _Line:
     """A rank on its way through its own rows.
 
-    rows: with the event that each needs, the event that it is, and its seconds. found: rows that the rank has run.
-    done: how many of `rows` are among them. passed: the number of passes among them. version: of its latest offer.
+    rows: with the event that each needs, the event that it is, and its seconds. shards: of output layer and input
+    embedding. found: rows that the rank has run. done: how many of `rows` are among them. passed: the number of passes
+    among them. version: of its latest offer.
     """
 
     rows: list[tuple[list[int], Event | None, Event, float]]
-    shard: int
+    shards: tuple[int, int]
     found: list[list[int]] = field(default_factory=list)
     done: int = 0
     passed: int = 0
@@ -100,13 +113,20 @@ class _Placing:
     broadcast comes after their collectives; a backward when all have ended its forward. The first rank that is free
     decides which pass is next: a forward if one can start, otherwise the oldest backward.
 
-    passes: direction and micro-batch of each, in their order; with the ranks that have not run it, and its end.
+    Passes of the input embedding follow passes of the output layer directly, but for the weight half of a split
+    backward, so that the next pass does not wait for them. They come by themselves before the first pass of the output
+    layer, after the last one, and where the first stage waits.
+
+    passes: kind and micro-batch of each, with those that follow it directly, in their order; with the ranks that have
+    not run it, and its end.
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]]) -> None:
         header = self._header = schedule.header
-        self._kinds = kinds if header.mode == "train" else kinds[:1]
-        self._last = header.routes[0][-1]
+        training = header.mode == "train"
+        self._kinds = dict(enumerate(kinds)) if training else {each: kinds[each] for each in (OUTPUT, INPUT)}
+        self._first, self._last = header.routes[0][0], header.routes[0][-1]
+        self._count = header.num_microbatches
         before, after = ({two[1 - side]: two[side] for two in pairwise(header.routes[0])} for side in (0, 1))
         self._lines = []
         for rank, rows in enumerate(schedule.sections.body):
@@ -115,17 +135,17 @@ class _Placing:
                 kind, stage, microbatch = Kind(row[KIND]), row[STAGE], row[MICROBATCH]
                 forward, needed = kind == Kind.FORWARD, None
                 if not forward and kind != Kind.BACKWARD_WEIGHT:
-                    needed = (1, after.get(stage, -1), microbatch)
-                elif forward and stage in before:
-                    needed = (0, before[stage], microbatch)
+                    needed = (1, after.get(stage, ALL_OUTPUTS), microbatch)
+                elif forward:
+                    needed = (0, before.get(stage, ALL_INPUTS), microbatch)
                 event = (0 if forward else 2 if kind == Kind.BACKWARD_WEIGHT else 1, stage, microbatch)
                 own.append((row, needed, event, SECONDS[kind] / header.stages_sharing[stage]))
-            self._lines.append(_Line(own, header.vocabulary[rank]))
+            self._lines.append(_Line(own, (header.outputs[rank], header.inputs[rank])))
         self._heap: list[tuple[float, bool, int, int]] = []
         self._ended: dict[Event, float] = {}
         self._waiting: dict[Event, int] = {}
-        self._started = [0 for _ in self._kinds]
-        self._passes: list[tuple[int, int]] = []
+        self._started = dict.fromkeys(self._kinds, 0)
+        self._passes: list[list[tuple[int, int]]] = []
         self._left: list[int] = []
         self._ends: list[float] = []
 
@@ -162,15 +182,49 @@ class _Placing:
             heappush(self._heap, (*min(options), rank, line.version))
 
     def _next_pass(self, line: _Line) -> tuple[float, int, int] | None:
-        """Return when a rank can start its next pass, the pass's direction and its micro-batch; None if it cannot."""
+        """Return when a rank can start its next pass, the pass's kind and its micro-batch; None if it cannot."""
         number, found = line.passed, []
         before = self._ends[number - 1] if number else 0.0
-        for direction, microbatch in self._passes[number : number + 1] or enumerate(self._started):
-            ready = self._ended.get((0, -1 if direction else self._last, microbatch))
-            if ready is None or (direction == 0 and number and self._left[number - 1]):
+        decided = [each[0] for each in self._passes[number : number + 1]]
+        for kind, microbatch in decided or self._startable(line):
+            ready = self._ready(kind, microbatch)
+            if ready is None or (kind == OUTPUT and number and self._left[number - 1]):
                 continue
-            found.append((max(line.free, ready, 0.0 if direction else before), direction, microbatch))
+            found.append((max(line.free, ready, before if kind == OUTPUT else 0.0), kind, microbatch))
         return min(found, default=None)
+
+    def _startable(self, line: _Line) -> Iterator[tuple[int, int]]:
+        """Yield the passes, by kind and micro-batch, that a rank may choose as the next one."""
+        started = [self._started[kind] for kind in self._kinds if kind < INPUT]
+        alone = max(started) == 0 or min(started) == self._count
+        for kind, microbatch in self._started.items():
+            waits = line.done < len(line.rows) and line.rows[line.done][1] == (0, ALL_INPUTS, microbatch)
+            if kind < INPUT or alone or (kind == INPUT and waits):
+                yield kind, microbatch
+
+    def _ready(self, kind: int, microbatch: int) -> float | None:
+        """Return when the event that a pass needs has ended; None if it has not, or if there is no such pass."""
+        if kind == INPUT and microbatch < min(LOOKED_UP, self._count):
+            return 0.0
+        needed = {
+            OUTPUT: (0, self._last, microbatch),
+            OUTPUT_BACKWARD: (0, ALL_OUTPUTS, microbatch),
+            INPUT: (0, self._first, microbatch - LOOKED_UP),
+            INPUT_BACKWARD: (1, self._first, microbatch),
+        }
+        return self._ended.get(needed[kind]) if microbatch < self._count else None
+
+    def _decide(self, kind: int, microbatch: int, start: float) -> None:
+        """Let a pass be the next one on all ranks, together with those of the input embedding that can start too."""
+        self._passes.append([(kind, microbatch)])
+        self._left.append(len(self._lines))
+        self._ends.append(0.0)
+        self._started[kind] += 1
+        for other in self._started if kind < INPUT else ():
+            ready = self._ready(other, self._started[other])
+            if other >= INPUT and ready is not None and ready <= start:
+                self._passes[-1].append((other, self._started[other]))
+                self._started[other] += 1
 
     def _run_pass(self, rank: int, start: float) -> None:
         line = self._lines[rank]
@@ -178,20 +232,22 @@ class _Placing:
         if found is None or found[0] > start:  # another rank has decided on a pass that starts later
             self._offer(rank)
             return
-        _, direction, microbatch = found
-        number, kinds = line.passed, self._kinds[direction]
+        _, kind, microbatch = found
+        number, kinds = line.passed, self._kinds[kind]
         if number == len(self._passes):
-            self._passes.append((direction, microbatch))
-            self._left.append(len(self._lines))
-            self._ends.append(0.0)
-            self._started[direction] += 1
-        line.found += (list(Action(kind, line.shard, microbatch=microbatch)) for kind in kinds)
+            self._decide(kind, microbatch, start)
+        together = [
+            Action(self._kinds[each][0], line.shards[each >= INPUT], microbatch=of)
+            for each, of in self._passes[number]
+        ]
+        together += [Action(each, line.shards[0], microbatch=microbatch) for each in kinds[1:]]
+        line.found += map(list, together)
         line.passed += 1
-        line.free = start + PASS_SECONDS
-        self._ends[number] = max(self._ends[number], start if Kind.BACKWARD_INPUT in kinds else line.free)
+        line.free = start + PASS_SECONDS * (kind < INPUT)
+        self._ends[number] = max(self._ends[number], start if len(kinds) > 1 else line.free)
         self._left[number] -= 1
-        if self._left[number] == 0:
-            self._end((direction, -1, microbatch), self._ends[number])
+        for each, of in () if self._left[number] else self._passes[number]:
+            self._end((each % INPUT, ALL_INPUTS if each >= INPUT else ALL_OUTPUTS, of), self._ends[number])
         for other in (rank,) if self._left[number] else range(len(self._lines)):
             self._offer(other)
 
@@ -203,7 +259,7 @@ class _Placing:
         line.free = start + seconds
         self._offer(rank)
         self._end(event, line.free)
-        if event[:2] == (0, self._last):
+        if event[:2] in ((0, self._last), (0, self._first), (1, self._first)):
             for other in range(len(self._lines)):
                 self._offer(other)
 

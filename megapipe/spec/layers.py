@@ -9,7 +9,7 @@ from megapipe.config.model import BASE_KIND, ModelConfig
 from megapipe.spec.heads import bert_head_ops, gpt_head_ops, last_norm_ops, shared_output_ops
 from megapipe.spec.ops import Flops, MicrobatchShape, Op, total_flops
 from megapipe.spec.parameters import LayerKind, LayerSpec
-from megapipe.spec.transformer import block_ops, embedding_ops
+from megapipe.spec.transformer import block_ops, embedding_ops, position_ops, shared_word_ops
 
 
 def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -38,13 +38,25 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     return (embedding, *blocks, head)
 
 
-def sharded_output(layers: Sequence[LayerSpec], ranks: int) -> tuple[LayerSpec, ...]:
-    """Return a GPT's layers with its head cut in two: the last norm, and the output matrix, which this number of
-    pipeline ranks share."""
-    *others, head = layers
-    norm = {path: spec for path, spec in head.parameters.items() if path != "output.weight"}
-    output = {"output.weight": replace(head.parameters["output.weight"], shards=ranks)}
-    return (*others, LayerSpec("head.norm", "norm", 0, norm), LayerSpec("head.output", "output", 0, output))
+def sharded_vocabulary(layers: Sequence[LayerSpec], ranks: int) -> tuple[LayerSpec, ...]:
+    """Return a GPT's layers with embedding and head cut in two. The last two layers are the output matrix and the
+    table of word embeddings, which this number of pipeline ranks share; if they are tied, each rank has the same rows
+    of both."""
+    embedding, *blocks, head = layers
+    (positions, words), (norm, output) = (
+        (
+            {path: spec for path, spec in layer.parameters.items() if path != shared},
+            {shared: replace(layer.parameters[shared], shards=ranks, one_accumulator=True)},
+        )
+        for layer, shared in ((embedding, "word.weight"), (head, "output.weight"))
+    )
+    return (
+        LayerSpec("embedding.positions", "positions", 0, positions),
+        *blocks,
+        LayerSpec("head.norm", "norm", 0, norm),
+        LayerSpec("head.output", "output", 0, output),
+        LayerSpec("embedding.words", "words", 0, words),
+    )
 
 
 def layer_ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
@@ -56,6 +68,8 @@ def layer_ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
         "head": _head_ops,
         "norm": last_norm_ops,
         "output": shared_output_ops,
+        "positions": position_ops,
+        "words": shared_word_ops,
     }
     return tuple(kinds[kind](shape))
 

@@ -31,7 +31,8 @@ def table_moments(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tu
     """Return those of an embedding. Rows of its gradient are summed in fp32; tensor ranks mask those of others' tokens
     in a copy."""
     largest = max(_elements(shape, spec) for spec in tables)
-    needed = FULL_BYTES * largest + _gathered(shape) + (shape.stream if shape.tensor > 1 else 0)
+    masked = shape.tensor > 1 and any(spec.padded for spec in tables)
+    needed = FULL_BYTES * largest + _gathered(shape) + (shape.stream if masked else 0)
     if shape.width != FULL_BYTES:
         needed += max(shape.tokens * shape.model.hidden_size * FULL_BYTES, shape.width * largest)
     return Moment("backward", needed), Moment("weight half", needed)

@@ -7,8 +7,9 @@ from typing import Literal
 
 from megapipe.config.model import BASE_KIND
 
-LayerKind = Literal["embedding", "block", "head", "norm", "output"]
-"""Kinds of layers. norm, output: the two parts of a GPT's head whose output matrix all pipeline ranks share."""
+LayerKind = Literal["embedding", "block", "head", "positions", "norm", "output", "words"]
+"""Kinds of layers. The last four are those of a GPT whose vocabulary all pipeline ranks share. words: the table of
+word embeddings. positions: the rest of the embedding. norm, output: the two parts of the head."""
 SEGMENT_ALIGNMENT = 64
 """Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
 collectives see aligned addresses."""
@@ -52,7 +53,7 @@ class ParameterSpec:
     state_unit: which of its layer's state units has it, where there are several; the layer's own by default.
     balance_rate: above 0 for what the loss does not train: its gradient is how much more than their share experts were
     given, and an update moves it by this much the other way.
-    shards: ranks that share the partition axis for each tensor rank: pipeline ranks that share the output matrix.
+    shards: ranks that share the partition axis for each tensor rank: pipeline ranks that share the vocabulary.
     one_accumulator: all uses of a tied weight on a rank add to one gradient, not each to its own, which sums of the
     same bits on any stages would need.
     """
@@ -133,16 +134,25 @@ TiedNames = tuple[str, ...]
 
 
 def tied_names(layers: Sequence[LayerSpec]) -> tuple[TiedNames, ...]:
-    """Return the names of each tied weight, in order of first use: parameters that more than one layer uses."""
-    return tuple(_users(layers).values())
+    """Return the names of each tied weight, in order of first use: parameters that more than one layer uses. The
+    shards of pipeline ranks are tied weights of their own."""
+    return tuple(names for users, names in _users(layers).items() for _ in range(_shards(layers, users, names)))
 
 
 def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
-    """Return the stages that use each tied weight, in order of first use. ranges[s]: layers of stage s."""
-    return tuple(
-        tuple(stage for stage, members in enumerate(ranges) if any(index in members for index in users))
-        for users in _users(layers)
-    )
+    """Return the stages that use each tied weight, as `tied_names` lists them. ranges[s]: layers of stage s. Stages of
+    each layer whose weight pipeline ranks shard are in the order of the ranks."""
+    found: list[tuple[int, ...]] = []
+    for users, names in _users(layers).items():
+        stages = tuple(stage for stage, members in enumerate(ranges) if any(index in members for index in users))
+        shards = _shards(layers, users, names)
+        found += [stages[shard::shards] for shard in range(shards)]
+    return tuple(found)
+
+
+def _shards(layers: Sequence[LayerSpec], users: tuple[int, ...], names: TiedNames) -> int:
+    """Return the number of pipeline ranks that shard a tied weight."""
+    return next(spec.shards for spec in layers[users[0]].parameters.values() if spec.name == names[0])
 
 
 def _users(layers: Sequence[LayerSpec]) -> dict[tuple[int, ...], TiedNames]:

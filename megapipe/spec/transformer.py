@@ -52,6 +52,7 @@ from megapipe.spec.ops import (
     linear_flops,
     linear_kernels,
     no_kernels,
+    no_moments,
     passes,
 )
 from megapipe.spec.parameters import ParameterSpec
@@ -385,6 +386,53 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
     if projected:
         yield _projection(whole)
+
+
+def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the ops of a GPT's embedding after the lookup of words, where all pipeline ranks share these: positions,
+    dropout, and a norm if the model has one. The sum that arrives is kept until its gradient, unless it leaves as it
+    came."""
+    model, stream = shape.model, shape.own_stream
+    learned, normalized = model.positions == "learned", model.normalizes_embeddings
+    changed = normalized or model.embedding_dropout > 0
+    tables = [table(model, "position.weight", model.max_positions, padded=False)] if learned else []
+    read = [gradient("positions", stream // shape.micro_size)]
+    if shape.isolate_documents:
+        read = [Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream)]
+    masked = stream // shape.width if model.embedding_dropout else 0
+    # A norm keeps its input, which is the sum itself if nothing is added to it.
+    name = "words" if learned or model.embedding_scale != 1 else "sum"
+    arriving = Value(name, stream if learned or changed or model.embedding_scale != 1 else 0)
+    yield Op(
+        "positions",
+        weights=tuple(tables),
+        saves=(arriving, Value("embedding mask", masked * shape.stored_masks)),
+        weight_needs=tuple(read if learned else ()),
+        uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
+        moments=partial(table_moments, shape, tables) if tables else no_moments,
+    )
+    if normalized:
+        yield norm(shape, "norm", Value("sum", stream), kernels=False)
+
+
+def shared_word_ops(shape: MicrobatchShape) -> Iterator[Op]:
+    """Yield the op of a table of word embeddings that all pipeline ranks share.
+
+    shape: its tensor ranks are all ranks that share the table. They sum what they look up, and get the gradient of the
+    sum by a broadcast.
+    """
+    words = table(shape.model, "word.weight", shape.model.vocabulary_size, padded=True)
+    elements = shape.tokens * shape.model.hidden_size
+    yield Op(
+        "lookup",
+        weights=(words,),
+        collectives=(
+            Collective("pipeline+tensor", "all_reduce", elements, shape.width, 1),
+            Collective("pipeline+tensor", "broadcast", elements, shape.width, 0, 1),
+        ),
+        kernels=partial(lookup_kernels, shape),
+        moments=partial(table_moments, shape, [words]),
+    )
 
 
 def word_collectives(shape: MicrobatchShape) -> tuple[Collective, ...]:

@@ -86,7 +86,7 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"parallel": {"vocabulary": "pipeline"}, "training": {"precision": "bf16"}},
     ),
     (
-        {"schedule": "zb_h1", "model": "llama", "tied": "untied", "data": "2", "pipeline": "2", "zero": "3"},
+        {"schedule": "zb_h1", "model": "llama", "data": "2", "pipeline": "2", "zero": "3"},
         {"parallel": {"vocabulary": "pipeline_2"}, "training": {"precision": "bf16"}},
     ),
 ]

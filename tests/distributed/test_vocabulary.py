@@ -1,4 +1,4 @@
-"""An output layer that all pipeline ranks share trains and evaluates what one process does."""
+"""A vocabulary that all pipeline ranks share trains and evaluates what one process does."""
 
 from dataclasses import replace
 from math import prod
@@ -37,7 +37,11 @@ def configurations(
         (SCALED, {"pipeline": 4}, {"schedule": {"name": "zb_h1"}}),
         (SCALED, {"pipeline": 2, "tensor": 2}, {"schedule": {"name": "zb_v"}}),
         (SCALED, {"pipeline": 2}, {**SECOND, "schedule": {"name": "zb_v"}}),
-        pytest.param(DROPPING, {"pipeline": 4}, SECOND, marks=pytest.mark.slow),
+        (GPT2_SHAPE, {"pipeline": 2}, {"schedule": {"name": "zb_h1"}}),
+        pytest.param(GPT2_SHAPE, {"pipeline": 4}, SECOND, marks=pytest.mark.slow),
+        pytest.param(
+            GPT2_SHAPE, {"pipeline": 2, "data": 2}, {"zero": {"stage": 1}, **SECOND}, marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             SCALED,
             {"pipeline": 2, "tensor": 2},
@@ -65,7 +69,6 @@ def test_shards_of_the_vocabulary_train_as_one_process(
 @pytest.mark.parametrize(
     ("model", "groups", "reason"),
     [
-        (GPT2_SHAPE, {}, "model.tie_embeddings is true and only the output layer is shared"),
         (SCALED, {"parallel": {"pipeline": 1}}, "parallel.pipeline is 1"),
         (SCALED, {"parallel": {"tensor": 2, "sequence": True}}, "parallel.sequence is true"),
         (SCALED, {"recompute": {"logits": True}}, "recompute.logits is true"),

@@ -1,4 +1,4 @@
-"""Orders in which all ranks share the output layer (arXiv 2411.05288)."""
+"""Orders in which all ranks share output layer and input embedding (arXiv 2411.05288)."""
 
 from typing import Any
 
@@ -18,12 +18,14 @@ BARRIERS = {1: 2, 2: 1}
 NAMES = [name for name in TRAINED if name not in REFUSED]
 
 
-def passes(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
-    """Kind and micro-batch of each pass of a rank's shard that has collectives."""
-    rows = schedule.sections.body[rank]
-    own = np.isin(rows[:, KIND], (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT))
-    own &= rows[:, STAGE] == schedule.header.vocabulary[rank]
-    return [tuple(each) for each in rows[own][:, [KIND, MICROBATCH]].tolist()]
+def passes(schedule: Schedule, rank: int) -> list[tuple[bool, int, int]]:
+    """Each pass of a rank's shards that has collectives: whether it is one of the embedding, kind and micro-batch."""
+    rows, (output, words) = schedule.sections.body[rank], schedule.header.vocabulary[rank :: schedule.header.num_ranks]
+    kinds = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT
+    own = rows[np.isin(rows[:, KIND], kinds) & np.isin(rows[:, STAGE], (output, words))]
+    return [
+        (stage == words, kind, microbatch) for stage, kind, microbatch in own[:, [STAGE, KIND, MICROBATCH]].tolist()
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -37,14 +39,17 @@ def test_orders_with_shards_are_valid_and_alike_on_all_ranks(
     arguments = {
         key: value for key, value in given.items() if key not in ("states", "offload", "recompute", "units_per_stage")
     }
-    units = [*given["units_per_stage"], *(1 for _ in range(ranks))]
+    units = [*given["units_per_stage"], *(1 for _ in range(2 * ranks))]
     schedule = build(name, **arguments, units_per_stage=units, vocabulary=variant, mode=mode)
     report = validate(schedule)
     assert loads(dumps(schedule)) == schedule
     first, *others = (passes(schedule, rank) for rank in range(ranks))
     assert all(each == first for each in others)
     count = arguments["num_microbatches"]
-    assert sorted(first) == sorted((kind, number) for kind in {kind for kind, _ in first} for number in range(count))
+    assert sorted(first) == sorted(
+        (*which, number) for which in {each[:2] for each in first} for number in range(count)
+    )
+    assert len({each[:2] for each in first}) == (4 if mode == "train" else 2)
     if mode == "train":
         whole = validate(build(name, **arguments, units_per_stage=given["units_per_stage"]))
         more = np.subtract(report.peak_activations, whole.peak_activations)
@@ -80,9 +85,10 @@ def test_other_orders_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("B3.0@0 F1.1@0^1 RA1.2^2 F3.1@0", "F1.1@0^1 RA1.2^2 F3.1@0 B3.0@0", "at this point"),
+        ("F5.3@0 B3.0@0", "B3.0@0 F5.3@0", "at this point"),
         ("F2.0@0 ", "", "never happens"),
-        ("vocabulary 2 3", "vocabulary 3 2", "one on each rank"),
+        ("F4.0@0 ", "", "never happens"),
+        ("vocabulary 2 3 4 5", "vocabulary 2 3 5 4", "one on each rank"),
     ],
 )
 def test_wrong_passes_are_named(old: str, new: str, expected: str) -> None:

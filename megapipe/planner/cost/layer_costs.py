@@ -42,8 +42,8 @@ def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: Laye
 
     `LayoutCosts.within_layer` counts forward and backward together, so the forward's part is what one more forward
     adds. The embedding and the head are never recomputed: the embedding exchanges in its forward and the head in its
-    backward; with sequence parallelism, half of the exchanges are in each. A shard of an output layer that pipeline
-    ranks share sums its gradients in the backward.
+    backward; with sequence parallelism, half of the exchanges are in each. Where pipeline ranks share the vocabulary,
+    a shard of the output layer sums its gradients in the backward, and one of the embedding gets its gradient there.
     """
     names = group.split("+")
 
@@ -54,10 +54,10 @@ def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: Laye
     whole = seconds(1, False)
     if not whole:
         return PhaseSeconds()
-    if layer.kind == "output":
+    if layer.kind in ("output", "words"):
         exchanges = costs.within_layer(layer, forwards=1, halves=False)[group]
-        sums = [each for each in exchanges if each.operation == "all_reduce"]
-        backward = exchanges_seconds(placement, sums, *names)
+        in_backward = "all_reduce" if layer.kind == "output" else "broadcast"
+        backward = exchanges_seconds(placement, [each for each in exchanges if each.operation == in_backward], *names)
         return PhaseSeconds(whole - backward, backward)
     if layer.kind != "block":
         shared = costs.config.parallel.sequence or (layer.kind == "head" and costs.config.model.mtp_layers > 0)
@@ -238,7 +238,7 @@ def microbatch_cost(
     updates. assumptions: with the machine's slow-down filled in.
     """
     compute = times.of(run.config, layer)
-    over = "pipeline+tensor" if layer.kind == "output" else "tensor"
+    over = "pipeline+tensor" if layer.kind in ("output", "words") else "tensor"
     tensor = layer_exchange_seconds(run.costs, run.placement, layer, over)
     context = layer_exchange_seconds(run.costs, run.placement, layer, "context")
     tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)

@@ -339,7 +339,7 @@ def estimate(
         ConfigError: the configuration cannot run on this number of ranks, or the cost model cannot time it.
     """
     run = lay_run(config, hardware, world_size, node_order)
-    if run.config.schedule.file or run.shares_output:
+    if run.config.schedule.file or run.shares_vocabulary:
         return _predicted(run, times, assumptions).estimate
     assumptions = assumptions.on(hardware)
     layers = layer_costs(run, times, assumptions)
@@ -417,7 +417,7 @@ def _predicted(
     layers = layer_costs(run, times, assumptions)
     costs, source = _of_stages(run, layers)
     schedule, simulation, terms = simulated(run, layers, assumptions, source, contended)
-    if not contended and not run.config.schedule.file and not run.shares_output:
+    if not contended and not run.config.schedule.file and not run.shares_vocabulary:
         # The simulator ignores this slow-down, so it is that of the estimate.
         both = (StepTimer(run, costs, each, "") for each in (assumptions, replace(assumptions, slow_down=1.0)))
         why = "traffic of replicas that overlaps with compute (Galvatron, arXiv 2211.13878)"

@@ -65,7 +65,7 @@ class RunLayout:
     @cached_property
     def chunks(self) -> int:
         """Return the number of stages on each rank."""
-        return len(self.ranks) // self.pipeline - self.shares_output
+        return len(self.ranks) // self.pipeline - 2 * self.shares_vocabulary
 
     @cached_property
     def splits(self) -> bool:
@@ -79,8 +79,9 @@ class RunLayout:
         return schedule.policy_of(self.pipeline, self.num_microbatches, options)
 
     @property
-    def shares_output(self) -> bool:
-        """Return whether all pipeline ranks share the output layer; each has its shard as a stage of its own."""
+    def shares_vocabulary(self) -> bool:
+        """Return whether all pipeline ranks share output layer and word embeddings; each has its shards as stages of
+        their own."""
         return self.config.parallel.vocabulary_variant > 0
 
     @cached_property

@@ -137,8 +137,8 @@ def _flags(command: argparse.ArgumentParser) -> None:
         choices=(1, 2),
         const=1,
         default=0,
-        help="shard the output layer over all ranks, by this variant of its passes (parallel.vocabulary pipeline or "
-        "pipeline_2; default 1)",
+        help="shard output layer and word embeddings over all ranks, by this variant of their passes "
+        "(parallel.vocabulary pipeline or pipeline_2; default 1)",
     )
     options = command.add_argument_group("options of particular schedules")
     options.add_argument(
@@ -307,7 +307,7 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def _num_shards(flags: argparse.Namespace) -> int:
-    return flags.ranks if flags.vocabulary else 0
+    return 2 * flags.ranks if flags.vocabulary else 0
 
 
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind, Mask, rows_of
-from megapipe.schedules.dependencies import Dependencies, Progress
+from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
 from megapipe.schedules.table import Table
@@ -183,7 +183,7 @@ def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
 
 def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
     """The ranks' progress with receives posted there: waits of sends, of uses, of receives for the one before, and of
-    shards of the output layer."""
+    shards of the vocabulary, where each pass also waits for all ranks to come to it."""
     index = new_indices(insertion_order(table, [messages.sends(table), messages.receives(table, posts)]))
     num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
@@ -194,6 +194,9 @@ def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
     shards = Dependencies(table).shard_needs
     waiting.append(index[shards.row])
     needed.append(index[shards.needed])
+    meetings = _meetings(table)
+    waiting.append(index[meetings.row])
+    needed.append(index[meetings.needed] - 1)
     rows = np.concatenate([table.rank, table.rank[messages.producer], table.rank[messages.consumer]])
     offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=table.header.num_ranks)))
     return Progress(np.concatenate(waiting), np.concatenate(needed), offsets)
@@ -202,7 +205,19 @@ def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
 def _waiting_rows(table: Table, messages: MessageTable, posts: Posts) -> Ints:
     """The compute row that each of the waits of `_progress` is at."""
     shards = Dependencies(table).shard_needs.row
-    return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows], shards])
+    meetings = _meetings(table).row
+    return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows], shards, meetings])
+
+
+def _meetings(table: Table) -> Needs:
+    """Passes of shards of the vocabulary, and those of other ranks that have the same collectives."""
+    passes = shard_passes(table)
+    if not passes or len({*map(len, passes)}) > 1:
+        return NO_NEEDS
+    by_rank = np.stack(passes)
+    row, needed = (np.repeat(by_rank, len(by_rank), axis=0).ravel(), np.tile(by_rank, (len(by_rank), 1)).ravel())
+    later = (row != needed) & (needed > table.offsets[table.rank[needed]])
+    return Needs(row[later], needed[later])
 
 
 def _early_enough(

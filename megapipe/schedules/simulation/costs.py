@@ -191,8 +191,8 @@ def rank_costs(
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the
     forward. ``group`` is a fraction, as in :class:`Costs`. A pass of a shard of the output layer takes ``vocabulary``
-    forwards, and an input half of its backward no time. Units of a stage divide its times as in
-    :func:`stage_times`.
+    forwards; an input half of its backward, and a pass of a shard of the input embedding, take no time. Units of a
+    stage divide its times as in :func:`stage_times`.
 
     Example:
         >>> from megapipe import build, rank_costs, simulate
@@ -223,8 +223,8 @@ def rank_costs(
             header,
             {
                 kind: [
-                    vocabulary * forward * (kind in passes) if shard else time / share
-                    for share, shard in zip(shares, header.is_shard, strict=True)
+                    vocabulary * forward * (kind in passes and stage in header.outputs) if shard else time / share
+                    for stage, (share, shard) in enumerate(zip(shares, header.is_shard, strict=True))
                 ]
                 for kind, time in times.items()
             },

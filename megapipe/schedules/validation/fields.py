@@ -84,16 +84,16 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
 
 
 def _check_shards(header: Header, origin: Origin | None) -> None:
-    """Raise ScheduleError unless shards of the output layer are the last stages, one on each rank, after one route."""
+    """Raise ScheduleError unless shards of the vocabulary are the last stages, two on each rank, after one route."""
     shards = header.vocabulary
     if not shards:
         return
     what, last = _placed(header.name, origin, "vocabulary"), len(header.stages)
-    if shards != tuple(range(last - header.num_ranks, last)) or [header.stages[each].rank for each in shards] != list(
-        range(header.num_ranks)
-    ):
+    number = 2 * header.num_ranks
+    ranks = [header.stages[each].rank for each in shards if each < last]
+    if shards != tuple(range(last - number, last)) or ranks != 2 * list(range(header.num_ranks)):
         raise ScheduleError(
-            f"{what}: vocabulary {list(shards)} must name the last {header.num_ranks} stages, one on each rank in turn"
+            f"{what}: vocabulary {list(shards)} must name the last {number} stages, one on each rank in turn, twice"
         )
     if len(header.routes) > 1 or header.slices > 1 or not {*header.routes[0]}.isdisjoint(shards):
         raise ScheduleError(

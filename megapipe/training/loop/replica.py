@@ -225,7 +225,7 @@ class Replica:
     @property
     def is_first(self) -> bool:
         """Whether this rank holds the stage that reads token ids."""
-        return 0 in self.stages
+        return 0 in self.stages or bool(self.schedule.header.vocabulary)
 
     @property
     def is_last(self) -> bool:
