@@ -201,21 +201,27 @@ class StateSeconds(NamedTuple):
     zero: int = 0
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """Costs of one layer on one rank.
+class MicrobatchCost(NamedTuple):
+    """Costs of a micro-batch in one layer on one rank.
 
-    compute: seconds of kernels. tensor, context: seconds that a micro-batch waits for other ranks and that kernels do
-    not hide. waits_measured: whether these were measured. states: costs of the layer's state units. tied_updates:
-    seconds to update each tied weight that the layer uses, by its names.
+    compute: seconds of kernels. tensor, context: seconds of waits for other ranks that kernels do not hide.
+    waits_measured: whether these were measured.
     """
 
     compute: LayerSeconds
     tensor: PhaseSeconds
     context: PhaseSeconds
     waits_measured: bool
-    states: tuple[StateSeconds, ...]
-    tied_updates: Mapping[TiedNames, float]
+
+    @property
+    def whole_forward(self) -> float:
+        """Return the seconds of a forward."""
+        return self.compute.forward + self.tensor.forward + self.context.forward
+
+    @property
+    def whole_again(self) -> float:
+        """Return the seconds to recompute the whole layer."""
+        return self.compute.recompute + self.tensor.forward + self.context.forward
 
     @property
     def whole_backward(self) -> float:
@@ -229,10 +235,19 @@ class LayerCost:
         return self.compute.backward_weight + self.tensor.backward_weight + self.context.backward_weight
 
 
+class LayerCost(NamedTuple):
+    """Costs of one layer on one rank. states: those of its state units. tied_updates: seconds to update each tied
+    weight that the layer uses, by its names."""
+
+    microbatch: MicrobatchCost
+    states: tuple[StateSeconds, ...]
+    tied_updates: Mapping[TiedNames, float]
+
+
 def microbatch_cost(
     run: RunLayout, layer: LayerSpec, flops: Flops, times: LayerTimes, assumptions: Assumptions
-) -> tuple[LayerSeconds, PhaseSeconds, PhaseSeconds, bool]:
-    """Return the first four fields of a layer's `LayerCost`, which depend on micro-batches.
+) -> MicrobatchCost:
+    """Return the costs of a micro-batch in a layer.
 
     flops: FLOPs of a micro-batch in the layer, which give attention's part of its time. times: times of kernels and
     updates. assumptions: with the machine's slow-down filled in.
@@ -248,13 +263,13 @@ def microbatch_cost(
     waits = None if crosses else compute.waits
     if waits is not None:
         tensor, context = _as_measured(tensor, context, waits, run.config.parallel.tensor > 1)
-    return compute, tensor, context, waits is not None
+    return MicrobatchCost(compute, tensor, context, waits is not None)
 
 
 def state_cost(
     run: RunLayout, layer: LayerSpec, times: LayerTimes, assumptions: Assumptions
 ) -> tuple[tuple[StateSeconds, ...], Mapping[TiedNames, float]]:
-    """Return the other fields, which depend on the state. See `microbatch_cost` for the arguments."""
+    """Return the other fields of `LayerCost`. See `microbatch_cost` for the arguments."""
     units = layer_units(layer, run.tied, run.config.zero)
     states = tuple(_state_seconds(run, layer, unit, times, assumptions) for unit in units)
     used = {spec.name for spec in layer.parameters.values()}
@@ -468,7 +483,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], *, by_layer: bool) 
     *waits, backward = figures[4:11]
     again = np.einsum("fk,kp->fp", of[[3, 4, 7]], layers.again)
     second = np.where(layers.sizes > 1, of[13, layers.second], 0.0)
-    measured = MEASURED_WAITS if any(kind.waits_measured for kind in kinds) else ""
+    measured = MEASURED_WAITS if any(kind.microbatch.waits_measured for kind in kinds) else ""
     rings = "rings, doi 10.1177/1094342005051521, section 4.1"
     attention = "rings that overlap with attention, arXiv 2310.01889, section 3"
     return StageCosts(
@@ -493,12 +508,14 @@ def _figures(kinds: Sequence[LayerCost]) -> Floats:
     ranks, a whole backward, a weight half, and update, reduction and gather of all state units, then reduction and
     gather of those whose gradients or weights are sharded."""
     rows = []
-    for kind in kinds:
-        states = [
-            sum(getattr(state, name) for state in kind.states if state.zero >= zero)
+    for micro, states, _ in kinds:
+        sums = [
+            sum(getattr(state, name) for state in states if state.zero >= zero)
             for name, zero in STATE_FIGURES.values()
         ]
-        rows.append((*kind.compute[:4], *kind.tensor, *kind.context, kind.whole_backward, kind.weight_half, *states))
+        rows.append(
+            (*micro.compute[:4], *micro.tensor, *micro.context, micro.whole_backward, micro.weight_half, *sums)
+        )
     return np.array(rows).T
 
 

@@ -366,7 +366,7 @@ def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptio
     given = _default_times(run, assumptions) if times is None else times, assumptions
     layers = zip(run.layers, run.flops, strict=True)
     return tuple(
-        LayerCost(*microbatch_cost(run, layer, flops, *given), *state_cost(run, layer, *given))
+        LayerCost(microbatch_cost(run, layer, flops, *given), *state_cost(run, layer, *given))
         for layer, flops in layers
     )
 
@@ -433,7 +433,7 @@ def _added(name: str, source: str, slower: StepTimer, step: StepTimer) -> tuple[
 
 def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts, str]:
     """Return the costs of all stages, and the source of the kernels' times."""
-    sources = dict.fromkeys(layer.compute.source for layer in layers)
+    sources = dict.fromkeys(layer.microbatch.compute.source for layer in layers)
     return stage_costs(run, layers), "; ".join(sources)
 
 

@@ -24,7 +24,8 @@ from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate
 from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes, shared
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.explorer import Evaluation, Explorer, order
+from megapipe.planner.search.evaluation import Evaluation
+from megapipe.planner.search.explorer import Explorer, order
 from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
 from megapipe.schedules.balance import balance_layers
@@ -101,8 +102,8 @@ def search_speed(
     times = shared(slowest_times(base, hardware, devices, assumptions) if times is None else times)
     layouts = Layouts(base, devices, pinned, space)
     limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
-    bounds = LayoutBounds(base, hardware, devices, times, assumptions)
-    explorer = Explorer(layouts, bounds, Evaluation(base, hardware, times, assumptions), limit)
+    costs = Evaluation(base, hardware, times, assumptions)
+    explorer = Explorer(layouts, LayoutBounds(costs, devices), costs, limit)
     if not explorer.count:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
     report(0.1)
