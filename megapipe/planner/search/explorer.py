@@ -186,19 +186,31 @@ class Explorer:
     def fastest(self, keep: int = 1, kind: LayoutFilter = EVERY) -> list[Estimate]:
         """Return up to `keep` layouts of a kind that fit, the fastest first; on a tie, the one with less memory."""
         fastest: list[Estimate] = []
-        for seconds, _, layout in self._in_order("seconds", kind):
-            slowest = fastest[-1].step_seconds if len(fastest) == keep else math.inf
-            if seconds > slowest:
+
+        def too_slow(seconds: float, num_bytes: float) -> bool:
+            return len(fastest) == keep and seconds > fastest[-1].step_seconds
+
+        for seconds, num_bytes, layout in self._in_order("seconds", kind):
+            if too_slow(seconds, num_bytes):
                 break
-            if self._closer(layout) > slowest:
-                continue
-            self._examined.add(layout)
-            costs = self._costs
-            if costs.least_bytes(layout) > self._limit or costs.least_seconds(layout) > slowest:
-                continue
-            if self._fits(layout):
-                fastest = sorted([*fastest, self._costs.estimate(layout)], key=order)[:keep]
+            if estimate := self._estimate(layout, num_bytes, too_slow):
+                fastest = sorted([*fastest, estimate], key=order)[:keep]
         return fastest
+
+    def _estimate(self, layout: Layout, num_bytes: float, useless: Callable[[float, float], bool]) -> Estimate | None:
+        """Return the estimate of a layout; None if it does not fit, or closer bounds rule it out. num_bytes: bound of
+        its bytes. useless: whether bounds of seconds and bytes rule a layout out."""
+        seconds = self._closer(layout)
+        if useless(seconds, num_bytes):
+            return None
+        self._examined.add(layout)
+        num_bytes = self._costs.least_bytes(layout)
+        if num_bytes > self._limit or useless(seconds, num_bytes):
+            return None
+        seconds = max(seconds, self._costs.least_seconds(layout))
+        if useless(seconds, num_bytes) or useless(seconds, self._num_bytes(layout)) or not self._fits(layout):
+            return None
+        return self._costs.estimate(layout)
 
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
         """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
@@ -222,32 +234,20 @@ class Explorer:
         """
         front: list[Estimate] = []
 
-        def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
-            """Return whether a layout of the front needs at most `more` times these seconds and bytes. Among the
-            layouts that are fast enough, the slowest one needs the least memory."""
+        def useless(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
+            """Return whether a layout is too slow, or one of the front needs at most `more` times its seconds and
+            bytes. Among the layouts that are fast enough, the slowest one needs the least memory."""
             as_fast = bisect_right(front, seconds * more, key=attrgetter("step_seconds"))
-            return as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more
+            return seconds > slowest or (as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more)
 
         for seconds, num_bytes, layout in self._in_order("seconds", EVERY):
             if seconds > slowest:
                 break
-            if covered(seconds, num_bytes, 1.0 + tolerance):
+            if useless(seconds, num_bytes, 1.0 + tolerance):
                 continue
-            seconds = self._closer(layout)
-            if seconds > slowest or covered(seconds, num_bytes):
-                continue
-            self._examined.add(layout)
-            num_bytes = self._costs.least_bytes(layout)
-            if covered(seconds, num_bytes):
-                continue
-            seconds = max(seconds, self._costs.least_seconds(layout))
-            if seconds > slowest or covered(seconds, num_bytes):
-                continue
-            if covered(seconds, self._num_bytes(layout)) or not self._fits(layout):
-                continue
-            estimated = self._costs.estimate(layout)
-            if estimated.step_seconds <= slowest:
-                front = pareto([*front, estimated])
+            estimate = self._estimate(layout, num_bytes, useless)
+            if estimate is not None and estimate.step_seconds <= slowest:
+                front = pareto([*front, estimate])
         return front
 
 
