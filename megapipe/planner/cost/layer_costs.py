@@ -394,8 +394,8 @@ class StageCosts:
     whole. made_again: parts that are recomputed within a backward. first_backward: the layer whose backward is first,
     as a fraction of the stage's backward. last_reduction: the layer whose gradient is last. still_reducing: the rest
     of the previous layer's reduction when that gradient is complete. sharded_reduction, sharded_gather: traffic of
-    every micro-batch, for state units with sharded gradients or weights. units: costs of each layer by itself; None
-    without such units.
+    every micro-batch, for state units with sharded gradients or weights. source: where the times of kernels come from.
+    units: costs of each layer by itself; None without such units.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -415,6 +415,7 @@ class StageCosts:
     first_backward: Floats
     last_reduction: Floats
     still_reducing: Floats
+    source: str
     units: "StageCosts | None" = None
 
     @property
@@ -500,6 +501,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], *, by_layer: bool) 
         first_backward=of[10, layers.last] / np.maximum(backward, TINY),
         last_reduction=of[13, layers.first],
         still_reducing=np.maximum(0.0, second - of[11 if run.splits else 10, layers.first]),
+        source="; ".join(dict.fromkeys(kind.microbatch.compute.source for kind in kinds)),
     )
 
 

@@ -139,7 +139,7 @@ class Prediction:
 
 
 def simulated(
-    run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions, source: str, contended: bool = False
+    run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions, contended: bool = False
 ) -> tuple[Schedule, Simulation, tuple[Term, ...]]:
     """Return a run's schedule, its simulation, and the terms of a step, which add up to its time.
 
@@ -171,7 +171,7 @@ def simulated(
         return simulation, (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
 
     simulation, seconds = timed(of_actions)
-    terms = [*_terms(run, costs, schedule, seconds, source)]
+    terms = [*_terms(run, costs, schedule, seconds)]
     if moves_to_host(run.config):
         simulation, slower = timed(_with_host_times(of_actions, host_copies(run, schedule)))
         terms.append(Term("offload", slower - seconds, "copies to and from host memory that compute does not hide"))
@@ -248,7 +248,7 @@ def _state_times(
     return times
 
 
-def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float, source: str) -> Iterator[Term]:
+def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float) -> Iterator[Term]:
     """Yield terms for the work of the busiest rank, and one for the remaining time, in which it waits."""
     rank, count = costs.by_rank, run.num_microbatches
     splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in schedule.sections.body)
@@ -260,8 +260,8 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
         return float(rank(values)[busiest]) * count  # type: ignore[arg-type]
 
     parts = [
-        Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), source),
-        Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {source}"),
+        Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source),
+        Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {costs.source}"),
         Term("tensor", once(costs.tensor.microbatch(apart=splits)), costs.tensor.source),
         Term("context", once(costs.context.microbatch(apart=splits)), costs.context.source),
         Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
@@ -318,9 +318,6 @@ def _on_device(rank: RankPrediction) -> StateBytes:
     return StateBytes(state.weights - away, 0, state.gradients, 0)
 
 
-__all__ = ["Prediction", "estimate", "estimate_run", "explain_stages", "layer_costs", "predict", "step_time"]
-
-
 def estimate(
     config: PretrainConfig,
     hardware: Hardware,
@@ -344,25 +341,13 @@ def estimate(
     assumptions = assumptions.on(hardware)
     layers = layer_costs(run, times, assumptions)
     if moves_to_host(run.config):
-        costs, source = _of_stages(run, layers)
-        return _with_copies(run, costs, assumptions, source)
-    return estimate_run(step_time(run, layers, assumptions), rank_memories(run))
-
-
-def estimate_run(step: StepTimer, memory: tuple[RankMemory, ...]) -> Estimate:
-    """Return what `estimate` returns, from parts that several runs may share. memory: result of `rank_memories`."""
-    return _answer(step.run, step.terms(), memory)
-
-
-def step_time(run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions) -> StepTimer:
-    """Return the time of a step. layers: by `layer_costs`. assumptions: with the machine's slow-down filled in."""
-    costs, source = _of_stages(run, layers)
-    return StepTimer(run, costs, assumptions, source)
+        return _with_copies(run, stage_costs(run, layers), assumptions)
+    return estimate_of(run, StepTimer(run, stage_costs(run, layers), assumptions).terms(), rank_memories(run))
 
 
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
-    """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`, `step_time` for
-    `assumptions`."""
+    """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`. assumptions: with the
+    machine's slow-down filled in."""
     given = _default_times(run, assumptions) if times is None else times, assumptions
     layers = zip(run.layers, run.flops, strict=True)
     return tuple(
@@ -401,13 +386,13 @@ def explain_stages(
     return stage_details(run, stage_costs(run, layers))
 
 
-def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
+def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> Estimate:
     """Estimate the time of a run that moves tensors to host memory. Its memory is exact, from the lowered schedule."""
     schedule = lowered_schedule(run.config, run.stages)
-    step = StepTimer(run, costs, assumptions, source)
-    slower = StepTimer(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
+    step = StepTimer(run, costs, assumptions)
+    slower = StepTimer(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions)
     why = "copies to and from host memory, as far as they take longer than the compute that overlaps with them"
-    return _answer(run, step.terms() + _added("offload", why, slower, step), exact_memories(run, schedule))
+    return estimate_of(run, step.terms() + _added("offload", why, slower, step), exact_memories(run, schedule))
 
 
 def _predicted(
@@ -415,26 +400,20 @@ def _predicted(
 ) -> Prediction:
     assumptions = assumptions.on(run.hardware)
     layers = layer_costs(run, times, assumptions)
-    costs, source = _of_stages(run, layers)
-    schedule, simulation, terms = simulated(run, layers, assumptions, source, contended)
+    schedule, simulation, terms = simulated(run, layers, assumptions, contended)
     if not contended and not run.config.schedule.file and not run.shares_output:
         # The simulator ignores this slow-down, so it is that of the estimate.
-        both = (StepTimer(run, costs, each, "") for each in (assumptions, replace(assumptions, slow_down=1.0)))
+        costs, alone = stage_costs(run, layers), replace(assumptions, slow_down=1.0)
+        both = (StepTimer(run, costs, each) for each in (assumptions, alone))
         why = "traffic of replicas that overlaps with compute (Galvatron, arXiv 2211.13878)"
         terms += _added("slow-down", why, *both)
-    return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
+    return Prediction(estimate_of(run, terms, exact_memories(run, schedule)), schedule, simulation)
 
 
 def _added(name: str, source: str, slower: StepTimer, step: StepTimer) -> tuple[Term, ...]:
     """Return a term for the seconds by which one step takes longer than another; none if it does not."""
     late, plain = (sum(term.seconds for term in each.terms()) for each in (slower, step))
     return (Term(name, late - plain, source),) if late > plain else ()
-
-
-def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts, str]:
-    """Return the costs of all stages, and the source of the kernels' times."""
-    sources = dict.fromkeys(layer.microbatch.compute.source for layer in layers)
-    return stage_costs(run, layers), "; ".join(sources)
 
 
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
@@ -446,7 +425,8 @@ def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
     return RooflineTimes(slowest, assumptions.megatron_kernels)
 
 
-def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
+def estimate_of(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
+    """Return the estimate of a run with these terms of a step and the memory of each pipeline coordinate."""
     counts = Counter(run.classes)
     model_flops = sum(run.flops[kind].total * count for kind, count in counts.items())
     executed = sum(run.flops[kind].executed * count for kind, count in counts.items()) + _recomputed_flops(run)

@@ -174,11 +174,11 @@ class _Exposed(NamedTuple):
 class StepTimer:
     """The time of a step. A micro-batch's traffic of sharded weights and gradients overlaps with its compute.
 
-    costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
+    costs: costs of the stages. assumptions: with the machine's slow-down filled in.
     """
 
-    def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> None:
-        self.run, self.costs, self.assumptions, self.source = run, costs, assumptions, source
+    def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> None:
+        self.run, self.costs, self.assumptions = run, costs, assumptions
         self.generator = find_generator(run.config.schedule.name)
         self.policy, self.flushes, self.count = run.policy, run.policy.flushes, run.num_microbatches
         self.units = np.bincount(costs.ranks, costs.layers)
@@ -346,8 +346,8 @@ class StepTimer:
         def once(values: Floats) -> float:
             return float(costs.by_rank(values)[rank]) * self.count
 
-        yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), self.source)
-        yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {self.source}")
+        yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source)
+        yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {costs.source}")
         yield Term("tensor", once(costs.tensor.microbatch(apart=self.run.splits)), costs.tensor.source)
         yield Term("context", once(costs.context.microbatch(apart=self.run.splits)), costs.context.source)
 

@@ -12,10 +12,10 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory
-from megapipe.planner.cost.layer_costs import LayerCost, MicrobatchCost, microbatch_cost, state_cost
+from megapipe.planner.cost.layer_costs import LayerCost, MicrobatchCost, microbatch_cost, stage_costs, state_cost
 from megapipe.planner.cost.layer_times import LayerTimes, SharedRoofline
 from megapipe.planner.cost.memory import LayerSizes, RankOrders, StateSizes, least_bytes, rank_memories
-from megapipe.planner.cost.model import estimate, estimate_run, step_time
+from megapipe.planner.cost.model import estimate, estimate_of
 from megapipe.planner.cost.run_layout import RunLayout, lay_on
 from megapipe.planner.cost.step_time import StepTimer, TrafficCounts, traffic_counts
 from megapipe.planner.search.space import Configurations, Layout
@@ -67,7 +67,7 @@ class Evaluation:
         """Return the estimate. Raises ConfigError if a schedule file is for another division of the model, which no
         earlier check detects."""
         if not self.base.schedule.file:
-            return estimate_run(self._step(layout), self._memory(layout))
+            return estimate_of(self.run(layout), self._step(layout).terms(), self._memory(layout))
         config = self._configurations.of(layout)
         try:
             return estimate(config, self.hardware, times=self.times, assumptions=self.assumptions)
@@ -150,7 +150,7 @@ class Evaluation:
             (state_cost, of_state, self._apart(layout)), lambda: [state_cost(run, each, *given) for each in run.layers]
         )
         layers = [LayerCost(one, *other) for one, other in zip(self.microbatch(layout), states, strict=True)]
-        step = step_time(run, layers, self.assumptions)
+        step = StepTimer(run, stage_costs(run, layers), self.assumptions)
         if layout.zero >= 2:
             step.traffic = self.traffic(layout)
         return step
