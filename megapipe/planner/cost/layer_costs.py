@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,7 @@ def _part(group: GroupLinks, size: int, local: int) -> GroupLinks:
 
 
 Floats = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
 
 PERSISTENT_ELEMENTS = 100_000
 """DeepSpeed's ZeRO-3 does not shard weights up to this size: its default `stage3_param_persistence_threshold`."""
@@ -118,18 +119,12 @@ class Beside(NamedTuple):
         return (slow_down - 1) * max(0.0, hidden) + max(self.last, self.traffic - overlap)
 
 
-def overlapped(compute: float, communication: float, slow_down: float) -> float:
+def overlapped(compute: Number, communication: Number, slow_down: float) -> Number:
     """Return the seconds of compute and communication that run at the same time. Each takes `slow_down` times as long
     until the shorter one ends; the rest of the longer one runs at full speed (Miao et al., 2022, arXiv 2211.13878,
     cost estimator)."""
-    slowed = min(compute, communication) * slow_down
-    return slowed + max(compute, communication) - min(compute, communication)
-
-
-def side_by_side(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
-    """Return `overlapped` of each stage's compute and traffic."""
-    shorter = np.minimum(compute, traffic)
-    return shorter * slow_down + np.maximum(compute, traffic) - shorter
+    shorter: Number = np.minimum(compute, communication)
+    return shorter * slow_down + np.maximum(compute, communication) - shorter
 
 
 def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> tuple[float, float]:
@@ -338,22 +333,17 @@ def _beside_products(tensor: PhaseSeconds, compute: LayerSeconds, chunks: int, s
     with the products of other chunks."""
     if chunks == 1:
         return tensor
-    hidden = 1.0 - 1.0 / chunks
-    products = compute.forward, compute.backward_input, compute.backward_weight
-    return PhaseSeconds(
-        *(
-            overlapped(work, talk * hidden, slow_down) - work + talk / chunks
-            for talk, work in zip(tensor, products, strict=True)
-        )
-    )
+    talk, products = np.array(tensor), np.array(compute[:3])
+    exposed = overlapped(products, talk * (1.0 - 1.0 / chunks), slow_down) - products + talk / chunks
+    return PhaseSeconds(*exposed.tolist())
 
 
 def _beside_attention(context: PhaseSeconds, compute: LayerSeconds, flops: Flops, slow_down: float) -> PhaseSeconds:
     """Return the exposed part of a ring that overlaps with attention. Attention's time is in proportion to FLOPs."""
     share = 1.0 - flops.backward_weight / flops.forward if flops.forward else 0.0
     of_input = 2 * share / (1 + share)
-    works = compute.forward * share, compute.backward_input * of_input, 0.0
-    return PhaseSeconds(*(overlapped(work, talk, slow_down) - work for talk, work in zip(context, works, strict=True)))
+    works = np.array([compute.forward * share, compute.backward_input * of_input, 0.0])
+    return PhaseSeconds(*(overlapped(works, np.array(context), slow_down) - works).tolist())
 
 
 MEASURED_WAITS = "measured: time that ranks of a layer wait for one another"
@@ -548,27 +538,3 @@ def _parts(
     second = [members[:2][-1] for members in parts]
     sizes = counts.sum(axis=0).astype(np.int64)
     return _Parts(counts, again, sizes, kinds[chosen[0]], kinds[second], kinds[chosen[1]])
-
-
-def stage_details(run: RunLayout, costs: StageCosts) -> list[dict[str, Any]]:
-    """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
-
-    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
-    including recomputation. update, reduction, gather: one of each, for all layers of the stage.
-    """
-    seconds = {
-        "forward": costs.forward,
-        "backward_input": costs.backward_input + costs.made_again,
-        "backward_weight": costs.backward_weight,
-        "recompute": costs.recompute,
-        "tensor": costs.tensor.microbatch(apart=False),
-        "context": costs.context.microbatch(apart=False),
-        "update": costs.update,
-        "reduction": costs.reduction,
-        "gather": costs.gather,
-    }
-    names = [tuple(run.stages.layers[index].name for index in members) for members in run.stages.ranges]
-    return [
-        {"stage": stage, "rank": rank, "layers": layers} | {name: float(each[stage]) for name, each in seconds.items()}
-        for stage, (rank, layers) in enumerate(zip(run.ranks, names, strict=True))
-    ]

@@ -27,12 +27,11 @@ from megapipe.planner.cost.layer_costs import (
     microbatch_cost,
     scalar_seconds,
     stage_costs,
-    stage_details,
     state_cost,
     tied_seconds,
     tied_updates,
 )
-from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
+from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
 from megapipe.planner.cost.step_time import STEPS, StepTimer, hop_seconds
@@ -275,25 +274,17 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
     )
 
 
-def predicted_ranks(run: RunLayout, schedule: Schedule) -> list[RankPrediction]:
-    """Return a prediction for one rank at each pipeline coordinate.
-
-    schedule: lowered schedule. Ranks that differ only in other coordinates hold and send the same.
-    """
-    rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
-    first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
-    return [replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)]
-
-
 def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]:
     """Return the memory of every pipeline coordinate, by a walk through the actions of its rank.
 
-    schedule: lowered schedule. State in host memory is not counted.
+    schedule: lowered schedule. State in host memory is not counted. Ranks that differ only in other coordinates hold
+    the same.
     """
+    rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
+    first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
     memories = []
-    for exact in predicted_ranks(run, schedule):
-        peak = exact.peak()
-        lasting = _on_device(exact)
+    for exact in (replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)):
+        peak, lasting = exact.peak(), _on_device(exact)
         memories.append(
             RankMemory(
                 lasting.weights,
@@ -380,10 +371,30 @@ def predict(
 def explain_stages(
     config: PretrainConfig, hardware: Hardware, *, assumptions: Assumptions = ENGINE
 ) -> list[dict[str, Any]]:
-    """Return the costs of each stage (`stage_details`). See `estimate` for the arguments and errors."""
+    """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
+
+    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
+    including recomputation. update, reduction, gather: one of each, for all layers of the stage. See `estimate` for
+    the arguments and errors.
+    """
     run = lay_run(config, hardware)
-    layers = layer_costs(run, None, assumptions.on(hardware))
-    return stage_details(run, stage_costs(run, layers))
+    costs = stage_costs(run, layer_costs(run, None, assumptions.on(hardware)))
+    seconds = {
+        "forward": costs.forward,
+        "backward_input": costs.backward_input + costs.made_again,
+        "backward_weight": costs.backward_weight,
+        "recompute": costs.recompute,
+        "tensor": costs.tensor.microbatch(apart=False),
+        "context": costs.context.microbatch(apart=False),
+        "update": costs.update,
+        "reduction": costs.reduction,
+        "gather": costs.gather,
+    }
+    names = [tuple(run.stages.layers[index].name for index in members) for members in run.stages.ranges]
+    return [
+        {"stage": stage, "rank": rank, "layers": layers} | {name: float(each[stage]) for name, each in seconds.items()}
+        for stage, (rank, layers) in enumerate(zip(run.ranks, names, strict=True))
+    ]
 
 
 def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> Estimate:
@@ -417,12 +428,11 @@ def _added(name: str, source: str, slower: StepTimer, step: StepTimer) -> tuple[
 
 
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
-    """Return measured times, or the roofline of the device with the lowest peak: every step waits for it."""
+    """Return measured times, or the roofline of the slowest device."""
     if is_measured(run.placement):
         return MeasuredTimes(run.hardware)
     devices = {id(node.device): node.device for node in run.placement.nodes}.values()
-    slowest = min(devices, key=lambda device: device.peak(run.config.training.precision))
-    return RooflineTimes(slowest, assumptions.megatron_kernels)
+    return slowest_roofline(devices, run.config.training.precision, assumptions.megatron_kernels)
 
 
 def estimate_of(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:

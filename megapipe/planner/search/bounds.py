@@ -23,7 +23,7 @@ import numpy.typing as npt
 from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.units import layer_units
 from megapipe.planner.cached import cached_method
-from megapipe.planner.cost.layer_costs import replica_seconds, side_by_side
+from megapipe.planner.cost.layer_costs import overlapped, replica_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.step_time import ROUNDING
 from megapipe.planner.search.evaluation import Evaluation
@@ -226,7 +226,7 @@ class LayoutBounds:
             whole, forward = work[:2] @ cut.layers
             counts = self._costs.traffic(layout)
             gathers, sums = cut.layers[1] * gather * counts.gathers / 2, cut.layers[1] * reduction * counts.sums
-            more = side_by_side(forward, gathers, slow) + side_by_side(whole - forward, gathers + sums, slow) - whole
+            more = overlapped(forward, gathers, slow) + overlapped(whole - forward, gathers + sums, slow) - whole
             by_rank += count * cut.by_rank(more)
         after = gather * cut.most if layout.zero in self._gathers_after else 0.0
         return float((by_rank.max() + after) * (1.0 - ROUNDING))
@@ -279,7 +279,7 @@ class LayoutBounds:
         reduced = max(0.0, 1.0 - zero.gradient_buffers * kept) if count > 1 else 0.0
         sums = np.where(zeros >= 2, reduction * reduced, 0.0)
         whole, forward = works[:, 1], works[:, 4]
-        block = side_by_side(forward, gathers, slow) + side_by_side(whole - forward, gathers + sums, slow)
+        block = overlapped(forward, gathers, slow) + overlapped(whole - forward, gathers + sums, slow)
         seconds = np.where(zeros >= 2, np.maximum(compute, count * most * block), compute)
         return np.asarray((seconds + most * after) * (1.0 - ROUNDING))
 
