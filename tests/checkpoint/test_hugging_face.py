@@ -231,7 +231,7 @@ def without_masked_token_head(folder: Path) -> None:
         ("bert", {"model_type": "gpt2"}, r"model_type 'gpt2' .* taken from albert, bert, megatron-bert"),
         ("bert", {"position_embedding_type": "relative_key"}, 'position_embedding_type is "relative_key"'),
         ("bert", {"type_vocab_size": 3}, "set model.token_types to 3"),
-        ("bert", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ("bert", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ("gpt2", lambda folder: (folder / SINGLE).write_bytes(b"cut"), "not a readable safetensors file"),
         ("gpt2", lambda folder: (folder / SINGLE).unlink(), "contains neither"),
         (

@@ -64,13 +64,17 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "sums in bf16": (WIDE, {"parallel": {"data": 2}, "zero": {"stage": 2, "reduce_dtype": "bf16"}}),
     "post-norm BERT": (POST_NORM, {}),
     "ModernBERT": (MODERN, {}),
-    "relu in the head": (replace(MODERN, transform_activation="relu"), {}),
+    **{
+        f"{each} in the head": (replace(MODERN, transform_activation=each), {})
+        for each in ("gelu", "gelu_tanh", "relu", "relu_squared", "silu")
+    },
     "Gemma, NTK": (
         replace(WIDE, activation="geglu_tanh", normalization="rms_norm_unit_offset", rope_scaling=_scaled("dynamic")),
         {},
     ),
     "relu, biases of the MLP alone": (replace(GPT2_SHAPE, activation="relu", bias="mlp"), {}),
     "gated relu": (replace(WIDE, activation="reglu"), {}),
+    "gated relu squared": (replace(WIDE, activation="reglu_squared"), {}),
     "silu, YaRN": (replace(WIDE, activation="silu", rope_scaling=_scaled("yarn")), {}),
     "LongRoPE": (replace(WIDE, rope_scaling=_scaled("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)), {}),
     "sinks in a window": (replace(WIDE, attention_sinks=True, sliding_window=8, activation="swiglu_clamped"), {}),
@@ -98,7 +102,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""
-LATE_OPTIONS = tuple(OPTIONS)[-35:]
+LATE_OPTIONS = tuple(OPTIONS)[tuple(OPTIONS).index("biases of queries alone") :]
 FAST_OPTIONS = ("isolated documents", "experts")
 MAY_WAIT = {
     # One read of losses, norm and flags at the end of a step; a thread waits for the sums of a schedule that never

@@ -89,10 +89,10 @@ def test_a_sum_that_takes_longer_than_compute_is_a_part_of_every_micro_batch() -
     )
     slow = machine(0.0, 1e9)
     (stage,) = explain_stages(config, slow, assumptions=PLAIN)
-    units = len(stage.layers)
-    backward = stage.backward_input + stage.backward_weight
-    assert stage.reduction > 10 * backward
-    least = 4 * (stage.forward + backward / units + stage.reduction + stage.update)
+    units = len(stage["layers"])
+    backward = stage["backward_input"] + stage["backward_weight"]
+    assert stage["reduction"] > 10 * backward
+    least = 4 * (stage["forward"] + backward / units + stage["reduction"] + stage["update"])
     assert predict(config, slow, assumptions=PLAIN).estimate.step_seconds == pytest.approx(least, rel=1e-3)
     assert estimate(config, slow, assumptions=PLAIN).step_seconds == pytest.approx(least, rel=1e-3)
 
@@ -137,7 +137,7 @@ def test_tensors_by_themselves_are_gathered_once_more_where_a_forward_runs_again
         config = config_of(
             parallel={"data": 16}, zero={"stage": 3}, recompute={"method": method}, batch={"global_size": 16}
         )
-        seconds[method] = explain_stages(config, machine(1e-5, 1e9), assumptions=early)[0].gather
+        seconds[method] = explain_stages(config, machine(1e-5, 1e9), assumptions=early)[0]["gather"]
     run = lay_run(config, machine(1e-5, 1e9))
     block = Unit(tuple(run.stages.layers[1].parameters.values()))
     once = tensor_by_tensor_seconds(run, block, run.placement.groups("data")[0])[1]

@@ -169,19 +169,21 @@ def test_terms_of_a_simulation_add_up_and_it_carries_its_schedule() -> None:
 def test_stages_are_told_one_by_one() -> None:
     config = layout("interleaved_1f1b", 4, 8, parallel={"tensor": 2}, recompute={"method": "full"})
     found, whole = explain_stages(config, SELENE), estimate(config, SELENE)
-    assert [stage.rank for stage in found] == [0, 1, 2, 3] * 2
-    assert found[0].layers == ("embedding", "blocks.0", "blocks.1")
-    assert found[-1].layers == ("blocks.14", "blocks.15", "head")
-    busiest = max(range(4), key=lambda rank: sum(_work(stage) for stage in found if stage.rank == rank))
-    own = [stage for stage in found if stage.rank == busiest]
-    kernels = sum(stage.forward + stage.backward_input + stage.backward_weight for stage in own)
+    assert [stage["rank"] for stage in found] == [0, 1, 2, 3] * 2
+    assert found[0]["layers"] == ("embedding", "blocks.0", "blocks.1")
+    assert found[-1]["layers"] == ("blocks.14", "blocks.15", "head")
+    busiest = max(range(4), key=lambda rank: sum(_work(stage) for stage in found if stage["rank"] == rank))
+    own = [stage for stage in found if stage["rank"] == busiest]
+    kernels = sum(stage["forward"] + stage["backward_input"] + stage["backward_weight"] for stage in own)
     assert whole.seconds_of("compute") == pytest.approx(8 * kernels)
-    assert whole.seconds_of("recompute") == pytest.approx(8 * sum(stage.recompute for stage in own))
-    assert whole.seconds_of("tensor") == pytest.approx(8 * sum(stage.tensor for stage in own))
+    assert whole.seconds_of("recompute") == pytest.approx(8 * sum(stage["recompute"] for stage in own))
+    assert whole.seconds_of("tensor") == pytest.approx(8 * sum(stage["tensor"] for stage in own))
 
 
 def _work(stage: Any) -> float:
-    return float(stage.forward + stage.backward_input + stage.backward_weight + stage.recompute + stage.tensor)
+    return float(
+        stage["forward"] + stage["backward_input"] + stage["backward_weight"] + stage["recompute"] + stage["tensor"]
+    )
 
 
 def test_data_may_be_left_open_and_answers_are_json() -> None:

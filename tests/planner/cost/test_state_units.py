@@ -92,7 +92,7 @@ def test_a_row_takes_the_time_of_its_own_bytes(
         mine = updates[table.stage[updates] == number]
         count = len(set(table.version[mine].tolist()))
         gathers = sum(seconds[Kind.GATHER_WEIGHTS, number, unit] for unit in range(int(table.num_states[mine[0]])))
-        whole = cost.update + gathers * (stage < 3)
+        whole = cost["update"] + gathers * (stage < 3)
         assert simulation.durations[mine].sum() == pytest.approx(count * whole, rel=0.02, abs=1e-7)
 
 
