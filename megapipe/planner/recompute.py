@@ -19,7 +19,7 @@ from megapipe.layout.prediction import predict_rank
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import StageLayout, layers_of
 from megapipe.layout.validation import run_problems
-from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
+from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.run_layout import with_data
 from megapipe.planner.measured import MeasuredTimes
@@ -188,12 +188,12 @@ def _step_seconds(
     No measurements exist for blocks with recomputed parts, so their time is scaled in proportion to the roofline.
     """
     plain, times = candidates[0], MeasuredTimes(hardware)
-    slowest = min(devices, key=lambda device: device.peak(plain.training.precision))
-    roofline = [_seconds(each, hardware, RooflineTimes(slowest)) for each in candidates]
+    slowest = slowest_roofline(devices, plain.training.precision)
+    roofline = [_seconds(each, hardware, slowest) for each in candidates]
     if hardware.measured is None or not all(
         times.of(plain, layer).source.startswith("measured") for layer in one_of_each(layers_of(plain))
     ):
-        return roofline, f"the roofline of {slowest.name}"
+        return roofline, f"the roofline of {slowest.device.name}"
     plain_seconds = _seconds(plain, hardware, times)
     measured = [
         plain_seconds * estimated / roofline[0]

@@ -75,24 +75,6 @@ class Transformer:
         return 2 * self.sequence_length * self.hidden_size * self.num_layers
 
 
-def link_threshold(peak_flops: float, bytes_per_second: float) -> float:
-    """Return the FLOPs that a device computes while its link carries one byte: compute can hide traffic of a higher
-    intensity. bytes_per_second: both directions together, as in data sheets."""
-    return peak_flops / bytes_per_second
-
-
-def pipeline_intensity(model: Transformer, layers_per_chunk: float) -> float:
-    """Return the intensity of sending activations and gradients, 4 h bytes per token and chunk: 24 h times the number
-    of layers of a chunk."""
-    return 24 * model.hidden_size * layers_per_chunk
-
-
-def tensor_intensity(model: Transformer, tensor: int) -> float:
-    """Return the intensity of the six all-reduces of a layer between `tensor` devices, two of them in recomputation:
-    4 h / (n_a - 1). They do not overlap with compute: they add threshold / intensity to its time."""
-    return 4 * model.hidden_size / (tensor - 1) if tensor > 1 else math.inf
-
-
 def critical_batch_tokens(parameters: float) -> float:
     """Return the critical batch in tokens, 572 P^(1/3), scaled to GPT-3's batch: larger batches no longer reduce the
     steps in proportion."""
@@ -102,14 +84,20 @@ def critical_batch_tokens(parameters: float) -> float:
 @dataclass(frozen=True)
 class Cluster:
     """Equal devices of peak_flops FLOP/s and memory_bytes bytes. tensor_link, link: bytes per second of a device's
-    links, within a node for tensor traffic, and between nodes for data and pipeline traffic. node_size: maximum
-    number of devices for tensor parallelism."""
+    links, within a node for tensor traffic, and between nodes for data and pipeline traffic; both directions together,
+    as in data sheets. node_size: maximum number of devices for tensor parallelism."""
 
     peak_flops: float
     memory_bytes: float
     tensor_link: float
     link: float
     node_size: int
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """Return the FLOPs that a device computes while a link, inside or outside of its node, carries one byte:
+        compute can hide traffic of a higher intensity."""
+        return {"inside": self.peak_flops / self.tensor_link, "outside": self.peak_flops / self.link}
 
 
 @dataclass(frozen=True)
@@ -144,14 +132,20 @@ class MethodLayout:
         """Return the micro-batches that a layer runs one after another: all of them with layered accumulation."""
         return self.microbatches if self.method in ("layered", MODULAR) else 1
 
-    def data_intensity(self, model: Transformer) -> float:
-        """Return the intensity of the traffic between replicas.
+    def intensities(self, model: Transformer) -> dict[str, float]:
+        """Return the intensities of the traffic between data, pipeline and tensor ranks, infinite without traffic.
 
-        With a replicated state it is 1.5 s b m: an all-reduce of gradients, 4 bytes per parameter for a backward of 6
-        FLOPs per token. With a partitioned state it is 4/3 s b m: two restores and one reduction of 2 bytes each for
-        8 FLOPs per token. m is 1 for usual accumulation.
+        data: with a replicated state 1.5 s b m: an all-reduce of gradients, 4 bytes per parameter for a backward of 6
+        FLOPs per token. With a partitioned state 4/3 s b m: two restores and one reduction of 2 bytes each for 8 FLOPs
+        per token. m is 1 for usual accumulation. pipeline: 24 h times the layers of a chunk: activations and
+        gradients, 4 h bytes per token and chunk. tensor: 4 h / (n_a - 1): six all-reduces of a layer, two of them in
+        recomputation. They do not overlap with compute: they add threshold / intensity to its time.
         """
-        return (4 / 3 if self.partitioned else 1.5) * model.sequence_length * self.micro_size * self.accumulated
+        data = (4 / 3 if self.partitioned else 1.5) * model.sequence_length * self.micro_size * self.accumulated
+        pipeline = 24 * model.hidden_size * self.layers_per_chunk(model.num_layers)
+        tensor = 4 * model.hidden_size / max(1, self.tensor - 1)
+        values = {"data": data, "pipeline": pipeline, "tensor": tensor}
+        return {name: each if getattr(self, name) > 1 else math.inf for name, each in values.items()}
 
     def layers_per_chunk(self, num_layers: int) -> int:
         """Return the layers of a chunk: 1 in the modular pipeline, L / p in a contiguous one."""
@@ -184,16 +178,12 @@ def bubble(model: Transformer, layout: MethodLayout) -> float:
 
 def overheads(model: Transformer, cluster: Cluster, layout: MethodLayout) -> Overheads:
     """Return the overheads of a step that compute does not hide, from intensities and thresholds."""
-    link = link_threshold(cluster.peak_flops, cluster.link)
-    tensor = link_threshold(cluster.peak_flops, cluster.tensor_link) / tensor_intensity(model, layout.tensor)
-    data = sends = 0.0
-    if layout.data > 1:
-        # Usual accumulation overlaps only with the backward of the last micro-batch.
-        share = 1.0 if layout.partitioned else BACKWARD_SHARE / layout.microbatches
-        data = share * _exposed(link, layout.data_intensity(model))
-    if layout.pipeline > 1:
-        sends = _exposed(link, pipeline_intensity(model, layout.layers_per_chunk(model.num_layers)))
-    return Overheads(bubble(model, layout), tensor, data, sends)
+    inside, outside = cluster.thresholds.values()
+    data, pipeline, tensor = layout.intensities(model).values()
+    # Usual accumulation overlaps only with the backward of the last micro-batch.
+    share = 1.0 if layout.partitioned else BACKWARD_SHARE / layout.microbatches
+    sums, sends = share * max(0.0, outside / data - 1), max(0.0, outside / pipeline - 1)
+    return Overheads(bubble(model, layout), inside / tensor, sums, sends)
 
 
 def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
@@ -283,11 +273,6 @@ def _most_that_fit(model: Transformer, cluster: Cluster, layout: MethodLayout) -
         cluster.memory_bytes,
         key=lambda count: memory_bytes(model, replace(layout, microbatches=count)),
     )
-
-
-def _exposed(threshold: float, intensity: float) -> float:
-    """Return the traffic time that compute does not hide, relative to the compute that it overlaps with."""
-    return max(0.0, threshold / intensity - 1)
 
 
 def run_train_time(request: Request) -> None:
@@ -391,7 +376,7 @@ def _bounds(request: Request, hardware: Hardware) -> dict[str, Any]:
     inside, outside = 2 * group.inside.bandwidth, 2 * group.outside.of_device(node_size)
     cluster = Cluster(peak, group.device.memory_bytes, inside, outside, node_size)
     return {
-        "thresholds": {"inside": link_threshold(peak, inside), "outside": link_threshold(peak, outside)},
+        "thresholds": cluster.thresholds,
         "bounds": [_shortest(request, cluster, method, limit) for method in METHODS],
     }
 
@@ -422,11 +407,6 @@ def _shortest(request: Request, cluster: Cluster, method: str, most: int | None)
     except ValueError as error:
         return {"method": method, "problem": str(error)}
     shares = overheads(model, cluster, layout)
-    intensities = {
-        "data": layout.data_intensity(model),
-        "pipeline": pipeline_intensity(model, layout.layers_per_chunk(model.num_layers)),
-        "tensor": tensor_intensity(model, layout.tensor),
-    }
     return {
         "method": method,
         "layout": vars(layout),
@@ -436,7 +416,7 @@ def _shortest(request: Request, cluster: Cluster, method: str, most: int | None)
         "memory_bytes": memory_bytes(model, layout),
         "efficiency": shares.efficiency,
         "overheads": vars(shares),
-        "intensities": {name: each if getattr(layout, name) > 1 else None for name, each in intensities.items()},
+        "intensities": {name: each if each < math.inf else None for name, each in layout.intensities(model).items()},
     }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,7 @@ def _part(group: GroupLinks, size: int, local: int) -> GroupLinks:
 
 
 Floats = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
 
 PERSISTENT_ELEMENTS = 100_000
 """DeepSpeed's ZeRO-3 does not shard weights up to this size: its default `stage3_param_persistence_threshold`."""
@@ -118,18 +119,12 @@ class Beside(NamedTuple):
         return (slow_down - 1) * max(0.0, hidden) + max(self.last, self.traffic - overlap)
 
 
-def overlapped(compute: float, communication: float, slow_down: float) -> float:
+def overlapped(compute: Number, communication: Number, slow_down: float) -> Number:
     """Return the seconds of compute and communication that run at the same time. Each takes `slow_down` times as long
     until the shorter one ends; the rest of the longer one runs at full speed (Miao et al., 2022, arXiv 2211.13878,
     cost estimator)."""
-    slowed = min(compute, communication) * slow_down
-    return slowed + max(compute, communication) - min(compute, communication)
-
-
-def side_by_side(compute: Floats, traffic: Floats, slow_down: float) -> Floats:
-    """Return `overlapped` of each stage's compute and traffic."""
-    shorter = np.minimum(compute, traffic)
-    return shorter * slow_down + np.maximum(compute, traffic) - shorter
+    shorter: Number = np.minimum(compute, communication)
+    return shorter * slow_down + np.maximum(compute, communication) - shorter
 
 
 def tensor_by_tensor_seconds(run: RunLayout, unit: Unit, group: GroupLinks) -> tuple[float, float]:
@@ -201,21 +196,27 @@ class StateSeconds(NamedTuple):
     zero: int = 0
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    """Costs of one layer on one rank.
+class MicrobatchCost(NamedTuple):
+    """Costs of a micro-batch in one layer on one rank.
 
-    compute: seconds of kernels. tensor, context: seconds that a micro-batch waits for other ranks and that kernels do
-    not hide. waits_measured: whether these were measured. states: costs of the layer's state units. tied_updates:
-    seconds to update each tied weight that the layer uses, by its names.
+    compute: seconds of kernels. tensor, context: seconds of waits for other ranks that kernels do not hide.
+    waits_measured: whether these were measured.
     """
 
     compute: LayerSeconds
     tensor: PhaseSeconds
     context: PhaseSeconds
     waits_measured: bool
-    states: tuple[StateSeconds, ...]
-    tied_updates: Mapping[TiedNames, float]
+
+    @property
+    def whole_forward(self) -> float:
+        """Return the seconds of a forward."""
+        return self.compute.forward + self.tensor.forward + self.context.forward
+
+    @property
+    def whole_again(self) -> float:
+        """Return the seconds to recompute the whole layer."""
+        return self.compute.recompute + self.tensor.forward + self.context.forward
 
     @property
     def whole_backward(self) -> float:
@@ -229,10 +230,19 @@ class LayerCost:
         return self.compute.backward_weight + self.tensor.backward_weight + self.context.backward_weight
 
 
+class LayerCost(NamedTuple):
+    """Costs of one layer on one rank. states: those of its state units. tied_updates: seconds to update each tied
+    weight that the layer uses, by its names."""
+
+    microbatch: MicrobatchCost
+    states: tuple[StateSeconds, ...]
+    tied_updates: Mapping[TiedNames, float]
+
+
 def microbatch_cost(
     run: RunLayout, layer: LayerSpec, flops: Flops, times: LayerTimes, assumptions: Assumptions
-) -> tuple[LayerSeconds, PhaseSeconds, PhaseSeconds, bool]:
-    """Return the first four fields of a layer's `LayerCost`, which depend on micro-batches.
+) -> MicrobatchCost:
+    """Return the costs of a micro-batch in a layer.
 
     flops: FLOPs of a micro-batch in the layer, which give attention's part of its time. times: times of kernels and
     updates. assumptions: with the machine's slow-down filled in.
@@ -248,13 +258,13 @@ def microbatch_cost(
     waits = None if crosses else compute.waits
     if waits is not None:
         tensor, context = _as_measured(tensor, context, waits, run.config.parallel.tensor > 1)
-    return compute, tensor, context, waits is not None
+    return MicrobatchCost(compute, tensor, context, waits is not None)
 
 
 def state_cost(
     run: RunLayout, layer: LayerSpec, times: LayerTimes, assumptions: Assumptions
 ) -> tuple[tuple[StateSeconds, ...], Mapping[TiedNames, float]]:
-    """Return the other fields, which depend on the state. See `microbatch_cost` for the arguments."""
+    """Return the other fields of `LayerCost`. See `microbatch_cost` for the arguments."""
     units = layer_units(layer, run.tied, run.config.zero)
     states = tuple(_state_seconds(run, layer, unit, times, assumptions) for unit in units)
     used = {spec.name for spec in layer.parameters.values()}
@@ -323,22 +333,17 @@ def _beside_products(tensor: PhaseSeconds, compute: LayerSeconds, chunks: int, s
     with the products of other chunks."""
     if chunks == 1:
         return tensor
-    hidden = 1.0 - 1.0 / chunks
-    products = compute.forward, compute.backward_input, compute.backward_weight
-    return PhaseSeconds(
-        *(
-            overlapped(work, talk * hidden, slow_down) - work + talk / chunks
-            for talk, work in zip(tensor, products, strict=True)
-        )
-    )
+    talk, products = np.array(tensor), np.array(compute[:3])
+    exposed = overlapped(products, talk * (1.0 - 1.0 / chunks), slow_down) - products + talk / chunks
+    return PhaseSeconds(*exposed.tolist())
 
 
 def _beside_attention(context: PhaseSeconds, compute: LayerSeconds, flops: Flops, slow_down: float) -> PhaseSeconds:
     """Return the exposed part of a ring that overlaps with attention. Attention's time is in proportion to FLOPs."""
     share = 1.0 - flops.backward_weight / flops.forward if flops.forward else 0.0
     of_input = 2 * share / (1 + share)
-    works = compute.forward * share, compute.backward_input * of_input, 0.0
-    return PhaseSeconds(*(overlapped(work, talk, slow_down) - work for talk, work in zip(context, works, strict=True)))
+    works = np.array([compute.forward * share, compute.backward_input * of_input, 0.0])
+    return PhaseSeconds(*(overlapped(works, np.array(context), slow_down) - works).tolist())
 
 
 MEASURED_WAITS = "measured: time that ranks of a layer wait for one another"
@@ -379,8 +384,8 @@ class StageCosts:
     whole. made_again: parts that are recomputed within a backward. first_backward: the layer whose backward is first,
     as a fraction of the stage's backward. last_reduction: the layer whose gradient is last. still_reducing: the rest
     of the previous layer's reduction when that gradient is complete. sharded_reduction, sharded_gather: traffic of
-    every micro-batch, for state units with sharded gradients or weights. units: costs of each layer by itself; None
-    without such units.
+    every micro-batch, for state units with sharded gradients or weights. source: where the times of kernels come from.
+    units: costs of each layer by itself; None without such units.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -400,6 +405,7 @@ class StageCosts:
     first_backward: Floats
     last_reduction: Floats
     still_reducing: Floats
+    source: str
     units: "StageCosts | None" = None
 
     @property
@@ -468,7 +474,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], *, by_layer: bool) 
     *waits, backward = figures[4:11]
     again = np.einsum("fk,kp->fp", of[[3, 4, 7]], layers.again)
     second = np.where(layers.sizes > 1, of[13, layers.second], 0.0)
-    measured = MEASURED_WAITS if any(kind.waits_measured for kind in kinds) else ""
+    measured = MEASURED_WAITS if any(kind.microbatch.waits_measured for kind in kinds) else ""
     rings = "rings, doi 10.1177/1094342005051521, section 4.1"
     attention = "rings that overlap with attention, arXiv 2310.01889, section 3"
     return StageCosts(
@@ -485,6 +491,7 @@ def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], *, by_layer: bool) 
         first_backward=of[10, layers.last] / np.maximum(backward, TINY),
         last_reduction=of[13, layers.first],
         still_reducing=np.maximum(0.0, second - of[11 if run.splits else 10, layers.first]),
+        source="; ".join(dict.fromkeys(kind.microbatch.compute.source for kind in kinds)),
     )
 
 
@@ -493,12 +500,14 @@ def _figures(kinds: Sequence[LayerCost]) -> Floats:
     ranks, a whole backward, a weight half, and update, reduction and gather of all state units, then reduction and
     gather of those whose gradients or weights are sharded."""
     rows = []
-    for kind in kinds:
-        states = [
-            sum(getattr(state, name) for state in kind.states if state.zero >= zero)
+    for micro, states, _ in kinds:
+        sums = [
+            sum(getattr(state, name) for state in states if state.zero >= zero)
             for name, zero in STATE_FIGURES.values()
         ]
-        rows.append((*kind.compute[:4], *kind.tensor, *kind.context, kind.whole_backward, kind.weight_half, *states))
+        rows.append(
+            (*micro.compute[:4], *micro.tensor, *micro.context, micro.whole_backward, micro.weight_half, *sums)
+        )
     return np.array(rows).T
 
 
@@ -529,27 +538,3 @@ def _parts(
     second = [members[:2][-1] for members in parts]
     sizes = counts.sum(axis=0).astype(np.int64)
     return _Parts(counts, again, sizes, kinds[chosen[0]], kinds[second], kinds[chosen[1]])
-
-
-def stage_details(run: RunLayout, costs: StageCosts) -> list[dict[str, Any]]:
-    """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
-
-    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
-    including recomputation. update, reduction, gather: one of each, for all layers of the stage.
-    """
-    seconds = {
-        "forward": costs.forward,
-        "backward_input": costs.backward_input + costs.made_again,
-        "backward_weight": costs.backward_weight,
-        "recompute": costs.recompute,
-        "tensor": costs.tensor.microbatch(apart=False),
-        "context": costs.context.microbatch(apart=False),
-        "update": costs.update,
-        "reduction": costs.reduction,
-        "gather": costs.gather,
-    }
-    names = [tuple(run.stages.layers[index].name for index in members) for members in run.stages.ranges]
-    return [
-        {"stage": stage, "rank": rank, "layers": layers} | {name: float(each[stage]) for name, each in seconds.items()}
-        for stage, (rank, layers) in enumerate(zip(run.ranks, names, strict=True))
-    ]

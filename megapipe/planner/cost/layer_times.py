@@ -1,10 +1,11 @@
 """Seconds of a layer: by the roofline of a device, as the sum of the kernels that ops declare, or measured."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Device, device_type
@@ -23,10 +24,6 @@ class PhaseSeconds(NamedTuple):
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
-
-    def plus(self, other: "PhaseSeconds") -> "PhaseSeconds":
-        """Return the sum, phase by phase."""
-        return PhaseSeconds(*(one + two for one, two in zip(self, other, strict=True)))
 
     def scaled(self, factor: float) -> "PhaseSeconds":
         """Return all phases, multiplied by a factor."""
@@ -163,7 +160,9 @@ class RooflineTimes:
 
     def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
         """Return the seconds of one micro-batch. Raises ConfigError if the device has no peak for the precision."""
-        return layer_seconds(config, layer, self.kernels(config, layer))
+        seconds, again = self.kernels(config, layer)
+        whole = recompute_method(config, layer.name) == "full"
+        return LayerSeconds(*seconds, seconds.forward if whole else again, SOURCE)
 
     def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
         """Return the seconds of all kernels of a micro-batch, and of the kernels that its backward repeats. They
@@ -185,42 +184,46 @@ class RooflineTimes:
         return seconds + muon_seconds(config, self.device, unit.specs, units.shards_of(unit))
 
 
-def layer_seconds(config: PretrainConfig, layer: LayerSpec, kernels: tuple[PhaseSeconds, float]) -> LayerSeconds:
-    """Return the times of a layer. kernels: result of `RooflineTimes.kernels`."""
-    seconds, again = kernels
-    whole = recompute_method(config, layer.name) == "full"
-    return LayerSeconds(*seconds, seconds.forward if whole else again, SOURCE)
+def slowest_roofline(devices: Iterable[Device], precision: str, megatron_kernels: bool = False) -> RooflineTimes:
+    """Return the roofline of the device with the lowest peak: every step waits for it.
+
+    Raises ConfigError if the precision is auto, or a device has no peak for it.
+    """
+    if precision == "auto":
+        raise ConfigError(
+            "training.precision auto is decided by measurements at the start of a run; "
+            "set fp32, bf16 or fp16 for planning"
+        )
+    return RooflineTimes(min(devices, key=lambda device: device.peak(precision)), megatron_kernels)
 
 
 def shared(times: LayerTimes) -> LayerTimes:
     """Return the same times, cached for all layouts of one run. Measured times may depend on every field of a layout,
     so they are returned unchanged."""
-    return SharedRoofline(times) if isinstance(times, RooflineTimes) else times
+    return SharedRoofline(times.device, times.megatron_kernels) if isinstance(times, RooflineTimes) else times
 
 
-class SharedRoofline:
+@dataclass(frozen=True)
+class SharedRoofline(RooflineTimes):
     """`RooflineTimes` of one run, cached by the fields of a layout that each part depends on. All other fields must
     be those of the run."""
 
-    def __init__(self, times: RooflineTimes) -> None:
-        self._times = times
-        self._kernels: dict[tuple[object, ...], tuple[PhaseSeconds, float]] = {}
-        self._updates: dict[tuple[object, ...], float] = {}
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def of(self, config: PretrainConfig, layer: LayerSpec) -> LayerSeconds:
-        """Return the result of `RooflineTimes.of`. config: the run's configuration in any layout."""
+    def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
+        """Return the result of `RooflineTimes.kernels`. config: the run's configuration in any layout."""
         parallel, name = config.parallel, layer.name
         # Among the methods of recomputation, only selective changes the kernels of a block.
         selective = config.recompute.method == "selective" and layer.kind == "block"
-        kernels = name, parallel.tensor, parallel.context, parallel.sequence, config.batch.micro_size, selective
-        if kernels not in self._kernels:
-            self._kernels[kernels] = self._times.kernels(config, layer)
-        return layer_seconds(config, layer, self._kernels[kernels])
+        key = name, parallel.tensor, parallel.context, parallel.sequence, config.batch.micro_size, selective
+        if key not in self.known:
+            self.known[key] = super().kernels(config, layer)
+        return self.known[key]
 
     def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
-        """Return the result of `RooflineTimes.update`. See `of` for the arguments."""
+        """Return the result of `RooflineTimes.update`. See `kernels` for the arguments."""
         replicas = (config.parallel.data or 1) * config.parallel.context
         key = layer.name, unit.state_unit, unit.tied, config.parallel.tensor, replicas, config.zero.stage
-        if key not in self._updates:
-            self._updates[key] = self._times.update(config, layer, unit)
-        return self._updates[key]
+        if key not in self.known:
+            self.known[key] = super().update(config, layer, unit)
+        return self.known[key]

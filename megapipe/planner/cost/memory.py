@@ -7,7 +7,7 @@ other rank has the same layers as one of these.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, cast
 
@@ -216,7 +216,8 @@ class StateSizes:
         layers = [layer for layer, count in zip(self.layers, present, strict=True) for _ in range(count)]
         here = {spec.name for layer in layers for spec in layer.parameters.values()}
         units += [(tied_unit(names, layers), 1) for names in self.tied if names[0] in here]
-        states = [(self._of_unit(unit, versions, buffers), count) for unit, count in units]
+        state = partial(self.of_units.state, num_versions=versions, gradient_buffers=buffers)
+        states = [(state(unit), count) for unit, count in units]
         parts = (field.name for field in fields(StateBytes))
         return StateBytes(*(sum(getattr(each, part) * count for each, count in states) for part in parts))
 
@@ -230,9 +231,6 @@ class StateSizes:
     def totals(self, cut: "Cut", policy: Policy) -> Ints:
         """Return the total bytes of `by_rank`."""
         return np.array([each.total for each in self.by_rank(cut, policy)])
-
-    def _of_unit(self, unit: Unit, versions: int, buffers: int) -> StateBytes:
-        return self.of_units.state(unit, num_versions=versions, gradient_buffers=buffers)
 
 
 @dataclass(frozen=True, eq=False)

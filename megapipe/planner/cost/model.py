@@ -27,12 +27,11 @@ from megapipe.planner.cost.layer_costs import (
     microbatch_cost,
     scalar_seconds,
     stage_costs,
-    stage_details,
     state_cost,
     tied_seconds,
     tied_updates,
 )
-from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
+from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
 from megapipe.planner.cost.step_time import STEPS, StepTimer, hop_seconds
@@ -139,7 +138,7 @@ class Prediction:
 
 
 def simulated(
-    run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions, source: str, contended: bool = False
+    run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions, contended: bool = False
 ) -> tuple[Schedule, Simulation, tuple[Term, ...]]:
     """Return a run's schedule, its simulation, and the terms of a step, which add up to its time.
 
@@ -171,7 +170,7 @@ def simulated(
         return simulation, (simulation.finish - shorter.finish) / (STEPS - STEPS // 2)
 
     simulation, seconds = timed(of_actions)
-    terms = [*_terms(run, costs, schedule, seconds, source)]
+    terms = [*_terms(run, costs, schedule, seconds)]
     if moves_to_host(run.config):
         simulation, slower = timed(_with_host_times(of_actions, host_copies(run, schedule)))
         terms.append(Term("offload", slower - seconds, "copies to and from host memory that compute does not hide"))
@@ -248,7 +247,7 @@ def _state_times(
     return times
 
 
-def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float, source: str) -> Iterator[Term]:
+def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float) -> Iterator[Term]:
     """Yield terms for the work of the busiest rank, and one for the remaining time, in which it waits."""
     rank, count = costs.by_rank, run.num_microbatches
     splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in schedule.sections.body)
@@ -260,8 +259,8 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
         return float(rank(values)[busiest]) * count  # type: ignore[arg-type]
 
     parts = [
-        Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), source),
-        Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {source}"),
+        Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source),
+        Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {costs.source}"),
         Term("tensor", once(costs.tensor.microbatch(apart=splits)), costs.tensor.source),
         Term("context", once(costs.context.microbatch(apart=splits)), costs.context.source),
         Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
@@ -275,25 +274,17 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
     )
 
 
-def predicted_ranks(run: RunLayout, schedule: Schedule) -> list[RankPrediction]:
-    """Return a prediction for one rank at each pipeline coordinate.
-
-    schedule: lowered schedule. Ranks that differ only in other coordinates hold and send the same.
-    """
-    rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
-    first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
-    return [replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)]
-
-
 def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]:
     """Return the memory of every pipeline coordinate, by a walk through the actions of its rank.
 
-    schedule: lowered schedule. State in host memory is not counted.
+    schedule: lowered schedule. State in host memory is not counted. Ranks that differ only in other coordinates hold
+    the same.
     """
+    rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
+    first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
     memories = []
-    for exact in predicted_ranks(run, schedule):
-        peak = exact.peak()
-        lasting = _on_device(exact)
+    for exact in (replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)):
+        peak, lasting = exact.peak(), _on_device(exact)
         memories.append(
             RankMemory(
                 lasting.weights,
@@ -316,9 +307,6 @@ def _on_device(rank: RankPrediction) -> StateBytes:
         return state
     away = sum(rank.state_of(place).weights for place in rank.units if rank.weights_in_host(place))
     return StateBytes(state.weights - away, 0, state.gradients, 0)
-
-
-__all__ = ["Prediction", "estimate", "estimate_run", "explain_stages", "layer_costs", "predict", "step_time"]
 
 
 def estimate(
@@ -344,29 +332,17 @@ def estimate(
     assumptions = assumptions.on(hardware)
     layers = layer_costs(run, times, assumptions)
     if moves_to_host(run.config):
-        costs, source = _of_stages(run, layers)
-        return _with_copies(run, costs, assumptions, source)
-    return estimate_run(step_time(run, layers, assumptions), rank_memories(run))
-
-
-def estimate_run(step: StepTimer, memory: tuple[RankMemory, ...]) -> Estimate:
-    """Return what `estimate` returns, from parts that several runs may share. memory: result of `rank_memories`."""
-    return _answer(step.run, step.terms(), memory)
-
-
-def step_time(run: RunLayout, layers: Sequence[LayerCost], assumptions: Assumptions) -> StepTimer:
-    """Return the time of a step. layers: by `layer_costs`. assumptions: with the machine's slow-down filled in."""
-    costs, source = _of_stages(run, layers)
-    return StepTimer(run, costs, assumptions, source)
+        return _with_copies(run, stage_costs(run, layers), assumptions)
+    return estimate_of(run, StepTimer(run, stage_costs(run, layers), assumptions).terms(), rank_memories(run))
 
 
 def layer_costs(run: RunLayout, times: LayerTimes | None, assumptions: Assumptions) -> tuple[LayerCost, ...]:
-    """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`, `step_time` for
-    `assumptions`."""
+    """Return the costs of one layer of each of `run.kinds`. See `estimate` for `times`. assumptions: with the
+    machine's slow-down filled in."""
     given = _default_times(run, assumptions) if times is None else times, assumptions
     layers = zip(run.layers, run.flops, strict=True)
     return tuple(
-        LayerCost(*microbatch_cost(run, layer, flops, *given), *state_cost(run, layer, *given))
+        LayerCost(microbatch_cost(run, layer, flops, *given), *state_cost(run, layer, *given))
         for layer, flops in layers
     )
 
@@ -395,19 +371,39 @@ def predict(
 def explain_stages(
     config: PretrainConfig, hardware: Hardware, world_size: int | None = None, *, assumptions: Assumptions = ENGINE
 ) -> list[dict[str, Any]]:
-    """Return the costs of each stage (`stage_details`). See `estimate` for the arguments and errors."""
+    """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
+
+    forward to recompute: kernels of a micro-batch. tensor, context: waits for other ranks in a whole micro-batch,
+    including recomputation. update, reduction, gather: one of each, for all layers of the stage. See `estimate` for
+    the arguments and errors.
+    """
     run = lay_run(config, hardware, world_size)
-    layers = layer_costs(run, None, assumptions.on(hardware))
-    return stage_details(run, stage_costs(run, layers))
+    costs = stage_costs(run, layer_costs(run, None, assumptions.on(hardware)))
+    seconds = {
+        "forward": costs.forward,
+        "backward_input": costs.backward_input + costs.made_again,
+        "backward_weight": costs.backward_weight,
+        "recompute": costs.recompute,
+        "tensor": costs.tensor.microbatch(apart=False),
+        "context": costs.context.microbatch(apart=False),
+        "update": costs.update,
+        "reduction": costs.reduction,
+        "gather": costs.gather,
+    }
+    names = [tuple(run.stages.layers[index].name for index in members) for members in run.stages.ranges]
+    return [
+        {"stage": stage, "rank": rank, "layers": layers} | {name: float(each[stage]) for name, each in seconds.items()}
+        for stage, (rank, layers) in enumerate(zip(run.ranks, names, strict=True))
+    ]
 
 
-def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> Estimate:
+def _with_copies(run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> Estimate:
     """Estimate the time of a run that moves tensors to host memory. Its memory is exact, from the lowered schedule."""
     schedule = lowered_schedule(run.config, run.stages)
-    step = StepTimer(run, costs, assumptions, source)
-    slower = StepTimer(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions, source)
+    step = StepTimer(run, costs, assumptions)
+    slower = StepTimer(run, slowed(run, costs, schedule, host_copies(run, schedule)), assumptions)
     why = "copies to and from host memory, as far as they take longer than the compute that overlaps with them"
-    return _answer(run, step.terms() + _added("offload", why, slower, step), exact_memories(run, schedule))
+    return estimate_of(run, step.terms() + _added("offload", why, slower, step), exact_memories(run, schedule))
 
 
 def _predicted(
@@ -415,14 +411,14 @@ def _predicted(
 ) -> Prediction:
     assumptions = assumptions.on(run.hardware)
     layers = layer_costs(run, times, assumptions)
-    costs, source = _of_stages(run, layers)
-    schedule, simulation, terms = simulated(run, layers, assumptions, source, contended)
+    schedule, simulation, terms = simulated(run, layers, assumptions, contended)
     if not contended and not run.config.schedule.file and not run.shares_vocabulary:
         # The simulator ignores this slow-down, so it is that of the estimate.
-        both = (StepTimer(run, costs, each, "") for each in (assumptions, replace(assumptions, slow_down=1.0)))
+        costs, alone = stage_costs(run, layers), replace(assumptions, slow_down=1.0)
+        both = (StepTimer(run, costs, each) for each in (assumptions, alone))
         why = "traffic of replicas that overlaps with compute (Galvatron, arXiv 2211.13878)"
         terms += _added("slow-down", why, *both)
-    return Prediction(_answer(run, terms, exact_memories(run, schedule)), schedule, simulation)
+    return Prediction(estimate_of(run, terms, exact_memories(run, schedule)), schedule, simulation)
 
 
 def _added(name: str, source: str, slower: StepTimer, step: StepTimer) -> tuple[Term, ...]:
@@ -431,22 +427,16 @@ def _added(name: str, source: str, slower: StepTimer, step: StepTimer) -> tuple[
     return (Term(name, late - plain, source),) if late > plain else ()
 
 
-def _of_stages(run: RunLayout, layers: Sequence[LayerCost]) -> tuple[StageCosts, str]:
-    """Return the costs of all stages, and the source of the kernels' times."""
-    sources = dict.fromkeys(layer.compute.source for layer in layers)
-    return stage_costs(run, layers), "; ".join(sources)
-
-
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
-    """Return measured times, or the roofline of the device with the lowest peak: every step waits for it."""
+    """Return measured times, or the roofline of the slowest device."""
     if is_measured(run.placement):
         return MeasuredTimes(run.hardware)
     devices = {id(node.device): node.device for node in run.placement.nodes}.values()
-    slowest = min(devices, key=lambda device: device.peak(run.config.training.precision))
-    return RooflineTimes(slowest, assumptions.megatron_kernels)
+    return slowest_roofline(devices, run.config.training.precision, assumptions.megatron_kernels)
 
 
-def _answer(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
+def estimate_of(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
+    """Return the estimate of a run with these terms of a step and the memory of each pipeline coordinate."""
     counts = Counter(run.classes)
     model_flops = sum(run.flops[kind].total * count for kind, count in counts.items())
     executed = sum(run.flops[kind].executed * count for kind, count in counts.items()) + _recomputed_flops(run)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
+import numpy as np
+
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.parallel import is_fp8, recompute_method, zero_stage_of
@@ -19,6 +21,7 @@ from megapipe.layout.slices import unplanned
 from megapipe.layout.stages import Keyed, StageLayout, predictions_of
 from megapipe.layout.table import LayoutTable, moves_to_host, undecided
 from megapipe.layout.validation import run_problems
+from megapipe.schedules.actions import Ints
 from megapipe.schedules.building_blocks import Policy
 from megapipe.schedules.lowering import Spans
 from megapipe.schedules.offload import Offload
@@ -66,6 +69,11 @@ class RunLayout:
     def chunks(self) -> int:
         """Return the number of stages on each rank."""
         return len(self.ranks) // self.pipeline - 2 * self.shares_vocabulary
+
+    @cached_property
+    def by_chunk(self) -> Ints:
+        """Return the stages of each rank in their order, shape [ranks, chunks]."""
+        return np.argsort(self.ranks, kind="stable").reshape(self.pipeline, self.chunks)
 
     @cached_property
     def splits(self) -> bool:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megapipe.layout.order_walk import Order, ShardedRanks, few_ranks
 from megapipe.layout.scheduling import schedule_options
 from megapipe.planner.cost.estimate import Assumptions, Term
-from megapipe.planner.cost.layer_costs import Beside, StageCosts, scalar_seconds, side_by_side, tied_seconds
+from megapipe.planner.cost.layer_costs import Beside, StageCosts, overlapped, scalar_seconds, tied_seconds
 from megapipe.planner.cost.memory import cut_of, sharding_of
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules import Options
@@ -174,11 +174,11 @@ class _Exposed(NamedTuple):
 class StepTimer:
     """The time of a step. A micro-batch's traffic of sharded weights and gradients overlaps with its compute.
 
-    costs: costs of the stages. assumptions: with the machine's slow-down filled in. source: source of kernel times.
+    costs: costs of the stages. assumptions: with the machine's slow-down filled in.
     """
 
-    def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions, source: str) -> None:
-        self.run, self.costs, self.assumptions, self.source = run, costs, assumptions, source
+    def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> None:
+        self.run, self.costs, self.assumptions = run, costs, assumptions
         self.generator = find_generator(run.config.schedule.name)
         self.policy, self.flushes, self.count = run.policy, run.policy.flushes, run.num_microbatches
         self.units = np.bincount(costs.ranks, costs.layers)
@@ -265,7 +265,9 @@ class StepTimer:
             # Each chunk receives and sends in forward and backward; a send overlaps with the receive of the same kind.
             messages += 2 * self.run.chunks * float(hops.sum(axis=1).max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
-        yield from self._at_the_end(pace, before, waiting.after if self.flushes else self._reductions(pace, before))
+        # Without a flush, sums count on the rank that finishes last.
+        sums = waiting.after if self.flushes else max(0.0, float(self._sums_left(pace, before).max()))
+        yield from self._at_the_end(pace, before, sums)
 
     def _links(self, hops: Floats) -> tuple[Floats, Floats]:
         """Return latencies and transfers for `OrderCosts`. hops: both times of a message to the next rank, by rank."""
@@ -296,7 +298,7 @@ class StepTimer:
         late = (following - np.repeat(starts, sizes) >= self._buffers) & (following > index)
 
         def exposed(compute: Floats, traffic: Floats) -> _Exposed:
-            added = side_by_side(compute, traffic, self.assumptions.slow_down) - compute
+            added = overlapped(compute, traffic, self.assumptions.slow_down) - compute
             whole = np.add.reduceat(added, starts)
             return _Exposed(whole, np.add.reduceat(added * late, starts))
 
@@ -337,8 +339,7 @@ class StepTimer:
 
     def _by_chunk(self, values: npt.NDArray[Entry]) -> npt.NDArray[Entry]:
         """Return values of stages with shape [chunks, ranks]; the chunks of a rank are in the order of its stages."""
-        order = np.argsort(self.costs.ranks, kind="stable")
-        return values[order].reshape(self.run.pipeline, self.run.chunks).T
+        return values[self.run.by_chunk].T
 
     def _of_rank(self, rank: int) -> Iterator[Term]:
         costs = self.costs
@@ -346,8 +347,8 @@ class StepTimer:
         def once(values: Floats) -> float:
             return float(costs.by_rank(values)[rank]) * self.count
 
-        yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), self.source)
-        yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {self.source}")
+        yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source)
+        yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {costs.source}")
         yield Term("tensor", once(costs.tensor.microbatch(apart=self.run.splits)), costs.tensor.source)
         yield Term("context", once(costs.context.microbatch(apart=self.run.splits)), costs.context.source)
 
@@ -376,10 +377,6 @@ class StepTimer:
     def _of_update(self) -> Floats:
         """Return for each rank the seconds of an update without a flush and of the gathers that follow it."""
         return self.costs.by_rank(self.costs.update + self.costs.gather_after)
-
-    def _reductions(self, pace: _Pace, before: float) -> float:
-        """Return the seconds that gradient sums add to a step without a flush, on the rank that finishes last."""
-        return max(0.0, float(self._sums_left(pace, before).max()))
 
     def _streamed(self) -> float:
         """Return the total seconds of gathers and sums in a step on the rank with the most; 0 if no limit applies.

@@ -34,7 +34,7 @@ from megapipe.layout.units import Unit
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE
 from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
-from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, RooflineTimes, shared
+from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.step_time import ROUNDING, step_seconds
 from megapipe.planner.papers.two_buffered import uniform_run
 from megapipe.schedules.balance import balance_layers
@@ -391,9 +391,10 @@ def per_layer(config: PretrainConfig, hardware: Hardware, devices: int) -> dict[
     """Return the plan of Galvatron's search (`papers.galvatron.search`) for batches of batch.global_size, for JSON.
 
     Times of layers are the roofline of the first group's device. Raises ConfigError if the number of devices is not a
-    power of 2, the device has no peak for the precision, or nothing fits.
+    power of 2, the precision is auto, the device has no peak for it, or nothing fits.
     """
-    costs = OpCosts(config, hardware, devices, shared(RooflineTimes(hardware.groups[0].device)))
+    times = shared(slowest_roofline([hardware.groups[0].device], config.training.precision))
+    costs = OpCosts(config, hardware, devices, times)
     try:
         plan = search(costs, [config.batch.global_size], units=128)
     except ValueError as error:

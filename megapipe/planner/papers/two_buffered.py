@@ -20,7 +20,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.stages import layers_of, num_parameters
-from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes
+from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.run_layout import lay_run
@@ -166,9 +166,9 @@ def two_buffered_plan(config: PretrainConfig, hardware: Hardware, devices: int) 
     this project's cost model; it differs, because the paper's model ignores the update before the next forwards. Times
     of layers are the roofline of the first group's device.
 
-    Raises ConfigError if nothing fits, or the device has no peak for the precision.
+    Raises ConfigError if nothing fits, the precision is auto, or the device has no peak for it.
     """
-    times = RooflineTimes(hardware.groups[0].device)
+    times = slowest_roofline([hardware.groups[0].device], config.training.precision)
     try:
         chosen = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
     except ValueError as error:
@@ -219,13 +219,8 @@ def uniform_run(
 ) -> PretrainConfig:
     """Return the same model with one strategy in all layers, by default on one device, without sharding.
 
-    `parallel.layers` keeps only the fp8 setting of layers. Raises ConfigError if training.precision is auto.
+    `parallel.layers` keeps only the fp8 setting of layers.
     """
-    if config.training.precision == "auto":
-        raise ConfigError(
-            "training.precision auto is decided by measurements at the start of a run; "
-            "set fp32, bf16 or fp16 for planning"
-        )
     layers = {name: LayerStrategy(fp8=own.fp8) for name, own in config.parallel.layers.items() if own.fp8 is not None}
     parallel = replace(config.parallel, data=data, tensor=tensor, pipeline=pipeline, context=1, sequence=False)
     schedule = replace(config.schedule, name=ScheduleConfig.name, chunks=None, group_size=None, update=None, file="")

@@ -12,28 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megapipe.config.errors import ConfigError
-from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.placement import Placement
-from megapipe.planner.cached import cached_method
-from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory
-from megapipe.planner.cost.layer_costs import LayerCost, microbatch_cost, state_cost
-from megapipe.planner.cost.layer_times import LayerTimes, SharedRoofline
-from megapipe.planner.cost.memory import LayerSizes, RankOrders, StateSizes, least_bytes, rank_memories
-from megapipe.planner.cost.model import estimate, estimate_run, step_time
-from megapipe.planner.cost.run_layout import RunLayout, lay_on
-from megapipe.planner.cost.step_time import StepTimer, TrafficCounts, traffic_counts
+from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.space import Branch, Choice, Configurations, Layout, Layouts, Shape
-from megapipe.schedules import ScheduleError
+from megapipe.planner.search.evaluation import Evaluation
+from megapipe.planner.search.space import Branch, Choice, Layout, Layouts, Shape
 
 BoundName = Literal["seconds", "num_bytes"]
-Part = TypeVar("Part")
 
 
 class LayoutFilter(NamedTuple):
@@ -44,103 +32,6 @@ class LayoutFilter(NamedTuple):
 
 
 EVERY = LayoutFilter()
-
-
-class Evaluation:
-    """Computes `planner.cost.model.estimate` of valid layouts of one run on one machine, in two steps: first the
-    bytes, then everything. Parts that layouts have in common are computed once; results equal those of `estimate`.
-
-    base: configuration of all fields that layouts do not set. hardware, times, assumptions: as in `estimate`.
-    """
-
-    def __init__(
-        self, base: PretrainConfig, hardware: Hardware, times: LayerTimes, assumptions: Assumptions = ENGINE
-    ) -> None:
-        self._base, self._hardware, self._times = base, hardware, times
-        self._assumptions = assumptions.on(hardware)
-        self._configurations = Configurations(base)
-        self._known: dict[tuple[object, ...], Any] = {}
-
-    def _once(self, key: tuple[object, ...], compute: Callable[[], Part]) -> Part:
-        """Return the result of `compute`; calls with an equal key return the result of the first one."""
-        if key not in self._known:
-            self._known[key] = compute()
-        return self._known[key]
-
-    def num_bytes(self, layout: Layout) -> int:
-        """Return the bytes of the fullest rank. Raises ConfigError like `estimate`."""
-        return max(memory.total for memory in self._memory(layout))
-
-    def least_bytes(self, layout: Layout) -> float:
-        """Return a lower bound of `num_bytes`."""
-        return 0.0 if self._base.schedule.file else least_bytes(*self._held(layout))
-
-    def least_seconds(self, layout: Layout) -> float:
-        """Return a lower bound of the estimate's seconds."""
-        return 0.0 if self._base.schedule.file else self._step(layout).least_seconds()
-
-    def fits(self, layout: Layout) -> bool:
-        """Return whether every rank fits the smallest device at its pipeline coordinate. Raises like `estimate`."""
-        memory = self._memory(layout)  # raises before `_run` if a schedule file does not fit the run
-        limits = self._run(layout).placement.memory_limits
-        return all(each.total <= limit for each, limit in zip(memory, limits, strict=True))
-
-    @cached_method
-    def estimate(self, layout: Layout) -> Estimate:
-        """Return the estimate. Raises ConfigError if a schedule file is for another division of the model, which no
-        earlier check detects."""
-        if not self._base.schedule.file:
-            return estimate_run(self._step(layout), self._memory(layout))
-        config = self._configurations.of(layout)
-        try:
-            return estimate(config, self._hardware, times=self._times, assumptions=self._assumptions)
-        except ScheduleError as error:
-            raise ConfigError(f"schedule {config.schedule.file}: {error}") from error
-
-    @cached_method
-    def _run(self, layout: Layout) -> RunLayout:
-        shape, config = layout.shape, self._configurations.of(layout)
-        placement = self._once(shape[:4], lambda: Placement(self._hardware, shape.mesh))
-        like = self._once((shape.pipeline, shape.schedule, shape.chunks), lambda: lay_on(config, placement))
-        return lay_on(config, placement, like)
-
-    @cached_method
-    def _memory(self, layout: Layout) -> tuple[RankMemory, ...]:
-        if self._base.schedule.file:
-            return self.estimate(layout).memory
-        return rank_memories(self._run(layout), self._held(layout))
-
-    def _held(self, layout: Layout) -> tuple[RankOrders, LayerSizes, StateSizes]:
-        """Return what determines the bytes of a layout, each part computed once for all layouts that share it."""
-        shape = layout.shape
-        of_micro = shape.tensor, shape.context, shape.micro_size, layout.sequence, layout.recompute
-        of_state = shape.tensor, shape.data * shape.context, layout.zero
-        return (
-            self._once((RankOrders, layout.order), lambda: RankOrders.of(self._run(layout))),
-            self._once((LayerSizes, of_micro), lambda: LayerSizes.of(self._run(layout))),
-            self._once((StateSizes, of_state), lambda: StateSizes.of(self._run(layout))),
-        )
-
-    @cached_method
-    def _step(self, layout: Layout) -> StepTimer:
-        run, shape, given = self._run(layout), layout.shape, (self._times, self._assumptions)
-        # Measured times may depend on every field of a layout, and sums tensor by tensor on the recomputation.
-        of_micro = shape[:5], layout.sequence, layout.recompute
-        by_tensor = self._assumptions.tensor_by_tensor
-        of_state = shape[:4], layout.zero, layout.sequence > 0, by_tensor and layout.recompute
-        apart = () if isinstance(self._times, SharedRoofline) else layout
-        micro = self._once(
-            (microbatch_cost, of_micro, apart),
-            lambda: [microbatch_cost(run, *each, *given) for each in zip(run.layers, run.flops, strict=True)],
-        )
-        states = self._once(
-            (state_cost, of_state, apart), lambda: [state_cost(run, layer, *given) for layer in run.layers]
-        )
-        layers = [LayerCost(*one, *other) for one, other in zip(micro, states, strict=True)]
-        step = step_time(run, layers, self._assumptions)
-        if layout.zero >= 2:
-            step.traffic = self._once((TrafficCounts, layout.traffic(self._base)), lambda: traffic_counts(run))
-        return step
 
 
 @dataclass(eq=False)
@@ -295,19 +186,31 @@ class Explorer:
     def fastest(self, keep: int = 1, kind: LayoutFilter = EVERY) -> list[Estimate]:
         """Return up to `keep` layouts of a kind that fit, the fastest first; on a tie, the one with less memory."""
         fastest: list[Estimate] = []
-        for seconds, _, layout in self._in_order("seconds", kind):
-            slowest = fastest[-1].step_seconds if len(fastest) == keep else math.inf
-            if seconds > slowest:
+
+        def too_slow(seconds: float, num_bytes: float) -> bool:
+            return len(fastest) == keep and seconds > fastest[-1].step_seconds
+
+        for seconds, num_bytes, layout in self._in_order("seconds", kind):
+            if too_slow(seconds, num_bytes):
                 break
-            if self._closer(layout) > slowest:
-                continue
-            self._examined.add(layout)
-            costs = self._costs
-            if costs.least_bytes(layout) > self._limit or costs.least_seconds(layout) > slowest:
-                continue
-            if self._fits(layout):
-                fastest = sorted([*fastest, self._costs.estimate(layout)], key=order)[:keep]
+            if estimate := self._estimate(layout, num_bytes, too_slow):
+                fastest = sorted([*fastest, estimate], key=order)[:keep]
         return fastest
+
+    def _estimate(self, layout: Layout, num_bytes: float, useless: Callable[[float, float], bool]) -> Estimate | None:
+        """Return the estimate of a layout; None if it does not fit, or closer bounds rule it out. num_bytes: bound of
+        its bytes. useless: whether bounds of seconds and bytes rule a layout out."""
+        seconds = self._closer(layout)
+        if useless(seconds, num_bytes):
+            return None
+        self._examined.add(layout)
+        num_bytes = self._costs.least_bytes(layout)
+        if num_bytes > self._limit or useless(seconds, num_bytes):
+            return None
+        seconds = max(seconds, self._costs.least_seconds(layout))
+        if useless(seconds, num_bytes) or useless(seconds, self._num_bytes(layout)) or not self._fits(layout):
+            return None
+        return self._costs.estimate(layout)
 
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
         """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
@@ -331,32 +234,20 @@ class Explorer:
         """
         front: list[Estimate] = []
 
-        def covered(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
-            """Return whether a layout of the front needs at most `more` times these seconds and bytes. Among the
-            layouts that are fast enough, the slowest one needs the least memory."""
+        def useless(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
+            """Return whether a layout is too slow, or one of the front needs at most `more` times its seconds and
+            bytes. Among the layouts that are fast enough, the slowest one needs the least memory."""
             as_fast = bisect_right(front, seconds * more, key=attrgetter("step_seconds"))
-            return as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more
+            return seconds > slowest or (as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more)
 
         for seconds, num_bytes, layout in self._in_order("seconds", EVERY):
             if seconds > slowest:
                 break
-            if covered(seconds, num_bytes, 1.0 + tolerance):
+            if useless(seconds, num_bytes, 1.0 + tolerance):
                 continue
-            seconds = self._closer(layout)
-            if seconds > slowest or covered(seconds, num_bytes):
-                continue
-            self._examined.add(layout)
-            num_bytes = self._costs.least_bytes(layout)
-            if covered(seconds, num_bytes):
-                continue
-            seconds = max(seconds, self._costs.least_seconds(layout))
-            if seconds > slowest or covered(seconds, num_bytes):
-                continue
-            if covered(seconds, self._num_bytes(layout)) or not self._fits(layout):
-                continue
-            estimated = self._costs.estimate(layout)
-            if estimated.step_seconds <= slowest:
-                front = pareto([*front, estimated])
+            estimate = self._estimate(layout, num_bytes, useless)
+            if estimate is not None and estimate.step_seconds <= slowest:
+                front = pareto([*front, estimate])
         return front
 
 

@@ -21,10 +21,11 @@ from megapipe.layout.scheduling import num_stages
 from megapipe.layout.stages import StageLayout, layers_of, num_parameters
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate
-from megapipe.planner.cost.layer_times import LayerTimes, RooflineTimes, shared
+from megapipe.planner.cost.layer_times import LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.explorer import Evaluation, Explorer, order
+from megapipe.planner.search.evaluation import Evaluation
+from megapipe.planner.search.explorer import Explorer, order
 from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
 from megapipe.schedules.balance import balance_layers
@@ -101,8 +102,8 @@ def search_speed(
     times = shared(slowest_times(base, hardware, devices, assumptions) if times is None else times)
     layouts = Layouts(base, devices, pinned, space)
     limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
-    bounds = LayoutBounds(base, hardware, devices, times, assumptions)
-    explorer = Explorer(layouts, bounds, Evaluation(base, hardware, times, assumptions), limit)
+    costs = Evaluation(base, hardware, times, assumptions)
+    explorer = Explorer(layouts, LayoutBounds(costs, devices), costs, limit)
     if not explorer.count:
         raise ConfigError(_why_nothing_runs(base, devices, pinned))
     report(0.1)
@@ -157,18 +158,9 @@ def search_speed(
 def slowest_times(
     base: PretrainConfig, hardware: Hardware, devices: int, assumptions: Assumptions = ENGINE
 ) -> LayerTimes:
-    """Return the roofline of the device that every step waits for, the default of `planner.cost.model`.
-
-    Raises ConfigError if precision is auto, or a device has no peak for it.
-    """
-    if base.training.precision == "auto":
-        raise ConfigError(
-            "training.precision auto is decided by measurements at "
-            "the start of a run; set fp32, bf16 or fp16 for planning"
-        )
-    used_devices = [node.device for node in hardware.nodes(devices)]
-    slowest = min(used_devices, key=lambda device: device.peak(base.training.precision))
-    return RooflineTimes(slowest, assumptions.megatron_kernels)
+    """Return the default times of a search. Raises ConfigError as `slowest_roofline`."""
+    used_devices = (node.device for node in hardware.nodes(devices))
+    return slowest_roofline(used_devices, base.training.precision, assumptions.megatron_kernels)
 
 
 def _priced(entry: Found, per_hour: float | None) -> Found:

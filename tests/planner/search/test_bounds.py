@@ -13,10 +13,9 @@ import megapipe.planner.search.bounds as bounds_module
 from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.stages import StageLayout
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.search.bounds import LayoutBounds, StageLimiter, _Cut
-from megapipe.planner.search.explorer import Evaluation
+from megapipe.planner.search.bounds import LayoutBounds, _Cut
+from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.space import Branch, Layout, Layouts, SearchSpace, Shape
 from megapipe.schedules import Kind, order
@@ -62,7 +61,8 @@ def searches(draw: st.DrawFn, schedule: str) -> tuple[PretrainConfig, Hardware, 
 
 def check_bounds(base: PretrainConfig, hardware: Hardware, devices: int, layouts: list[Layout]) -> None:
     times = slowest_times(base, hardware, devices)
-    bounds, costs = LayoutBounds(base, hardware, devices, times), Evaluation(base, hardware, times)
+    costs = Evaluation(base, hardware, times)
+    bounds = LayoutBounds(costs, devices)
     for layout in layouts:
         seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, (layout[1:],)))
         exact = estimate(layout.applied(base), hardware)
@@ -157,7 +157,7 @@ def test_bounds_are_near_enough_to_prune() -> None:
     """Of a model whose blocks are much of it, on links that are not the bottleneck."""
     base = run(num_layers=16, hidden_size=1024, num_heads=8)
     hardware = machine(memory=1e15, inside=1e12, outside=1e12)
-    bounds = LayoutBounds(base, hardware, 8, slowest_times(base, hardware, 8))
+    bounds = LayoutBounds(Evaluation(base, hardware, slowest_times(base, hardware, 8)), 8)
     shares = []
     for layout in list(Layouts(base, 8, frozenset(), SearchSpace()))[::40]:
         seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, (layout[1:],)))
@@ -171,7 +171,7 @@ def test_bounds_are_near_enough_to_prune() -> None:
 def test_a_layout_that_cannot_fit_has_no_time() -> None:
     base = run()
     hardware = machine(memory=1e6)
-    bounds = LayoutBounds(base, hardware, 2, slowest_times(base, hardware, 2))
+    bounds = LayoutBounds(Evaluation(base, hardware, slowest_times(base, hardware, 2)), 2)
     shape = Shape(2, 1, 1, 1, 1, "1f1b", None)
     seconds, num_bytes = bounds.of(shape, ((0, 0, "none"),))
     assert seconds.tolist() == [float("inf")]
@@ -209,28 +209,3 @@ def test_no_rank_holds_fewer_micro_batches(
         for row, (kind, stage) in enumerate(rows[:, [KIND, STAGE]].tolist()):
             held[row, own.index(stage)] = (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
         assert (held.cumsum(axis=0) >= least[rank]).all(axis=1).any()
-
-
-@settings(max_examples=60, deadline=None)
-@given(base=runs(), stages=st.integers(1, 11), vocabulary=st.sampled_from([64, 3000, 30000]))
-def test_no_stage_gets_more_blocks(base: PretrainConfig, stages: int, vocabulary: int) -> None:
-    stages = min(stages, base.model.num_layers + 2)
-    base = replace(
-        base,
-        model=replace(base.model, vocabulary_size=vocabulary),
-        parallel=replace(base.parallel, pipeline=stages),
-    )
-    layout = StageLayout.of(base)
-    blocks = [sum(layout.layers[index].kind == "block" for index in each) for each in layout.ranges]
-    limits = StageLimiter(base).of(stages)
-    assert max(blocks) <= limits.most or stages == 1
-    assert blocks[-1] <= limits.last
-    assert StageLimiter(replace(base, parallel=replace(base.parallel, layers_per_stage=[3, 4]))).of(2).most == 4
-
-
-@pytest.mark.parametrize(("stages", "most", "last"), [(1, 8, 8), (2, 4, 4), (4, 2, 2), (3, 3, 3)])
-def test_blocks_of_a_model_without_a_head_to_speak_of(stages: int, most: int, last: int) -> None:
-    base = run(num_layers=8, vocabulary_size=64, hidden_size=512, num_heads=4)
-    limits = StageLimiter(base).of(stages)
-    assert (limits.most, limits.last) <= (most + 1, last)
-    assert limits.most * (stages - 1) + limits.last >= 8

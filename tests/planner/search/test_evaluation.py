@@ -11,7 +11,7 @@ from megapipe.planner.cost.estimate import ENGINE, Assumptions
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.measured import MeasuredTimes
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.explorer import Evaluation
+from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.plan import Effort, search_speed, slowest_times
 from megapipe.planner.search.space import Layouts, SearchSpace
 from tests.planner.measured import machines
@@ -40,7 +40,7 @@ def test_layouts_of_one_search_cost_what_each_costs_alone(
     layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=SCHEDULES, max_context=2)))
     times = slowest_times(base, hardware, devices, assumptions)
     together = Evaluation(base, hardware, times, assumptions)
-    bounds = LayoutBounds(base, hardware, devices, times, assumptions)
+    bounds = LayoutBounds(together, devices)
     for layout in numbers.sample(layouts, min(12, len(layouts))):  # type: ignore[attr-defined]
         alone = estimate(layout.applied(base), hardware, assumptions=assumptions)
         assert together.num_bytes(layout) == alone.peak_bytes

@@ -13,7 +13,8 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.explorer import Evaluation, Explorer, LayoutFilter, order, pareto
+from megapipe.planner.search.evaluation import Evaluation
+from megapipe.planner.search.explorer import Explorer, LayoutFilter, order, pareto
 from megapipe.planner.search.plan import slowest_times
 from megapipe.planner.search.space import Branch, Choice, Layout, Layouts, SearchSpace, Shape
 from tests.planner.search.runs import machine, run, runs
@@ -155,8 +156,8 @@ def test_the_cost_models_best_is_that_of_estimating_everything(
     fitting = [each for each in fitting if each.fits]
     assume(fitting)
     times = slowest_times(base, hardware, devices)
-    bounds = LayoutBounds(base, hardware, devices, times)
-    explorer = Explorer(layouts, bounds, Evaluation(base, hardware, times), memory)
+    costs = Evaluation(base, hardware, times)
+    explorer = Explorer(layouts, LayoutBounds(costs, devices), costs, memory)
     assert [order(each) for each in explorer.fastest(3)] == [order(each) for each in fitting[:3]]
     slowest = 1.5 * fitting[0].step_seconds
     near = [each for each in fitting if each.step_seconds <= slowest]

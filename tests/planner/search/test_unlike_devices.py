@@ -11,7 +11,8 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
-from megapipe.planner.search.explorer import Evaluation, Explorer, order
+from megapipe.planner.search.evaluation import Evaluation
+from megapipe.planner.search.explorer import Explorer, order
 from megapipe.planner.search.findings import NothingFits
 from megapipe.planner.search.plan import Effort, search_speed, slowest_times
 from megapipe.planner.search.space import Layouts, SearchSpace
@@ -69,8 +70,8 @@ def test_the_best_is_that_of_estimating_everything(
     everything = [estimate(each.applied(base), hardware) for each in layouts]
     fitting = sorted((each for each in everything if each.fits), key=order)
     times = slowest_times(base, hardware, devices)
-    bounds, costs = LayoutBounds(base, hardware, devices, times), Evaluation(base, hardware, times)
-    found = Explorer(layouts, bounds, costs, max(first, second)).fastest(3)
+    costs = Evaluation(base, hardware, times)
+    found = Explorer(layouts, LayoutBounds(costs, devices), costs, max(first, second)).fastest(3)
     assert [order(each) for each in found] == [order(each) for each in fitting[:3]]
 
 

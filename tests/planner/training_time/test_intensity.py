@@ -3,12 +3,10 @@
 import pytest
 
 from megapipe.planner.command.train_time import (
+    Cluster,
     MethodLayout,
     Transformer,
     critical_batch_tokens,
-    link_threshold,
-    pipeline_intensity,
-    tensor_intensity,
 )
 
 X_160 = Transformer(160, 160**2, 160, 16 * 160)
@@ -27,17 +25,20 @@ def test_the_family_has_its_sizes(size: int, parameters: float) -> None:
     ("bytes_per_second", "threshold"), [(300e9, 1040), (31.5e9, 9905), (25e9, 12480), (3.125e9, 99840)]
 )
 def test_thresholds_of_an_a100(bytes_per_second: float, threshold: float) -> None:
-    assert round(link_threshold(A100, bytes_per_second)) == threshold
+    found = Cluster(A100, 80e9, bytes_per_second, 2 * bytes_per_second, 8).thresholds
+    assert round(found["inside"]) == threshold
+    assert found["outside"] == found["inside"] / 2
 
 
 def test_intensities_of_one_sequence_and_five_micro_batches() -> None:
-    assert round(MethodLayout("sharded", 2, 1, 1, 1, 5).data_intensity(X_160)) == 3413
-    assert round(MethodLayout("layered", 2, 1, 1, 1, 5).data_intensity(X_160)) == 17067
-    assert MethodLayout("3d", 2, 1, 1, 5, 1).data_intensity(X_160) == 5 * 3840
-    assert pipeline_intensity(X_160, 1) == 614_400
-    assert round(tensor_intensity(X_160, 16)) == 6827
-    assert tensor_intensity(X_160, 1) == float("inf")
-    assert link_threshold(A100, 300e9) / tensor_intensity(X_160, 16) == pytest.approx(0.15, abs=0.005)
+    assert round(MethodLayout("sharded", 2, 1, 1, 1, 5).intensities(X_160)["data"]) == 3413
+    assert round(MethodLayout("layered", 2, 1, 1, 1, 5).intensities(X_160)["data"]) == 17067
+    assert MethodLayout("3d", 2, 1, 1, 5, 1).intensities(X_160)["data"] == 5 * 3840
+    modular = MethodLayout("modular", 1, 5, 16, 1, 5).intensities(X_160)
+    assert modular["data"] == float("inf")
+    assert modular["pipeline"] == 614_400
+    assert round(modular["tensor"]) == 6827
+    assert A100 / 300e9 / modular["tensor"] == pytest.approx(0.15, abs=0.005)
 
 
 def test_checkpoints_of_a_sequence_over_the_devices_of_the_modular_layout() -> None:
