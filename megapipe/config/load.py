@@ -317,8 +317,8 @@ def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
     models = [name for name, found in files.items() if any(field.startswith("model.") for field in found)]
     if (of_flags := _only_berts(flags)) and models:
         raise ConfigError(
-            f"--{of_flags[0]} {flags[of_flags[0]]} is for BERT runs only, but the model of {models[-1]} is a GPT: leave "
-            "the flag out, choose a BERT, or add --kind bert (megapipe plan: --bert) to train one of these sizes"
+            f"--{of_flags[0]} {flags[of_flags[0]]} is for BERT runs only, but the model of {models[-1]} is a GPT: "
+            "leave the flag out, choose a BERT, or add --kind bert (megapipe plan: --bert) to train one of these sizes"
         )
     return BertPretrainConfig if of_flags else PretrainConfig
 
