@@ -33,9 +33,9 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.load_profile("default")
 
 
-FAST_EXAMPLES = 0.4
+FAST_EXAMPLES = 0.3
 """Share of a property's examples that the fast and slow tiers run; the exhaustive one runs all of them."""
-FEWEST_EXAMPLES = 10
+FEWEST_EXAMPLES = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

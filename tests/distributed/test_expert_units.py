@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megapipe.config.parallel import ZeroConfig
-from megapipe.layout.prediction import RankPrediction
 from megapipe.schedules import dumps, loads
 from tests.distributed.test_covering import check_costs, predicted_and_counted
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
-from tests.support.layout_runs import LayoutRun
+from tests.support.layout_runs import run_layout
+from tests.support.meshes import run_threads
 
 MODEL = replace(LLAMA_SHAPE, num_experts=4, experts_per_token=4)
 
@@ -26,20 +26,16 @@ MODEL = replace(LLAMA_SHAPE, num_experts=4, experts_per_token=4)
 def test_experts_shared_by_other_replicas_train_alike(
     tmp_path: Path, sizes: dict[str, int], experts: int, stage: int
 ) -> None:
-    prefix = write_shard(tmp_path)
-    runs: list[list[tuple[RankPrediction, LayoutRun]]] = []
-    for apart in (None, experts):
-        config = make_config(prefix, MODEL, schedule={"name": "1f1b"})
-        config.zero = ZeroConfig(stage=stage, expert_shard_size=apart)  # type: ignore[arg-type]
-        config.parallel = replace(config.parallel, **sizes)
-        runs.append(predicted_and_counted(config))
-    together, split = ([rank.run for _, rank in ranks] for ranks in runs)
-    assert [each.loss for each in split[0].results] == pytest.approx(
-        [each.loss for each in together[0].results], rel=1e-6
-    )
-    for each in runs[1]:
+    config = make_config(write_shard(tmp_path), MODEL, schedule={"name": "1f1b"})
+    [alone] = run_threads({}, run_layout, config)
+    config.zero = ZeroConfig(stage=stage, expert_shard_size=experts)  # type: ignore[arg-type]
+    config.parallel = replace(config.parallel, **sizes)
+    ranks = predicted_and_counted(config)
+    losses, expected = ([each.loss for each in rank.run.results] for rank in (ranks[0][1], alone))
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for each in ranks:
         check_costs(*each)
-    schedule = runs[1][0][1].schedule
+    schedule = ranks[0][1].schedule
     own, apart_unit = (unit for unit in schedule.header.stage_states[0] if unit.layer == 1)
     assert (own.shards, apart_unit.shards) == (0, experts)
     assert (own.weights == "sharded", apart_unit.weights == "sharded") == (stage == 3, stage == 3 and experts > 1)

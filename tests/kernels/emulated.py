@@ -1,6 +1,7 @@
 """csrc/ built for this processor (tests/kernels/emulated_cuda), so that its kernels run where there is no GPU."""
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -21,12 +22,13 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 SANITIZERS = "MEGAPIPE_EMULATED_SANITIZERS"
 """Environment variable: what g++ adds checks for, as -fsanitize takes it."""
 
+NAME = "libmegapipe_emulated.so"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
 def build(folder: Path) -> Library:
     """Compile csrc/ with g++ in `folder`, and load it for CPU tensors."""
-    output = folder / "libmegapipe_emulated.so"
+    output = folder / NAME
     sources = [*SOURCES, EMULATION / "emulation.cpp"]
     checks = os.environ.get(SANITIZERS)
     added = [f"-fsanitize={checks}", "-fno-sanitize-recover=all", "-g"] if checks else []
@@ -34,6 +36,18 @@ def build(folder: Path) -> Library:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return Library(output, device="cpu")
+
+
+def shared_library(factory: pytest.TempPathFactory) -> Path:
+    """Return the file of the library, which the workers of a session compile once."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated_csrc"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / NAME).exists():
+            build(folder)
+    return folder / NAME
 
 
 def set_clusters(library: Library, present: bool) -> None:

@@ -12,7 +12,7 @@ from megapipe.kernels.cuda_backend import library
 from megapipe.kernels.ops import OPS
 from tests.kernels import adamw_checks, norm_checks, softmax_checks
 from tests.kernels.cases import DTYPES, LAYOUTS, assert_same_bits, draw, implementation, misaligned
-from tests.kernels.emulated import build, needs_compiler, set_clusters
+from tests.kernels.emulated import needs_compiler, set_clusters, shared_library
 from tests.kernels.norm_checks import Norm
 
 SOFTMAX = implementation("softmax", "cuda")
@@ -36,7 +36,7 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> library.Library:
-    return build(tmp_path_factory.mktemp("csrc"))
+    return library.Library(shared_library(tmp_path_factory), device="cpu")
 
 
 @pytest.fixture(autouse=True)

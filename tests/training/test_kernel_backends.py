@@ -124,9 +124,7 @@ def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
 def test_a_run_on_an_emulated_gpu_is_the_references(
     corpus: str, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("csrc")
-    emulated.build(folder)
-    [library] = folder.glob("*.so")
+    library = emulated.shared_library(tmp_path_factory)
     whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
     expected = run_mesh({}, run_gpt, whole, 2)[0]
     [(found, choices)] = run_mesh({}, on_backend, whole, "cuda", library, timeout=120)
