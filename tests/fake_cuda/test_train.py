@@ -99,10 +99,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
         replace(WIDE, tie_embeddings=False, logit_softcap=3.0),
         {"parallel": {"pipeline": 2, "tensor": 2, "vocabulary": "pipeline"}},
     ),
-    "shared output layer, second variant": (
-        replace(WIDE, tie_embeddings=False),
-        {"parallel": {"pipeline": 2, "vocabulary": "pipeline_2"}},
-    ),
+    "shared output layer, second variant": (WIDE, {"parallel": {"pipeline": 2, "vocabulary": "pipeline_2"}}),
     **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""
