@@ -233,6 +233,7 @@ MIXED = [
     pytest.param(
         {"schedule": "1f1b", "pipeline": "2", "data": "2", "zero": "2", "tied": "untied"}, FURTHER, marks=RARE
     ),
+    pytest.param({"schedule": "gpipe", "pipeline": "2", "tied": "untied"}, FURTHER, marks=RARE),
     pytest.param(
         {"schedule": "interleaved_1f1b", "pipeline": "2", "data": "2", "zero": "3", "offload": "activations"},
         EXPERTS,
