@@ -36,8 +36,8 @@ from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec import linear
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop import replica as replica_module
+from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.loop.steps import Evaluator
 from megapipe.training.pretrain import pretrain, rehearse
@@ -198,8 +198,8 @@ def train(
     """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
 
     dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: bytes beside a step.
-    chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`. pairs_in_order: the halves of
-    pairs run one after the other.
+    chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`. pairs_in_order: run the
+    halves of pairs one after the other.
     """
     if chunk_bytes is not None:
         linear.CHUNK_BYTES = chunk_bytes

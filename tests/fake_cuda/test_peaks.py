@@ -65,6 +65,8 @@ CASES: dict[str, tuple[Any, Changes]] = {
         {**parallel(pipeline=4), "recompute": {"method": "selective", "parts": ["attention"]}},
     ),
     "llama, zb_v": (LLAMA, parallel("zb_v", pipeline=2)),
+    "gpt, dualpipe_v": (GPT, parallel("dualpipe_v", pipeline=2, tensor=2)),
+    "llama, dualpipe_v, sequence": (LLAMA, parallel("dualpipe_v", pipeline=2, tensor=2, sequence=True)),
     "llama, interleaved": (LLAMA, parallel("interleaved_1f1b", pipeline=2)),
     "llama, full": (LLAMA, {**parallel(pipeline=4), "recompute": {"method": "full"}}),
     "llama, selective": (LLAMA, {**parallel(pipeline=4), **SELECTIVE}),
