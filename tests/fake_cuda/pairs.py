@@ -55,15 +55,17 @@ class Order:
         self._record, self._follow, self._launch = timeline.record, timeline.follow, watch._launch
         timeline.record, timeline.follow = self._recorded, self._followed  # type: ignore[method-assign]
         watch._launch = self._launched  # type: ignore[method-assign]
-        start: Callable[..., Any] = Communicator.collective
-        order = self
+        for name in ("collective", "point_to_point"):
+            setattr(Communicator, name, self._without_queue(getattr(Communicator, name)))
 
-        def collective(group: Communicator, kind: str, sources: Any, targets: Any, own_stream: bool) -> Any:
-            if own_stream:
-                order._after[group.stream] = frozenset()  # what its queue adds is left out
-            return start(group, kind, sources, targets, own_stream)
+    def _without_queue(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave out what a communicator's queue adds: its own stream forgets what came before."""
 
-        Communicator.collective = collective  # type: ignore[method-assign,assignment]
+        def started(group: Communicator, *arguments: Any) -> Any:
+            self._after[group.stream] = frozenset()
+            return start(group, *arguments)
+
+        return started
 
     def marks(self, schedule: Schedule, rank: int) -> Callable[[Instruction], Instruction]:
         """Return a function that lets an instruction of a rank note what its half launches."""

@@ -21,7 +21,6 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "recomputation, layer by layer": (WIDE, {"parallel": {"tensor": 2}, "recompute": {"method": "full"}}),
     "selective recomputation": (DROPOUT, {"parallel": {"tensor": 2}, "recompute": {"method": "selective"}}),
     "fp8 tensorwise": (WIDE, {"parallel": {"tensor": 2}, "training": {**FP8, "fp8": "tensorwise"}}),
-    "recomputed logits": (WIDE, {"parallel": {"tensor": 2}, "recompute": {"logits": True}}),
     "shards of the optimizer": (WIDE, {"parallel": {"tensor": 2, "data": 2}, "zero": {"stage": 1}}),
 }
 SLOW = ("tensor",)
