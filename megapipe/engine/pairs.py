@@ -32,7 +32,7 @@ class AbandonedError(RuntimeError):
         super().__init__("the other half of this pair failed")
 
 
-class Turns:
+class Alternation:
     """Two functions on two threads, of which one runs at a time."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class TwoStreams:
     """The main stream, which is current where a step runs, and a side stream of one GPU. turns: of a pair's halves."""
 
     def __init__(self, device: torch.device) -> None:
-        self.turns = Turns()
+        self.turns = Alternation()
         self._device = device
         self._side = torch.cuda.Stream(device)
 

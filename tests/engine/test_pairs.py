@@ -18,7 +18,7 @@ from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Holding, pairs_told
 from megapipe.engine.errors import HalfError
-from megapipe.engine.pairs import AbandonedError, Turns
+from megapipe.engine.pairs import AbandonedError, Alternation
 from megapipe.layout.table import LayerChoice
 from megapipe.parallel.groups import DistributedGroup, SilentGroup, SoloGroup
 from megapipe.parallel.mesh import Mesh
@@ -44,7 +44,7 @@ def test_halves_of_a_pair_never_share_a_stream(ranks: int, extra: int) -> None:
 
 
 def test_halves_take_turns_at_every_pause() -> None:
-    turns, order, threads = Turns(), [], set()
+    turns, order, threads = Alternation(), [], set()
 
     def half(name: str, pauses: int) -> None:
         for number in range(pauses):
@@ -62,7 +62,7 @@ def test_halves_take_turns_at_every_pause() -> None:
 @pytest.mark.parametrize("fails", [0, 1])
 @pytest.mark.parametrize("pauses", [0, 1, 3])
 def test_a_half_that_fails_ends_the_other(fails: int, pauses: int) -> None:
-    turns, abandoned = Turns(), []
+    turns, abandoned = Alternation(), []
 
     def failing() -> None:
         for _ in range(pauses):
@@ -99,9 +99,9 @@ class Streams:
 def streams_on_cpu() -> Iterator[list[int]]:
     """Let pairs overlap on a CPU: the halves take turns, and their streams do nothing. Yields the pairs that ran."""
     count = []
-    run = Turns.run
+    run = Alternation.run
 
-    def counted(turns: Turns, *halves: Any) -> None:
+    def counted(turns: Alternation, *halves: Any) -> None:
         count.append(1)
         run(turns, *halves)
 
@@ -112,7 +112,7 @@ def streams_on_cpu() -> Iterator[list[int]]:
         mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
         mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
         mock.patch.object(torch.Tensor, "record_stream", return_value=None),
-        mock.patch.object(Turns, "run", counted),
+        mock.patch.object(Alternation, "run", counted),
     ):
         yield count
 
