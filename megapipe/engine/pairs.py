@@ -130,10 +130,6 @@ class TwoStreams:
                 found.append(instruction)
         return found
 
-    def end_section(self) -> None:
-        """Let the side stream wait for the main one, so that its memory may be freed from now on."""
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-
     def _alone(self, instruction: Instruction, is_side: bool) -> Callable[[StepState], None]:
         action, run = instruction.action, instruction.run
         if not is_side:
