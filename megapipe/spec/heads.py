@@ -34,7 +34,7 @@ from megapipe.spec.ops import (
     passes,
 )
 from megapipe.spec.parameters import ParameterSpec
-from megapipe.spec.transformer import block_ops, lookup_kernels, norm, word_collectives
+from megapipe.spec.transformer import INDEX_BYTES, block_ops, lookup_kernels, norm, word_collectives
 
 LOSS_STATISTICS = 3
 """Numbers per row by which tensor ranks find the softmax over all columns: maximum, sum, the label's logit."""
@@ -52,25 +52,30 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     scaled = shape.model.logit_scale != 1
     hidden = normalised._replace(name="unscaled head norm") if scaled else normalised
     for depth in range(shape.model.mtp_layers):
-        yield from _prediction_ops(shape, f"mtp.{depth}.", hidden)
+        yield from _prediction_ops(shape, depth, hidden)
         hidden = hidden._replace(name=f"mtp.{depth}.{'unscaled norm' if scaled else 'normalised'}")
 
 
-def _prediction_ops(shape: MicrobatchShape, prefix: str, hidden: Value) -> Iterator[Op]:
+def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterator[Op]:
     """Yield the ops of one depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
     output matrix are those of the model.
 
-    As a part of the head it recomputes nothing. prefix: of all names. hidden: normalised hidden states of the depth
-    before.
+    As a part of the head it recomputes nothing. hidden: normalised hidden states of the depth before.
     """
+    prefix = f"mtp.{depth}."
     shape = replace(shape, recompute=frozenset())
     model, stream = shape.model, shape.own_stream
     words = table(model, "word.weight", model.vocabulary_size, padded=True)
     projection = matrix("projection.weight", (model.hidden_size, 2 * model.hidden_size), None, model.init_std)
     joined, normalised = Value("joined", 2 * stream), Value("normalised", stream)
+    # The first depth reads the micro-batch's own labels as tokens; other labels are copies, each shifted by one more.
+    tokens, labels = (
+        Value(f"labels shifted by {n}", shape.tokens * INDEX_BYTES * (n > 0)) for n in (depth, depth + 1)
+    )
     lookup = Op(
         "lookup",
-        weight_needs=(gradient("words", shape.stream),),
+        saves=(tokens,),
+        weight_needs=(tokens, gradient("words", shape.stream)),
         collectives=word_collectives(shape),
         kernels=partial(lookup_kernels, shape),
         moments=partial(table_moments, shape, (words,)),
@@ -98,13 +103,14 @@ def _prediction_ops(shape: MicrobatchShape, prefix: str, hidden: Value) -> Itera
     scale = Value("scale of further losses", FULL_BYTES)
     output = _output(shape, normalised, scale)
     weights = Value("weights of tokens", shape.tokens * FULL_BYTES)
-    output = output._replace(saves=(*output.saves, weights), weight_needs=(*output.weight_needs, weights), weights=())
+    kept = (*output.saves, weights, *((labels,) if shape.recompute_logits else ()))
+    output = output._replace(saves=kept, weight_needs=(*output.weight_needs, weights), weights=())
     last = norm(shape, "norm", Value("output", stream))
     # The backward has freed the last ops' tensors by then, and started with the gradient of the block's output.
     freed = sum(value.bytes for value in output.saves if value != normalised)
     block = [each._replace(moments=partial(_held_more, each, stream - freed)) for each in block]
     for op in (lookup, *norms, join, *block, last, output):
-        yield _renamed(op, prefix, (hidden, scale))
+        yield _renamed(op, prefix, (hidden, scale, tokens, labels))
 
 
 def _held_more(op: Op, more: int) -> tuple[Moment, ...]:

@@ -180,9 +180,8 @@ MIXED = [
     pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, NO_ROPE, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2", "recompute": "full"}, EXPERTS, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2", "tied": "untied"}, SHARED, marks=SLOW),
-    pytest.param(
-        {"pipeline": "2", "tensor": "2", "tied": "untied"}, {"parallel": {"vocabulary": "pipeline_2"}}, marks=RARE
-    ),
+    pytest.param({"pipeline": "2", "tensor": "2"}, {"parallel": {"vocabulary": "pipeline_2"}}, marks=RARE),
+    pytest.param({"pipeline": "2", "data": "2", "zero": "2"}, SHARED, marks=RARE),
     pytest.param(
         {"data": "2", "tensor": "2", "zero": "3", "sequence": "on"},
         {**EXPERTS, "zero": {"expert_shard_size": 1}},
@@ -234,6 +233,7 @@ MIXED = [
     pytest.param(
         {"schedule": "1f1b", "pipeline": "2", "data": "2", "zero": "2", "tied": "untied"}, FURTHER, marks=RARE
     ),
+    pytest.param({"schedule": "gpipe", "pipeline": "2", "tied": "untied"}, FURTHER, marks=RARE),
     pytest.param(
         {"schedule": "interleaved_1f1b", "pipeline": "2", "data": "2", "zero": "3", "offload": "activations"},
         EXPERTS,

@@ -104,16 +104,14 @@ class Subject:
     def saved(self) -> int:
         """Return the bytes that a forward leaves for its backward.
 
-        Parameters, the micro-batch and tables, which all micro-batches share, do not count; numbers of rows
-        and experts count in a mixture of experts only, since other integers are the micro-batch's own.
+        Parameters, the micro-batch and tables, which all micro-batches share, do not count; int64 tensors count in a
+        mixture of experts (numbers of rows) and in a head (labels of further tokens) only.
         """
-        known = {each.untyped_storage().data_ptr() for each in self.module.parameters()}
-        known |= {each.untyped_storage().data_ptr() for each in vars(self.batch).values() if isinstance(each, Tensor)}
-        integers = self.model.num_experts is not None and self.layer.kind == "block"
+        known = {each.untyped_storage().data_ptr() for each in self.module.parameters()} | self._batch_addresses()
         kept: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if integers or tensor.dtype not in (torch.int64, torch.int32):
+            if self._keeps_integers or tensor.dtype not in (torch.int64, torch.int32):
                 kept[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
@@ -128,8 +126,17 @@ class Subject:
         tape = SplitTape()
         output = self.run(tape)
         tape.backward_input([gradient_edge(output)], [torch.ones_like(output)], self.inputs)
-        kept = {each.untyped_storage().data_ptr(): each for each in tape.kept if each.is_floating_point()}
-        return sum(each.untyped_storage().nbytes() for each in kept.values())
+        labels = self.layer.kind == "head" and self._keeps_integers
+        kept = {each.untyped_storage().data_ptr(): each for each in tape.kept if labels or each.is_floating_point()}
+        own = self._batch_addresses()
+        return sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in own)
+
+    @property
+    def _keeps_integers(self) -> bool:
+        return self.model.num_experts is not None if self.layer.kind == "block" else self.layer.kind == "head"
+
+    def _batch_addresses(self) -> set[int]:
+        return {each.untyped_storage().data_ptr() for each in vars(self.batch).values() if isinstance(each, Tensor)}
 
     def flops(self) -> tuple[int, int]:
         """Return the FLOPs that torch counts in forward and backward."""

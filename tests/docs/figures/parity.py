@@ -15,9 +15,11 @@ from tests.distributed.parity import (
     Outcome,
     differences,
     family_cases,
+    may_differ,
     refusal,
     run_layout,
     run_transformers,
+    same_bits,
     written,
 )
 from tests.docs.figures import head, read, row, table
@@ -40,13 +42,16 @@ def parity() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         families = written(Path(folder), chosen)
         expected = run_transformers(families)
+        alone: dict[str, Outcome] = {}
         for layout in LAYOUTS:
             refused = {family.model_type: line for family in families if (line := refusal(family.config, layout))}
             found = run_layout(layout, [family for family in families if family.model_type not in refused])
             for name, line in refused.items():
                 refusals += [line] if line not in refusals else []
                 cells |= {(quantity, name, layout): f"refused ({refusals.index(line) + 1})" for quantity in TOLERANCES}
+            alone = alone or found
             for name, outcome in found.items():
+                assert may_differ(name, layout) or same_bits(outcome, alone[name]), f"{name} on {layout}: other bits"
                 cells |= measured(name, layout, outcome, expected[name], before)
     for quantity in TOLERANCES:
         yield from ("", *head(quantity, *LAYOUTS))
