@@ -255,8 +255,6 @@ class Engine:
             except BaseException as error:
                 self._broken_by = f"step {steps[instruction.offset].input.step}: {error!r}"
                 raise
-        if self._streams is not None:
-            self._streams.end_section()
         if self._swaps is not None:
             self._swaps.end_section()
 

@@ -8,8 +8,8 @@ the same order. The backward's thread waits in autograd, whose own thread of the
 Autograd runs a node on the stream of its forward. Therefore, every micro-batch has one stream on each stage, for all
 of its actions: the main stream, or the side stream if it is paired with one of the main stream. A parameter's
 gradient is added on the stream on which the parameter was first used, so each stream has modules of its own over the
-same weights and gradients (`Assembly`). Both streams wait for each other before and after every action of the side
-stream, so that all else the engine does stays on the main stream.
+same weights and gradients (`Assembly`). The side stream waits for the main stream before each of its actions, and the
+main stream waits for the side stream after it, so that all else the engine does stays on the main stream.
 """
 
 import threading
@@ -129,10 +129,6 @@ class TwoStreams:
             else:
                 found.append(instruction)
         return found
-
-    def end_section(self) -> None:
-        """Let the side stream wait for the main one, so that its memory may be freed from now on."""
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
 
     def _alone(self, instruction: Instruction, is_side: bool) -> Callable[[StepState], None]:
         action, run = instruction.action, instruction.run
