@@ -71,6 +71,8 @@ def test_options_that_exclude_each_other_are_refused(
 def test_tasks_without_lm_eval_name_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in [each for each in sys.modules if each.startswith("lm_eval.")]:
+        monkeypatch.delitem(sys.modules, name)  # of other tests, where it is installed
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     folder = save_run(tmp_path, "")
     words = ["--checkpoint", str(folder), "--tokenizer", "bytes", "--device", "cpu", "--tasks", "t"]
