@@ -75,6 +75,9 @@ def checks(ranks: int) -> list[Check]:
         *((f"ZeRO {stage}", "data", {"zero": {"stage": stage}}) for stage in range(4)),
     ):
         found.append(Check(name, {dimension: ranks}, _training(groups)))
+    if ranks % 2 == 0:
+        paired = {"tensor": 2, "pipeline": ranks // 2}
+        found.append(Check("pairs", paired, _training({"schedule": {"name": "dualpipe_v"}})))
     if ranks % 4 == 0:
         mixed = {"tensor": 2, "pipeline": 2, "data": ranks // 4}
         found.append(Check("tensor, pipeline, data", mixed, _training({"zero": {"stage": 1}})))

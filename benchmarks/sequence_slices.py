@@ -62,7 +62,7 @@ def peak_growth(mesh: Mesh, config: PretrainConfig) -> int:
     before = 0
     for step in range(2):
         before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
         replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-4))
     return _status("VmHWM") - before
 

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "ColumnLinear": "megapipe.layers.linear",
+    "DotProductAttention": "megapipe.layers.context_parallel",
     "LayoutTable": "megapipe.layout.table",
     "Mesh": "megapipe.parallel.mesh",
     "OffloadConfig": "megapipe.config.memory",

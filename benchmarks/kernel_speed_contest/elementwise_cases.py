@@ -12,6 +12,7 @@ from .case import HIDDEN, QUICK, TINY, Aim, Case, Draw, Entry, Size, Traffic
 
 DROPOUT = 0.1
 HEAD = 128
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 def _rows(size: Size, draw: Draw) -> list[Tensor]:
@@ -49,10 +50,14 @@ def _torch_reglu(gate_up: Tensor) -> Tensor:
     return functional.relu(gate) * up
 
 
+def _swiglu_clamped(op: Implementation) -> Entry:
+    return Entry(lambda gate_up: op.apply(gate_up, ALPHA, LIMIT))
+
+
 def _torch_swiglu_clamped(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(ALPHA * gate))
 
 
 def _apart(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -125,7 +130,7 @@ CASES = [
         TINY,
         lambda size, draw: [draw.normal(size.rows, 2 * size.width)],
         Traffic(3, 5).work,
-        _plain,
+        _swiglu_clamped,
         Entry(_torch_swiglu_clamped),
     ),
     Case(

@@ -319,10 +319,10 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.WRONG_INPUT
     try:
         rest = with_model_folders(rest)
+        kind = kind_of(rest) if flags.kind is None else KINDS[flags.kind]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.WRONG_INPUT
-    kind = kind_of(rest) if flags.kind is None else KINDS[flags.kind]
     if flags.ranks is None and flags.nodes is None and flags.rendezvous is None and flags.restarts is None:
         os.environ.update(slurm_variables(os.environ))
         return run_program(kind, rest)

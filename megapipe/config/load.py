@@ -296,32 +296,50 @@ def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
     """Return BERT's kind if the flags or their files set a field or value that only BERT runs have, otherwise GPT's.
 
     Wrong flags and unreadable files count as not set; the parser reports them.
+
+    Raises:
+        ConfigError: only a flag is of a BERT, and the model comes from a file, which is a GPT's.
     """
+    given = underscored(arguments)
     try:
-        words = with_packaged_files(underscored(arguments))
+        words = with_packaged_files(given)
     except ConfigError:
         return PretrainConfig
-    for word, following in pairwise([*words, ""]):
-        flag, _, value = word.removeprefix("--").partition("=")
-        is_file = flag in ("config", "model", "data")
-        named = (flag, value or following)
-        if flag in _BERT_FIELDS or named == _BERT_VALUE or (is_file and _sets_bert_field(flag, value or following)):
-            return BertPretrainConfig
-    return PretrainConfig
+    flags, files = dict[str, str](), dict[str, dict[str, Any]]()
+    for (word, following), names in zip(pairwise([*words, ""]), pairwise([*given, ""]), strict=True):
+        flag, has_value, value = word.removeprefix("--").partition("=")
+        if flag in ("config", "model", "data"):
+            files[names[0] if has_value else " ".join(names)] = _fields_in(flag, value or following)
+        else:
+            flags[flag] = value or following
+    if any(map(_only_berts, files.values())):
+        return BertPretrainConfig
+    models = [name for name, found in files.items() if any(field.startswith("model.") for field in found)]
+    if (of_flags := _only_berts(flags)) and models:
+        raise ConfigError(
+            f"--{of_flags[0]} {flags[of_flags[0]]} is for BERT runs only, but the model of {models[-1]} is a GPT: "
+            "leave the flag out, choose a BERT, or add --kind bert (megapipe plan: --bert) to train one of these sizes"
+        )
+    return BertPretrainConfig if of_flags else PretrainConfig
 
 
-def _sets_bert_field(flag: str, file: str) -> bool:
+def _only_berts(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields that only BERT runs have, or have with this value."""
+    return [name for name, value in values.items() if name in _BERT_FIELDS or (name, value) == _BERT_VALUE]
+
+
+def _fields_in(flag: str, file: str) -> dict[str, Any]:
+    """Return the fields of the model and of the data in a file; none if it cannot be read."""
     try:
         if not os.path.isfile(file) or os.path.getsize(file) > MAX_YAML_CHARACTERS:
-            return False
+            return {}
         content = decode_yaml(Path(file).read_text(encoding="utf-8"))
         groups = content if flag == "config" else {flag: content}
-        fields = {
+        return {
             f"{group}.{name}": each for group in ("model", "data") for name, each in (groups.get(group) or {}).items()
         }
-        return not _BERT_FIELDS.isdisjoint(fields) or _BERT_VALUE in fields.items()
     except (OSError, yaml.YAMLError, *DECODING_ERRORS):
-        return False
+        return {}
 
 
 def _one_line(message: str, hints: Mapping[str, Any]) -> str:

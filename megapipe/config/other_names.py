@@ -100,7 +100,7 @@ OTHER_NAMES = {
         "mask_prob": "data.mask_probability",
         "short_seq_prob": "data.short_sequence_probability",
         "bert_no_binary_head": "model.sentence_head false",
-        "apply_residual_connection_post_layernorm": "model.norm_position stream; post in a BERT",
+        "apply_residual_connection_post_layernorm": "model.norm_position post; in a GPT, stream",
         "encoder_num_layers": "model.num_layers",
         "vocab_size": "model.vocabulary_size",
         "padded_vocab_size": "model.vocabulary_size; padding is added automatically",

@@ -20,6 +20,7 @@ from megapipe.config.parallel import ParallelConfig, ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.host_memory import Swaps
+from megapipe.engine.pairs import TwoStreams
 from megapipe.engine.program import Instruction
 from megapipe.engine.reductions import Communicators, Reductions
 from megapipe.engine.stage import BlockModule, Stage, TensorSpec, UnitForward, unit_states
@@ -37,10 +38,11 @@ from megapipe.layout.units import tied_unit
 from megapipe.models.families import DTYPES, family_of
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.scaling import clip_coefficient
-from megapipe.parallel.groups import Group
+from megapipe.parallel.groups import DistributedGroup, Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import WHOLE, Sharding
 from megapipe.parallel.unit_state import HostWeights, UnitState
+from megapipe.schedules.pairs import pairs_of
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.spec.parameters import LayerSpec, ParameterSpec, TiedNames, tied_names, tied_stages
 
@@ -148,6 +150,34 @@ class Holding:
         )
 
 
+def pairs_told(holding: Holding, mesh: Mesh, schedule: Schedule) -> tuple[bool, str | None]:
+    """Return whether the halves of pairs run on two streams, and a sentence on that; None on a CPU and without pairs.
+
+    Other halves run one after the other: where they have no collectives, or one of them may start copies, gathers or
+    compiled code, whose order relative to the other half is not known.
+    """
+    ranks = range(schedule.header.num_ranks)
+    if mesh.device.type != "cuda" or not any(pairs_of(list(schedule.actions("body", rank))) for rank in ranks):
+        return False, None
+    groups = [group for group in (mesh.group("tensor"), mesh.group("context")) if group.size > 1]
+    reasons = {
+        "parallel.tensor and parallel.context are 1, so there are no collectives to overlap": not groups,
+        "tensor and context ranks are threads": not all(isinstance(group, DistributedGroup) for group in groups),
+        "training.compile": holding.compile,
+        "zero.stage above 1": any(choice.zero > 1 for choice in holding.choices)
+        and mesh.group("data", "context").size > 1,
+        "offload.activations": any(choice.offload for choice in holding.choices),
+        "offload.weights": holding.offload.weights,
+        "a schedule without flushes": not schedule.flushes,
+        "sequence slices": schedule.header.slices > 1,
+        "parallel.vocabulary": bool(schedule.header.vocabulary),
+    }
+    reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason is None:
+        return True, "pairs of a forward and a backward overlap on two streams"
+    return False, f"pairs of a forward and a backward run one after the other: {reason} (docs/schedules.md#dualpipe_v)"
+
+
 class Assembly:
     """The stages that a schedule places on one rank, and engines over them.
 
@@ -167,6 +197,7 @@ class Assembly:
         kernels: Registry = OPS,
         swaps: Swaps | None = None,
         built: Callable[[], None] = lambda: None,
+        two_streams: bool = False,
     ) -> None:
         """Build the stages. A collective call.
 
@@ -175,6 +206,8 @@ class Assembly:
             kernels: which backends run ops of the layers, of updates and of norms.
             swaps: moves tensors to host memory and back; by default for this rank's device.
             built: called after each unit of this rank has its initial weights.
+            two_streams: run the halves of pairs at the same time (`pairs_told`). Each layer then has twice as many
+                modules, over the same weights and gradients: those of the side stream after the others.
         """
         self._model = model
         self._holding = holding
@@ -190,6 +223,7 @@ class Assembly:
         self._next_use: dict[TiedNames, int] = {}
         own = header.stages_on(self.rank)
         self._copies = max(header.versions_per_stage[stage] for stage in own)
+        self._streams = self._two_streams() if two_streams else None
         self.stages = {stage: self._stage(stage) for stage in own}
         self._apply_options()
         count = holding.zero.num_shards(self._replicas.size)
@@ -208,7 +242,7 @@ class Assembly:
         return unit_states(self.stages)
 
     def layers(self) -> Iterator[tuple[int, Sequence[nn.Module]]]:
-        """Yield each layer of this rank with its modules, one for each weight version."""
+        """Yield each layer of this rank with its modules, one for each weight version and stream."""
         for number, stage in self.stages.items():
             for index, twins in zip(self._model.ranges[number], stage.units, strict=True):
                 yield index, cast(Sequence[nn.Module], twins)
@@ -256,7 +290,8 @@ class Assembly:
                 for number, stage in stages.items()
             }
         transfers = connect(schedule, self._mesh, stages, self._links)
-        return Engine(schedule, self.rank, stages, transfers, self._reductions(schedule), self.swaps, wrap)
+        streams = self._streams if schedule.header.mode == "train" else None
+        return Engine(schedule, self.rank, stages, transfers, self._reductions(schedule), self.swaps, wrap, streams)
 
     def keep_weights_alone(self) -> None:
         """Free gradients, masters and moments, for engines that only run forwards."""
@@ -344,7 +379,7 @@ class Assembly:
         units: list[Sequence[UnitForward]] = []
         for unit, index in enumerate(self._model.ranges[stage]):
             layer = self._model.layers[index]
-            twins = [self._model.build(index) for _ in range(self._copies)]
+            twins = [self._model.build(index) for _ in range(self._copies * (1 if self._streams is None else 2))]
             tied = [names for names in dict.fromkeys(self._tied) if names[0] in _names(layer)]
             untied = (spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
             own = list(dict.fromkeys(untied))
@@ -365,6 +400,13 @@ class Assembly:
             if stage in self._header.tied_owners(group) and stage in self._tied_groups[group]:
                 states[self._header.tied_unit(stage, group)] = self._tied_state(names)
         return Stage(units, states, *self._boundaries(stage, self._model.boundaries))
+
+    def _two_streams(self) -> TwoStreams:
+        streams = TwoStreams(self._mesh.device)
+        for group in (self._mesh.group("tensor"), self._mesh.group("context")):
+            if isinstance(group, DistributedGroup):
+                group.pause = streams.turns.pause
+        return streams
 
     def _boundaries(
         self, stage: int, boundaries: Sequence[tuple[TensorSpec, ...]]
@@ -512,7 +554,7 @@ def building_progress(
 
 def _bind(state: UnitState, twins: Sequence[nn.Module], layer: LayerSpec, use: int) -> None:
     for version, twin in enumerate(twins):
-        state.bind(twin, layer.parameters, copy=version, use=use)
+        state.bind(twin, layer.parameters, copy=version % len(state.weights), use=use)
 
 
 def _state_parts(specs: list[ParameterSpec], count: int) -> list[list[ParameterSpec]]:

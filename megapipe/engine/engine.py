@@ -11,8 +11,9 @@ from functools import partial
 import torch
 
 from megapipe.engine.compute import WHOLE
-from megapipe.engine.errors import EngineError, UnitError
+from megapipe.engine.errors import EngineError, HalfError, UnitError
 from megapipe.engine.host_memory import Swaps
+from megapipe.engine.pairs import TwoStreams
 from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage, unit_states
@@ -34,7 +35,8 @@ class Engine:
     that the schedule places on this rank.
 
     swaps: moves tensors to host memory and back, for schedules that offload. wrap: replaces each instruction, for
-    example by one that reports the rank's progress.
+    example by one that reports the rank's progress. streams: run the halves of pairs at the same time; stages then
+    have modules for the side stream after the others. None: one half after the other, on the current stream.
 
     A schedule that flushes runs a step at each `feed`. One that never flushes has a step in progress between calls:
     `feed` runs the rest of it and the start of the next one, `drain` ends it. Draining a run changes its time, but
@@ -52,6 +54,7 @@ class Engine:
         reductions: Reductions,
         swaps: Swaps | None = None,
         wrap: Callable[[Instruction], Instruction] | None = None,
+        streams: TwoStreams | None = None,
     ) -> None:
         """Compile the schedule. Raises EngineError when stages and schedule do not belong together."""
         expected = set(schedule.header.stages_on(rank))
@@ -69,9 +72,10 @@ class Engine:
         self.schedule = schedule
         self._swaps = swaps
         self._wrap = wrap
-        self._program = partial(Program, schedule, rank, stages, swaps=swaps)
+        self._streams = streams
+        self._program = partial(Program, schedule, rank, stages, swaps=swaps, two_streams=streams is not None)
         program = self._program(transfers, reductions)
-        self._compiled = {name: list(self._wrapped(program.compile(name))) for name in SECTIONS}
+        self._compiled = {name: self._overlapped(self._wrapped(program.compile(name))) for name in SECTIONS}
         self._sections = self._compiled
         self._snapshots: list[Instruction] | None = None
         self._under_way: StepState | None = None
@@ -81,7 +85,8 @@ class Engine:
     def record(self, recorder: Recorder | None) -> None:
         """Attach a recorder that was made for this schedule and rank, or detach it.
 
-        A recorder has a program of its own, so that steps without one cost nothing.
+        A recorder has a program of its own, so that steps without one cost nothing. The halves of a pair run one after
+        the other in recorded steps, because each has a time of its own.
         """
         if self._swaps is not None:
             self._swaps.watch(None if recorder is None else recorder.wait)
@@ -90,7 +95,12 @@ class Engine:
             return
         transfers, reductions = recorder.transfers(self._transfers), self._reductions.through(recorder.group)
         program = self._program(transfers, reductions)
-        self._sections = {name: recorder.instructions(name, self._wrapped(program.compile(name))) for name in SECTIONS}
+        recorded = {name: recorder.instructions(name, self._wrapped(program.compile(name))) for name in SECTIONS}
+        self._sections = {name: self._overlapped(each, in_order=True) for name, each in recorded.items()}
+
+    def _overlapped(self, instructions: Iterable[Instruction], *, in_order: bool = False) -> list[Instruction]:
+        compiled = list(instructions)
+        return compiled if self._streams is None else self._streams.instructions(compiled, in_order=in_order)
 
     def _wrapped(self, instructions: Iterable[Instruction]) -> Iterable[Instruction]:
         return instructions if self._wrap is None else map(self._wrap, instructions)
@@ -129,7 +139,7 @@ class Engine:
         # Later steps also hold the samples of the step before, and those that are loaded ahead.
         spare = [torch.empty(size, dtype=torch.uint8, device=self._reductions.device) for size in SPARE]
         try:
-            self._sections = {name: list(program.compile(name)) for name in sections}
+            self._sections = {name: self._overlapped(program.compile(name)) for name in sections}
             for name in sections:
                 self._execute(name, (state,))
             transfers.drain()  # frees tensors that would otherwise live until Python collects garbage
@@ -237,11 +247,16 @@ class Engine:
                 instruction.run(steps[instruction.offset])
             except UnitError as error:
                 raise self._failure(instruction, position, steps, error.__cause__, error.unit) from error.__cause__
+            except HalfError as error:
+                assert instruction.partner is not None
+                raise self._failure(instruction.partner, position, steps, error.__cause__) from error.__cause__
             except Exception as error:
                 raise self._failure(instruction, position, steps, error) from error
             except BaseException as error:
                 self._broken_by = f"step {steps[instruction.offset].input.step}: {error!r}"
                 raise
+        if self._streams is not None:
+            self._streams.end_section()
         if self._swaps is not None:
             self._swaps.end_section()
 

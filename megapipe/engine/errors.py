@@ -36,5 +36,9 @@ class UnitError(RuntimeError):
         self.unit = unit
 
 
+class HalfError(RuntimeError):
+    """The second action of a pair failed, by the error that this one is raised from."""
+
+
 class PipelineError(ValueError):
     """Modules, data or settings that a Pipeline cannot run; the message names the value, the rule and the way out."""

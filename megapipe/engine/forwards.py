@@ -25,6 +25,7 @@ from megapipe.engine.transfers import Transfers
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind
+from megapipe.schedules.pairs import on_side_stream
 from megapipe.schedules.schedule import SECTIONS, Schedule
 
 Tensors = tuple[Tensor, ...]
@@ -202,9 +203,16 @@ class Forwards:
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, stages: Mapping[int, Stage], transfers: Transfers, moves: Moves
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        transfers: Transfers,
+        moves: Moves,
+        two_streams: bool = False,
     ) -> None:
         self._moves = moves
+        self._two_streams = two_streams
         self._schedule = schedule
         self._stages = stages
         self._transfers = transfers
@@ -214,6 +222,7 @@ class Forwards:
         self._split = {
             (action.stage, action.microbatch % count) for action in actions if action.kind == Kind.BACKWARD_INPUT
         }
+        self._on_side = on_side_stream(list(schedule.actions("body", rank))) if two_streams else frozenset()
         self._again: set[UnitKey] = set()
         self._continuing: set[UnitKey] = set()
         before = Action(Kind.UPDATE)
@@ -311,7 +320,9 @@ class Forwards:
     def _chain(self, action: Action) -> Chain:
         units = self._stages[action.stage].units
         chain = units if action.unit == WHOLE else units[action.unit : action.unit + 1]
-        twins = [[versions[copy] for versions in chain] for copy in range(len(units[0]))]
+        copies = len(units[0]) // 2 if self._two_streams else len(units[0])
+        start = copies if (action.stage, action.microbatch) in self._on_side else 0
+        twins = [[versions[start + copy] for versions in chain] for copy in range(copies)]
         split = (action.stage, action.microbatch) in self._split
         shared = shared_states(self._schedule.header, self._stages, action.stage)
         shared = shared if action.unit == WHOLE else shared[action.unit : action.unit + 1]

@@ -1,4 +1,4 @@
-"""The library: any torch modules trained through any schedule, on any mesh of pipeline, data and tensor ranks.
+"""The library: any torch modules trained through any schedule, on any mesh.
 
 ::
 
@@ -48,6 +48,7 @@ from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.states import StateTable
 from megapipe.spec.parameters import LayerSpec, tied_stages
+from megapipe.spec.token_order import Share
 
 Result = TypeVar("Result")
 
@@ -104,8 +105,9 @@ class Pipeline:
                 of tensors. The modules are copied, not changed: their weights are the start, and `state_dict` has the
                 result. A function that creates the module may replace it; then a rank creates only its own modules.
                 A parameter that several layers have is tied: it stays one weight.
-            mesh: of pipeline, data and tensor ranks. Tensor ranks split the `megapipe.layers.ColumnLinear` and
-                `RowLinear` within the layers; everything else is whole on each of them.
+            mesh: of pipeline, data, context and tensor ranks. Tensor ranks split the `megapipe.ColumnLinear` and
+                `RowLinear` within the layers; everything else is whole on each of them. Context ranks hold parts of
+                every sample, whose tokens are in axis 1; layers mix them by `megapipe.DotProductAttention` only.
             loss: (the last layer's outputs, then a micro-batch's targets) -> loss summed over the micro-batch, 0-dim.
             sample: inputs of one micro-batch; only their shapes and dtypes are used.
             microbatches: micro-batches of a step on each data-parallel replica.
@@ -133,10 +135,12 @@ class Pipeline:
         """
         self._mesh = mesh
         self._config = _checked_settings(optimizer or OptimizerConfig(), timeout)
-        self._sample = as_tensors(sample)
         self._microbatches = microbatches
-        plan = _agreed(mesh, plan_layers(layers, _checked_sample(self._sample)))
+        parts, replicas = mesh.size("context"), mesh.size("data") * mesh.size("context")
+        self._sample = _own_sample(as_tensors(sample), parts)
+        plan = _agreed(mesh, plan_layers(layers, self._sample, shared=parts > 1))
         _check_mesh(mesh, plan, fp8)
+        self._tokens = _tokens_in_hand(mesh, plan, self._sample[0].shape[1] * parts) if parts > 1 else None
         if self._config.name == "muon":
             plan = _with_matrices(plan, matrices)
         rerun = set(range(len(layers)) if recompute is True else recompute or ())
@@ -151,7 +155,7 @@ class Pipeline:
             fp8=fp8,
             seed=seed,
         )
-        _check_holding(holding, rerun, mesh.size("data"))
+        _check_holding(holding, rerun, replicas)
         self.schedule, ranges = _schedule(plan, holding, mesh, schedule, microbatches, layers_per_stage, options)
         splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in self.schedule.sections.body)
         modules = UserModules(layers, plan, mesh, loss, seed, rerun)
@@ -159,7 +163,7 @@ class Pipeline:
         self.stages, self.optimizer = self._assembly.stages, self._assembly.optimizer
         self.is_first = 0 in self.stages
         self.is_last = len(ranges) - 1 in self.stages
-        self._count = count if count is not None else lambda *targets: float(self._sample[0].shape[0])
+        self._count = count if count is not None else lambda *targets: self._sample[0].shape[0] / parts
         modules.initialize(self._assembly, self.schedule.header, self._assembly.communicators(self.schedule))
         self._engine = self._assembly.engine(self.schedule)
         self._next_step = 0
@@ -179,6 +183,7 @@ class Pipeline:
 
         Args:
             inputs: this replica's batch, `microbatches` times as many rows as the sample; read where `is_first`.
+                Context ranks and tensor ranks of a replica get the same batch of whole samples.
             targets: the same for the loss; read where `is_last`.
             learning_rate: of this step; the optimizer's setting without.
 
@@ -281,8 +286,19 @@ class Pipeline:
                     f"{what} of shape {list(tensor.shape)} cannot be split into {self._microbatches} micro-batches "
                     "with equal numbers of rows; change the batch, or microbatches"
                 )
-        columns = [tensor.to(self._mesh.device).chunk(self._microbatches) for tensor in tensors]
+        held = tensors if self._tokens is None else [self._held(tensor, self._tokens, what) for tensor in tensors]
+        columns = [tensor.to(self._mesh.device).chunk(self._microbatches) for tensor in held]
         return [tuple(column[part] for column in columns) for part in range(self._microbatches)]
+
+    def _held(self, tensor: Tensor, tokens: Tensor, what: str) -> Tensor:
+        """Return the tokens of whole samples that this context rank holds."""
+        length = len(tokens) * self._mesh.size("context")
+        if tensor.dim() < 2 or tensor.shape[1] != length:
+            raise PipelineError(
+                f"{what} of shape {list(tensor.shape)} do not have {length} tokens in axis 1, as the sample has; pass "
+                "whole samples, of which each context rank takes its part"
+            )
+        return tensor[:, tokens.to(tensor.device)]
 
 
 def as_tensors(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -300,11 +316,6 @@ def _checked_settings(config: OptimizerConfig, timeout: float) -> OptimizerConfi
 
 
 def _check_mesh(mesh: Mesh, plan: ModelPlan, fp8: str) -> None:
-    if mesh.size("context") > 1:
-        raise PipelineError(
-            f"the mesh has {mesh.size('context')} context ranks, but a rank needs whole samples, because the library "
-            "does not know which modules mix tokens; use the pipeline, data and tensor dimensions of the mesh"
-        )
     size = mesh.size("tensor")
     split = [s for layer in plan.specs for s in layer.parameters.values() if s.partition_axis is not None]
     if (size > 1 or fp8 != "none") and not split:
@@ -387,10 +398,28 @@ def _with_matrices(plan: ModelPlan, names: Collection[str] | None) -> ModelPlan:
     return replace(plan, specs=tuple(map(marked, plan.specs)))
 
 
-def _checked_sample(sample: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _own_sample(sample: tuple[Tensor, ...], parts: int) -> tuple[Tensor, ...]:
+    """Return the part of the sample that one of `parts` context ranks holds; only shapes and dtypes are right."""
     if not sample or any(tensor.dim() == 0 for tensor in sample):
         raise PipelineError(f"the sample is {described(sample)}; it must be tensors whose first axis is rows")
-    return sample
+    if parts == 1:
+        return sample
+    tokens = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in sample}
+    if len(tokens) > 1 or min(tokens) == 0 or min(tokens) % parts:
+        raise PipelineError(
+            f"the sample is {described(sample)}; with {parts} context ranks, axis 1 of each tensor must be tokens, of "
+            f"the same number, a multiple of {parts}"
+        )
+    return tuple(tensor[:, : tensor.shape[1] // parts] for tensor in sample)
+
+
+def _tokens_in_hand(mesh: Mesh, plan: ModelPlan, length: int) -> Tensor:
+    """Return the places of the tokens in hand, int64 [tokens in hand], in samples of `length` tokens."""
+    group = mesh.group("context")
+    try:
+        return torch.from_numpy(Share(plan.order, group.rank, group.size).numbers(length))
+    except ValueError as error:
+        raise PipelineError(str(error)) from error
 
 
 def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
@@ -423,7 +452,9 @@ def _schedule(
         check_one_route(name, len(routes))
     num_stages = len(stages if given is None else given.header.stages)
     ranges = _ranges(len(plan.specs), num_stages, ranks, layers_per_stage)
-    run = _run_of(holding, ranges, mesh.size("data")) | {"tied_groups": tied_stages(plan.specs, ranges)}
+    run = _run_of(holding, ranges, mesh.size("data") * mesh.size("context")) | {
+        "tied_groups": tied_stages(plan.specs, ranges)
+    }
     if given is None:
         schedule = build(name, ranks, microbatches, **run, **options)
     else:

@@ -22,12 +22,14 @@ class Instruction:
     """One compiled action.
 
     action: what it came from, micro-batch and version counted from its own step. offset: that step, counted from the
-    section's: a body that never flushes runs the rest of one step and the beginning of the next.
+    section's: a body that never flushes runs the rest of one step and the beginning of the next. partner: the second
+    action of a pair, which `run` runs too.
     """
 
     run: Closure
     action: Action
     offset: int
+    partner: "Instruction | None" = None
 
 
 class Program:
@@ -42,8 +44,10 @@ class Program:
         reductions: Reductions,
         swaps: Swaps | None = None,
         updates: bool = True,
+        two_streams: bool = False,
     ) -> None:
-        """updates: whether UPDATE changes weights; otherwise it only clears gradients."""
+        """updates: whether UPDATE changes weights; otherwise it only clears gradients. two_streams: stages have
+        modules for the side stream after the others (`engine.pairs`)."""
         self._schedule = schedule
         self._header = schedule.header
         self._rank = rank
@@ -52,7 +56,7 @@ class Program:
         self._reductions = reductions
         self._updates = updates
         moves = self._moves = Moves(schedule, rank, stages, swaps)
-        forwards = Forwards(schedule, rank, stages, transfers, moves)
+        forwards = Forwards(schedule, rank, stages, transfers, moves, two_streams)
         # For each unit and update, the micro-batch of its last reduction.
         self._last_reduced = {
             self._in_update(action): action.microbatch

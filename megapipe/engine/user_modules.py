@@ -13,18 +13,24 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from megapipe.engine.assembly import Assembly, ModelTable
 from megapipe.engine.errors import PipelineError
 from megapipe.engine.reductions import Communicators
 from megapipe.engine.stage import TensorSpec, described, short
 from megapipe.layers.adoption import adopt, adopted_modules, recording
+from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.layers.linear import partition_axis, set_tensor_group
 from megapipe.layers.split import SplitTape
+from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.schedule import Header
+from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.parameters import Init, LayerSpec, ParameterSpec
+from megapipe.spec.token_order import Share, TokenOrder, order_of
 
 Loss = Callable[..., Tensor]
 """(the last layer's outputs, then the micro-batch's targets) -> loss summed over the micro-batch, 0-dim."""
@@ -48,12 +54,16 @@ class ModuleUnit(nn.Module):
     """A module as the engine calls it.
 
     first: takes the micro-batch's inputs. loss: this is the last layer; its outputs go into the loss. recomputed:
-    its forward runs a second time before its backward, and must then draw the same random numbers.
+    its forward runs a second time before its backward, and must then draw the same random numbers. order: in which
+    context ranks hold the tokens of samples.
     """
 
-    def __init__(self, module: nn.Module, *, first: bool, loss: Loss | None, recomputed: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, *, first: bool, loss: Loss | None, recomputed: bool = False, order: TokenOrder
+    ) -> None:
         super().__init__()
         self.module = module
+        self._order = order
         self._first = first
         self._loss = loss
         self._recomputed = recomputed
@@ -90,6 +100,12 @@ class ModuleUnit(nn.Module):
                 torch.cuda.set_rng_state(state, device)
             yield
 
+    def share_samples(self, group: Group, kind: ContextAttention) -> None:
+        """Let every `DotProductAttention` of the module attend to the tokens of all ranks of a group."""
+        for part in self.module.modules():
+            if isinstance(part, DotProductAttention):
+                part.share_samples(Share(self._order, group.rank, group.size), group)
+
     def share(self, original: nn.Module, paths: Iterable[str]) -> None:
         """Put the parameters that were bound at `paths` wherever else the module has the original's: under a second
         path, or in an attribute that torch does not know of, such as a list."""
@@ -122,12 +138,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 class ModelPlan:
     """A sequence of modules before it has memory, and the one dtype of its parameters.
 
-    specs: of each layer, its parameters, each under the first of its paths. outputs: of each layer.
+    specs: of each layer, its parameters, each under the first of its paths. outputs: of each layer. order: in which
+    context ranks hold the tokens of samples.
     """
 
     specs: tuple[LayerSpec, ...]
     outputs: tuple[tuple[TensorSpec, ...], ...]
     dtype: torch.dtype
+    order: TokenOrder
 
 
 @dataclass(frozen=True)
@@ -145,11 +163,13 @@ def clone(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     return copy.deepcopy(module, {id(tensor): convert(tensor) for tensor in tensors})
 
 
-def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor]) -> ModelPlan:
+def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor], *, shared: bool = False) -> ModelPlan:
     """Measure what passes between layers for micro-batches of the shape of `sample`.
 
-    Raises PipelineError naming the layer that cannot take what it gets, changes a buffer or an input, or has a
-    parameter that no gradient reaches.
+    shared: context ranks hold parts of every sample, and the sample is such a part, with tokens in axis 1.
+
+    Raises PipelineError naming the layer that cannot take what it gets, changes a buffer or an input, mixes tokens
+    that are on several ranks, or has a parameter that no gradient reaches.
     """
     # All alive, so that identities are unique.
     modules = [_on_meta(index, layer) for index, layer in enumerate(layers)]
@@ -159,13 +179,53 @@ def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor]) -> ModelPlan:
     specs, outputs, trials = [], [], []
     for index, module in enumerate(modules):
         specs.append(_parameters(index, module, names))
-        trials.append(_dry_run(index, _skeleton(index, module, meta), passed))
+        with _TokensApart(index, module) if shared else nullcontext():
+            trials.append(_dry_run(index, _skeleton(index, module, meta), passed))
+        if shared and index < len(modules) - 1:
+            _require_tokens(index, module, trials[-1].outputs, sample[0].shape[1])
         passed = tuple(TensorSpec(tuple(each.shape), each.dtype, each.requires_grad) for each in trials[-1].outputs)
         outputs.append(passed)
     if not names:
         raise PipelineError(f"none of the {len(layers)} layers has a parameter; there is nothing to train")
     _require_gradients(trials)
-    return ModelPlan(tuple(specs), tuple(outputs), _common_dtype(modules))
+    attention = [part for module in modules for part in module.modules() if isinstance(part, DotProductAttention)]
+    order = order_of("ring", causal=any(part.causal for part in attention))
+    return ModelPlan(tuple(specs), tuple(outputs), _common_dtype(modules), order)
+
+
+class _TokensApart(TorchFunctionMode):
+    """Refuses a layer that mixes tokens by its own means, where context ranks hold parts of samples."""
+
+    MIXING = (functional.scaled_dot_product_attention, torch.conv1d)
+
+    def __init__(self, index: int, module: nn.Module) -> None:
+        super().__init__()
+        self._layer = f"layer {index} ({type(module).__name__})"
+        for path, part in module.named_modules():
+            if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+                raise self._refused(f"has {path or 'itself'}, a torch.nn.{type(part).__name__}")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function. Raises PipelineError for one that mixes tokens."""
+        if func in self.MIXING:
+            raise self._refused(f"calls {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+    def _refused(self, what: str) -> PipelineError:
+        return PipelineError(
+            f"{self._layer} {what}, which mixes tokens that are on different context ranks; use "
+            "megapipe.DotProductAttention, or no context ranks"
+        )
+
+
+def _require_tokens(index: int, module: nn.Module, outputs: Sequence[Tensor], tokens: int) -> None:
+    """Raise PipelineError if the outputs of a layer do not have the tokens in hand in axis 1."""
+    if any(output.dim() < 2 or output.shape[1] != tokens for output in outputs):
+        raise PipelineError(
+            f"layer {index} ({type(module).__name__}) returns {described(outputs)} for {tokens} tokens of a sample; "
+            "with context ranks, axis 1 of whatever passes between layers must be the tokens: keep that axis, or use "
+            "no context ranks"
+        )
 
 
 def _on_meta(index: int, layer: Layer) -> nn.Module:
@@ -222,6 +282,8 @@ def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _
     try:
         with torch.device("meta"), torch.enable_grad():
             outputs = as_tuple(skeleton(*inputs))
+    except PipelineError:
+        raise
     except Exception as error:
         source = f"the output of layer {index - 1}" if index else "the sample"
         hint = _META_HINT if "meta" in str(error) else ""
@@ -375,6 +437,7 @@ class UserModules:
             first=index == 0,
             loss=self._loss if last else None,
             recomputed=index in self._recomputed,
+            order=self._plan.order,
         )
 
     def _bound(self, index: int, twins: Sequence[nn.Module]) -> None:

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,19 @@ class Ring:
         return narrowed(mixed.transpose(1, 2), channels)
 
 
+class RingPass(Protocol):
+    """What each rank of a group computes while keys and values go round once."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold the samples."""
+        ...
+
+    def work(self, key_rank: int, device: torch.device) -> Iterator[tuple[Piece, Seen, Weighing]]:
+        """Return the pieces that this rank computes with the keys of `key_rank`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Pass:
     """A ring on one micro-batch. num_local: tokens of a sample on each rank."""
@@ -72,6 +85,11 @@ class Pass:
     ring: Ring
     context: MicrobatchContext
     num_local: int
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold the samples."""
+        return self.ring.group
 
     def work(self, key_rank: int, device: torch.device) -> Iterator[tuple[Piece, Seen, Weighing]]:
         """Return the pieces that this rank computes with the keys of `key_rank`."""
@@ -123,13 +141,13 @@ def _visible(attention: Attention, context: MicrobatchContext, piece: Piece, que
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: Pass) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: RingPass) -> Tensor:
         # In memory as the output projection wants it: tokens before heads.
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
         mixed = mixed.transpose(1, 2)
         log_sum = torch.full(query.shape[:3], -math.inf, dtype=wide, device=query.device)
-        for key_rank, (keys, values) in _blocks_in_turn(key, value, once.ring.group):
+        for key_rank, (keys, values) in _blocks_in_turn(key, value, once.group):
             for piece, seen, weighing in once.work(key_rank, query.device):
                 rows, columns = _slice(piece.queries), _slice(piece.keys)
                 part = piece_forward(query[:, :, rows], keys[:, :, columns], values[:, :, columns], seen, weighing)
@@ -145,12 +163,12 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, mixed, log_sum = ctx.saved_tensors
-        once: Pass = ctx.once
+        once: RingPass = ctx.once
         dquery = torch.zeros_like(query, dtype=log_sum.dtype)
         shape = (2, *key.shape)
         own, travelling = (torch.zeros(shape, dtype=log_sum.dtype, device=key.device) for _ in range(2))
         arriving: Work | None = None
-        group = once.ring.group
+        group = once.group
         for key_rank, (keys, values) in _blocks_in_turn(key, value, group):
             found = own if key_rank == group.rank else torch.zeros_like(own)
             for piece, seen, weighing in once.work(key_rank, query.device):
@@ -285,6 +303,72 @@ def share_samples(attention: Attention, group: Group, kind: ContextAttention) ->
 def attend_in_pieces(attention: Attention) -> None:
     """From now on `attention` to whole samples is that of a ring of one rank, which keeps no weights."""
     attention.in_pieces = Ring(attention, SoloGroup("context"), "contiguous")
+
+
+@dataclass(frozen=True)
+class WholeSamples:
+    """A ring over samples without documents or padding, for the attention of a user's module.
+
+    scale: factor of scores. num_local: tokens of a sample on each rank."""
+
+    share: Share
+    group: Group
+    causal: bool
+    scale: float
+    num_local: int
+
+    def work(self, key_rank: int, device: torch.device) -> Iterator[tuple[Piece, Seen, Weighing]]:
+        """Return the pieces that this rank computes with the keys of `key_rank`."""
+        order, rank, size = self.share.order, self.share.rank, self.share.size
+        for piece in pieces(Visibility(self.causal), order, rank, key_rank, size, self.num_local):
+            yield piece, Seen(causal=piece.kind == "causal"), Weighing(self.scale)
+
+
+class DotProductAttention(nn.Module):
+    """Scaled dot-product attention that may run on parts of samples, for a user's modules.
+
+    In one process it is `torch.nn.functional.scaled_dot_product_attention`. On a mesh with context ranks,
+    `megapipe.Pipeline` lets each rank hold a part of every sample, and keys and values go round those ranks.
+
+    Attributes:
+        causal: each token attends to itself and to earlier tokens.
+        scale: factor of scores; None for one over the square root of the head dimension.
+
+    Example:
+        >>> import torch
+        >>> from megapipe import DotProductAttention
+        >>> attention = DotProductAttention(causal=True)
+        >>> query, key = torch.ones(2, 4, 8, 16), torch.ones(2, 1, 8, 16)
+        >>> attention(query, key, key).shape
+        torch.Size([2, 4, 8, 16])
+    """
+
+    def __init__(self, *, causal: bool, scale: float | None = None) -> None:
+        super().__init__()
+        self.causal = causal
+        self.scale = scale
+        self._shared: tuple[Share, Group] | None = None
+
+    def share_samples(self, share: Share, group: Group) -> None:
+        """From now on the ranks of `group` hold parts of every sample; `share` is this rank's."""
+        self._shared = share, group
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return mixed values [b, heads, s, d'] of query [b, heads, s, d], key [b, kv heads, s, d] and value
+        [b, kv heads, s, d'], all of the tokens in hand; the number of kv heads divides that of heads.
+        """
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if self._shared is None:
+            grouped = query.shape[1] != key.shape[1]
+            return whole_attention(query, key, value, is_causal=self.causal, scale=scale, enable_gqa=grouped)
+        once = WholeSamples(*self._shared, self.causal, scale, query.shape[2])
+        mixed: Tensor = _Ring.apply(query, key, widened(value, query), None, once)
+        return narrowed(mixed, value.shape[-1])
+
+
+whole_attention = torch.ops.aten.scaled_dot_product_attention
+"""torch's attention by its operator, so that the trial of a user's layers can tell `DotProductAttention`, which works
+over context ranks, from a layer's own call of the function."""
 
 
 class OutsideGraphs:

@@ -107,7 +107,7 @@ def _reduced(x: Tensor, group: Group, op: ReduceOperation) -> Tensor:
         return _reduced_between_threads(x, group, op)
     with _errors_named(group, "all_reduce"):
         name = group.group_name
-        return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, name))
+        return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, name), group)
 
 
 def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -119,7 +119,7 @@ def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
             name = group.group_name
             rows = x.reshape(1, -1)
             gathered = torch.ops._c10d_functional.all_gather_into_tensor(rows, group.size, name)
-            parts = _finished(gathered).view(group.size, *x.shape)
+            parts = _finished(gathered, group).view(group.size, *x.shape)
     return torch.cat(parts.unbind(0), dim)
 
 
@@ -130,7 +130,8 @@ def _exchanged(x: Tensor, group: Group) -> Tensor:
     with _errors_named(group, "all_to_all"):
         shares = [1] * group.size
         name = group.group_name
-        return _finished(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), shares, shares, name))
+        exchanged = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), shares, shares, name)
+        return _finished(exchanged, group)
 
 
 def _errors_named(group: DistributedGroup, operation: str) -> AbstractContextManager[None]:
@@ -138,7 +139,9 @@ def _errors_named(group: DistributedGroup, operation: str) -> AbstractContextMan
     return nullcontext() if torch.compiler.is_compiling() else group.errors_named(operation)
 
 
-def _finished(x: Tensor) -> Tensor:
+def _finished(x: Tensor, group: DistributedGroup) -> Tensor:
+    if not torch.compiler.is_compiling():
+        group.pause()
     finished: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return finished
 

@@ -209,6 +209,10 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _go_on() -> None:
+    """Wait at once."""
+
+
 class HostExchange(Protocol):
     """How the members of a group on one host send each other pieces (`links.exchange`)."""
 
@@ -237,6 +241,8 @@ class DistributedGroup(Group):
         group_name: what torch calls the process group.
         pairs: communicators for messages from one member to another, by their ranks in the group; None where this
             rank is neither. `links` makes them.
+        pause: called when a collective has started, before the current stream waits for it; other work of this rank
+            may start here (`engine.pairs`).
     """
 
     def __init__(
@@ -249,6 +255,7 @@ class DistributedGroup(Group):
         super().__init__(name, tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
         self.group_name = process_group.group_name
         self.pairs: dict[tuple[int, int], DistributedGroup | None] = {}
+        self.pause: Callable[[], None] = _go_on
         self._process_group = weakref.ref(process_group)
 
     @property
@@ -331,6 +338,8 @@ class DistributedGroup(Group):
         return lambda: self._finished(started, "reduce_scatter").view(tensor.shape[1:])
 
     def _finished(self, started: Tensor, operation: str) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.pause()
         with self._errors_named_where_run(operation):
             finished: Tensor = torch.ops._c10d_functional.wait_tensor(started)
             return finished
@@ -438,6 +447,7 @@ class _DistributedWork(Work):
     def wait(self) -> None:
         if self._handle is None:
             return
+        self._group.pause()
         with self._group.errors_named(self._operation):
             self._handle.wait()
         self._handle = None
@@ -452,6 +462,7 @@ class _DistributedShift(Work):
         self._tensors: tuple[Tensor, ...] = tensors
 
     def wait(self) -> None:
+        self._group.pause()
         with self._group.errors_named("shift"):
             for handle in self._handles:
                 handle.wait()

@@ -154,7 +154,8 @@ class ThreadGroup(Group):
         number = self._post(_described(f"broadcast from {source}", tensor), Deposit(given))
 
         def finish(deposits: list[Tensor]) -> None:
-            tensor.detach().copy_(deposits[source])
+            if self.rank != source:  # autograd may have saved the source's, which must not count as modified
+                tensor.detach().copy_(deposits[source])
 
         work = _ThreadWork(self, number, finish)
         if not async_op:

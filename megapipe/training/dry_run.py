@@ -233,9 +233,11 @@ def _bytes(state: UnitState) -> dict[str, int]:
 
 def _message_bytes(header: Header, stages: Mapping[int, Stage]) -> int:
     """Return the bytes of these stages' receive slots for stages of other ranks, as `engine.transfers.connect` makes
-    them."""
+    them. Shards of the vocabulary have none."""
     total, ranks = 0, header.stage_ranks
     for number, stage in stages.items():
+        if number >= header.num_routed:
+            continue
         if stage.inputs and ranks[number - 1] != ranks[number]:
             total += header.activation_slots[number] * _spec_bytes(stage.inputs)
         if stage.outputs and ranks[number + 1] != ranks[number]:

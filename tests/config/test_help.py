@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megapipe.cli.train import EXAMPLES, parser_of
+from megapipe.cli.train import main as train
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.help_format import COMMON
 from megapipe.config.load import build_parser, kind_of, parse_as
@@ -157,3 +158,12 @@ def test_every_other_name_is_answered_at_the_command_line() -> None:
             assert answer == f"; {program}'s {name} has no field here: {reason}", (name, answer)
             for option in re.findall(r"\b((?:[a-z0-9_]+\.)+[a-z0-9_]+)", reason):
                 assert option in known, f"{name}: {option} is not an option"
+
+
+@pytest.mark.parametrize("file", ["--config quickstart", "--model llama3_8b"])
+def test_a_flag_of_a_bert_does_not_change_a_gpts_kind(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train([*file.split(), "--model.transform_activation", "gelu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --model.transform_activation gelu is for BERT runs only, but the model of {file}")
+    assert "--kind bert" in line
+    assert kind_of(["--config", "bert_quickstart", "--data.pairs", "order"]) is BertPretrainConfig

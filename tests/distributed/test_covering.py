@@ -182,9 +182,8 @@ MIXED = [
     pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, NO_ROPE, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2", "recompute": "full"}, EXPERTS, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2", "tied": "untied"}, SHARED, marks=SLOW),
-    pytest.param(
-        {"pipeline": "2", "tensor": "2", "tied": "untied"}, {"parallel": {"vocabulary": "pipeline_2"}}, marks=RARE
-    ),
+    pytest.param({"pipeline": "2", "tensor": "2"}, {"parallel": {"vocabulary": "pipeline_2"}}, marks=RARE),
+    pytest.param({"pipeline": "2", "data": "2", "zero": "2"}, SHARED, marks=RARE),
     pytest.param(
         {"data": "2", "tensor": "2", "zero": "3", "sequence": "on"},
         {**EXPERTS, "zero": {"expert_shard_size": 1}},

@@ -206,7 +206,6 @@ def test_fp8_rounds_the_products_of_parallel_layers() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
-    "context": ({"context": 2}, {}, "the mesh has 2 context ranks, but a rank needs whole samples"),
     "no parallel layer": ({"tensor": 2}, {}, "none of the layers contains a megapipe.layers.ColumnLinear"),
     "one replica": ({}, {"zero": 2}, "zero.stage is 2 but there is only one replica"),
     "no such stage": ({"data": 2}, {"zero": 4}, "zero is 4; it must be from 0 to 3"),

@@ -36,6 +36,7 @@ from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec import linear
+from megapipe.training.loop import replica as replica_module
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.loop.steps import Evaluator
@@ -45,6 +46,7 @@ from tests.fake_cuda import attention, extensions, kernels
 from tests.fake_cuda.communicators import Exchanged, Nccl
 from tests.fake_cuda.device import Device
 from tests.fake_cuda.mode import Watch
+from tests.fake_cuda.pairs import Order, Pair
 from tests.fake_cuda.timeline import Timeline
 
 
@@ -74,6 +76,7 @@ class Report:
     waits: list[str] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
     graphs: int = 0
+    pairs: dict[Any, Pair] = field(default_factory=dict)
 
 
 class FakeRank:
@@ -190,11 +193,13 @@ def train(
     rehearsed: bool = True,
     spare: int = SPARE,
     chunk_bytes: int | None = None,
+    pairs_in_order: bool = False,
 ) -> None:
     """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
 
     dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: bytes beside a step.
-    chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`.
+    chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`. pairs_in_order: run the
+    halves of pairs one after the other.
     """
     if chunk_bytes is not None:
         linear.CHUNK_BYTES = chunk_bytes
@@ -208,6 +213,10 @@ def train(
     mesh = fake.mesh(sizes)
     if config.training.compile:
         _capture_graphs(fake.watch)
+    if pairs_in_order:
+        replica_module.pairs_told = lambda *_: (False, None)  # type: ignore[assignment]
+    order = Order(fake.timeline, fake.watch)
+    Replica._teller = lambda replica, schedule: order.marks(schedule, replica.rank)  # type: ignore[method-assign]
     with fake.phase("build"):
         replica = Replica(config, mesh)
         kernel_choices(config, mesh.device, replica.kernels)
@@ -230,6 +239,7 @@ def train(
                 scaler.observe(step, result.skipped)
             fake.report.results.append(result)
     fake.report.graphs = counters["stats"]["unique_graphs"]
+    fake.report.pairs = order.pairs
     for state in replica.states():  # as pretrain does
         state.await_all_weights()
     if evaluation is not None:

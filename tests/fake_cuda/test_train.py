@@ -83,6 +83,10 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "latents": (replace(WIDE, num_kv_heads=None, kv_latent_size=24, query_latent_size=32, rotary_head_size=8), {}),
     "further tokens": (replace(WIDE, mtp_layers=2), {"parallel": {"tensor": 2, "sequence": True}}),
     "experts of sigmoids": (replace(EXPERTS_OF, router_scores="sigmoid"), {}),
+    **{
+        f"{each} biases": (replace(EXPERTS_OF, shared_expert_size=32, bias=each), {})
+        for each in ("shared", "attention_shared")
+    },
     "slices": (
         replace(WIDE, max_positions=64, sliding_window=40),
         {
@@ -95,10 +99,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
         replace(WIDE, tie_embeddings=False, logit_softcap=3.0),
         {"parallel": {"pipeline": 2, "tensor": 2, "vocabulary": "pipeline"}},
     ),
-    "shared output layer, second variant": (
-        replace(WIDE, tie_embeddings=False),
-        {"parallel": {"pipeline": 2, "vocabulary": "pipeline_2"}},
-    ),
+    "shared output layer, second variant": (WIDE, {"parallel": {"pipeline": 2, "vocabulary": "pipeline_2"}}),
     **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""

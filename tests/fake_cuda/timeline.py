@@ -267,7 +267,9 @@ class Timeline:
         Whoever drops the last reference, every other holder has dropped its own before, with all that it waited for.
         """
         assert memory.stream is not None
-        known = self._clocks[memory.stream]
+        known = dict(self._clocks[memory.stream])
+        for stream in memory.recorded:  # the allocator waits for an event of each, of now
+            _advance(known, self._clocks[stream])
         uses = [*memory.readers.values(), *([memory.writer] if memory.writer else [])]
         for use in uses:
             if use.stream in (memory.stream, *memory.recorded):

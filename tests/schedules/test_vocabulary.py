@@ -89,6 +89,7 @@ def test_other_orders_are_refused(name: str) -> None:
         ("F2.0@0 ", "", "never happens"),
         ("F4.0@0 ", "", "never happens"),
         ("vocabulary 2 3 4 5", "vocabulary 2 3 5 4", "one on each rank"),
+        ("vocabulary 2 3 4 5", "vocabulary 4 5", "which older files lack; write the file again"),
     ],
 )
 def test_wrong_passes_are_named(old: str, new: str, expected: str) -> None:

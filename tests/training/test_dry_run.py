@@ -96,10 +96,11 @@ def scheduled(mesh: Mesh, config: PretrainConfig) -> Schedule:
         ["--offload.optimizer=true"],
         ["--offload.optimizer=true", "--offload.weights=true"],
         ["--offload.activations=blocks", "--offload.every=2", "--offload.prefetch=2"],
+        ["--parallel.vocabulary=pipeline_2"],
     ],
     ids=lambda flags: flags[-1],
 )
-def test_what_moves_to_host_memory_is_what_a_run_moves(flags: list[str]) -> None:
+def test_peaks_are_those_of_a_run_of_two_ranks(flags: list[str]) -> None:
     """By the schedule that a run of two ranks makes for itself."""
     shape = ["--model.hidden_size=32", "--model.num_heads=4", "--model.vocabulary_size=61", "--model.num_layers=4"]
     config = gpt(*shape, "--data.sequence_length=16", "--parallel.pipeline=2", "--batch.micro_size=8", *flags)

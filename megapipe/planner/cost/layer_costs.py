@@ -371,9 +371,10 @@ class Waits(NamedTuple):
     recompute: Floats
     source: str
 
-    def microbatch(self, *, apart: bool) -> Floats:
-        """Return the seconds of a whole micro-batch. apart: whether its backward is split."""
-        return self.forward + self.backward_input + self.recompute + (self.backward_weight if apart else 0.0)
+    def microbatch(self, *, apart: Floats | float) -> Floats:
+        """Return the seconds of a whole micro-batch. apart: fraction of the backwards that are split, of all stages
+        or shape [stages]."""
+        return self.forward + self.backward_input + self.recompute + self.backward_weight * apart
 
 
 @dataclass(frozen=True)
@@ -428,9 +429,10 @@ class StageCosts:
         """Return the seconds of the backward's input half, including waits, without recomputation of whole layers."""
         return self.backward_input + self.made_again + self.tensor.backward_input + self.context.backward_input
 
-    def weight_half(self, *, apart: bool) -> Floats:
-        """Return the seconds of the backward's weight half. apart: include waits, as in a split backward."""
-        return self.backward_weight + (self.tensor.backward_weight + self.context.backward_weight if apart else 0.0)
+    def weight_half(self, *, apart: Floats | float) -> Floats:
+        """Return the mean seconds of the backward's weight half, which waits only in a split backward. apart: fraction
+        of the backwards that are split, of all stages or shape [stages]."""
+        return self.backward_weight + (self.tensor.backward_weight + self.context.backward_weight) * apart
 
     def by_rank(self, values: Floats) -> Floats:
         """Return the sum over each rank's stages, shape [pipeline ranks]."""

@@ -85,13 +85,21 @@ class LayerSizes:
     @cached_method
     def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> tuple[StageBytes, StageBytes]:
         """Return the bytes of stages twice: if another rank sends the gradient of their output, and if it is already
-        on the rank. splits: whether backwards are split."""
-        return self._of_stages(shown, splits, self.stream), self._of_stages(shown, splits, 0)
+        on the rank. splits: whether backwards are split; then some may still be whole."""
+        found = []
+        for gradient in (self.stream, 0):
+            halves = self._of_stages(shown, splits, splits, gradient)
+            if splits:
+                whole = self._of_stages(shown, splits, False, gradient)
+                halves = halves._replace(after=halves.after | whole.after, within=halves.within | whole.within)
+            found.append(halves)
+        return found[0], found[1]
 
-    def _of_stages(self, shown: tuple[_Shown, ...], splits: bool, gradient: int) -> StageBytes:
+    def _of_stages(self, shown: tuple[_Shown, ...], splits: bool, halved: bool, gradient: int) -> StageBytes:
+        """Return the bytes of stages for one kind of backwards. halved: whether these are split."""
         spans = tuple(each.spans for each in shown)
         units = tuple(len(each.kinds) for each in shown)
-        micro = _microbatch_walk(units, spans if any(spans) else (), splits)
+        micro = _microbatch_walk(units, spans if any(spans) else (), halved)
         sizes = Sizes(micro.walk.num_places, 1, gradient, 0)
         for stage, (kinds, _, arrives) in enumerate(shown):
             first = micro.walk.place(stage, 0)

@@ -34,7 +34,7 @@ from megapipe.planner.cost.layer_costs import (
 from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
-from megapipe.planner.cost.step_time import STEPS, StepTimer, hop_seconds
+from megapipe.planner.cost.step_time import STEPS, StepTimer, hop_seconds, split_fractions
 from megapipe.planner.measured import (
     MeasuredTimes,
     at_ease,
@@ -102,7 +102,7 @@ def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCo
     moved = _a_microbatch(run, schedule, Kind.OFFLOAD, dict.fromkeys(copies.activations, 1.0))
     activations = _a_microbatch(run, schedule, Kind.OFFLOAD, copies.activations)
     weights = _a_microbatch(run, schedule, Kind.GATHER_WEIGHTS, copies.weights) / 2
-    backward = costs.whole_again + costs.input_half + costs.weight_half(apart=False)
+    backward = costs.whole_again + costs.input_half + costs.weight_half(apart=0.0)
     beside = backward * np.where(moved > 0, np.minimum(1.0, moved * run.moved.prefetch / units), 1.0)
     late_forward = np.maximum(0.0, np.maximum(activations, weights) - costs.whole_forward)
     late_backward = np.maximum(0.0, np.maximum(activations - beside, activations + weights - backward))
@@ -219,9 +219,9 @@ def _compute_times(costs: StageCosts, places: Sequence[CostPlace]) -> Iterator[t
     for kind, seconds in (
         (Kind.FORWARD, costs.whole_forward),
         (Kind.RECOMPUTE, costs.whole_again),
-        (Kind.BACKWARD, costs.input_half + costs.weight_half(apart=False)),
+        (Kind.BACKWARD, costs.input_half + costs.weight_half(apart=0.0)),
         (Kind.BACKWARD_INPUT, costs.input_half),
-        (Kind.BACKWARD_WEIGHT, costs.weight_half(apart=True)),
+        (Kind.BACKWARD_WEIGHT, costs.weight_half(apart=1.0)),
     ):
         yield from ((place._replace(kind=kind), each) for place, each in zip(places, seconds.tolist(), strict=True))
 
@@ -250,9 +250,8 @@ def _state_times(
 def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float) -> Iterator[Term]:
     """Yield terms for the work of the busiest rank, and one for the remaining time, in which it waits."""
     rank, count = costs.by_rank, run.num_microbatches
-    splits = any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in schedule.sections.body)
-    weight = costs.weight_half(apart=splits)
-    work = rank(costs.whole_forward + costs.whole_again + costs.input_half + weight)
+    apart = split_fractions(schedule)
+    work = rank(costs.whole_forward + costs.whole_again + costs.input_half + costs.weight_half(apart=apart))
     busiest = int(work.argmax())
 
     def once(values: object) -> float:
@@ -261,8 +260,8 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
     parts = [
         Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source),
         Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {costs.source}"),
-        Term("tensor", once(costs.tensor.microbatch(apart=splits)), costs.tensor.source),
-        Term("context", once(costs.context.microbatch(apart=splits)), costs.context.source),
+        Term("tensor", once(costs.tensor.microbatch(apart=apart)), costs.tensor.source),
+        Term("context", once(costs.context.microbatch(apart=apart)), costs.context.source),
         Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
     ]
     yield from parts
@@ -384,8 +383,8 @@ def explain_stages(
         "backward_input": costs.backward_input + costs.made_again,
         "backward_weight": costs.backward_weight,
         "recompute": costs.recompute,
-        "tensor": costs.tensor.microbatch(apart=False),
-        "context": costs.context.microbatch(apart=False),
+        "tensor": costs.tensor.microbatch(apart=0.0),
+        "context": costs.context.microbatch(apart=0.0),
         "update": costs.update,
         "reduction": costs.reduction,
         "gather": costs.gather,

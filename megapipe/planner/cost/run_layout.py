@@ -9,7 +9,7 @@ import numpy as np
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.config.parallel import is_fp8, recompute_method, zero_stage_of
+from megapipe.config.parallel import is_fp8, strategy_of
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size
 from megapipe.layout.costs import LayoutCosts
@@ -209,7 +209,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
         predictions_of(config),
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),
-        (config.zero.stage, config.recompute.method, repr(config.parallel.layers)) if config.parallel.layers else (),
+        repr(config.parallel.layers),
     )
     return _cached_shape(Keyed(key, config))
 
@@ -222,13 +222,9 @@ def _cached_shape(keyed: Keyed) -> _Shape:
     classes, kinds = [], []
     for index, layer in enumerate(stages.layers):
         in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
-        kind = (
-            layer.kind,
-            layer.variant,
-            in_fp8,
-            zero_stage_of(config, layer.name),
-            recompute_method(config, layer.name),
-        )
+        # What a layer sets itself, because a search reuses the kinds with other values of the run's own fields.
+        own = strategy_of(config.parallel.layers, layer.name)
+        kind = layer.kind, layer.variant, in_fp8, own.zero, own.recompute
         if kind not in numbers:
             numbers[kind] = len(numbers)
             kinds.append(index)

@@ -14,7 +14,8 @@ from megapipe.planner.cost.estimate import Assumptions, Term
 from megapipe.planner.cost.layer_costs import Beside, StageCosts, overlapped, scalar_seconds, tied_seconds
 from megapipe.planner.cost.memory import cut_of, sharding_of
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.schedules import Options
+from megapipe.schedules import Kind, Options, Schedule
+from megapipe.schedules.actions import KIND, STAGE
 from megapipe.schedules.build import order
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
@@ -99,6 +100,25 @@ def _graphs(name: str, options: tuple[tuple[str, object], ...], ranks: int, coun
     return tuple(OrderGraph(schedule, steps) for steps in ((1,) if schedule.flushes else (STEPS // 2, STEPS)))
 
 
+def split_fractions(schedule: Schedule) -> Floats:
+    """Return for each stage the fraction of its backwards that are split."""
+    rows = np.concatenate(schedule.sections.body)
+    kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    counts = [np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(schedule.header.stages)) for kind in kinds]
+    fractions: Floats = counts[1] / np.maximum(1, sum(counts))
+    return fractions
+
+
+@lru_cache(maxsize=1024)
+def _split_fractions(full: Order) -> Floats:
+    """Return the fractions of an order; one of few micro-batches shows whether it splits all backwards."""
+    for asked in (full.short()[0], full):
+        fractions = split_fractions(order(asked.name, asked.num_ranks, asked.num_microbatches, **asked.given))
+        if (fractions == 1.0).all():
+            break
+    return fractions
+
+
 PERIODS = 3
 """Periods of an order to count; every later period has the same traffic as the last of these."""
 
@@ -174,7 +194,8 @@ class _Exposed(NamedTuple):
 class StepTimer:
     """The time of a step. A micro-batch's traffic of sharded weights and gradients overlaps with its compute.
 
-    costs: costs of the stages. assumptions: with the machine's slow-down filled in.
+    costs: costs of the stages. assumptions: with the machine's slow-down filled in. apart: fraction of each stage's
+    backwards that are split.
     """
 
     def __init__(self, run: RunLayout, costs: StageCosts, assumptions: Assumptions) -> None:
@@ -182,6 +203,9 @@ class StepTimer:
         self.generator = find_generator(run.config.schedule.name)
         self.policy, self.flushes, self.count = run.policy, run.policy.flushes, run.num_microbatches
         self.units = np.bincount(costs.ranks, costs.layers)
+        self.apart = np.zeros(len(costs.ranks))
+        if run.splits:
+            self.apart = _split_fractions(Order.of(run.config, self.count))
 
     @cached_property
     def traffic(self) -> TrafficCounts:
@@ -201,7 +225,7 @@ class StepTimer:
         hops = np.array(hop_seconds(self.run, self.assumptions)).sum(axis=1)[costs.ranks]
         hops[:-1] *= np.diff(costs.ranks) == 1
         first = np.unique(costs.ranks, return_index=True)[1]
-        backward = costs.input_half + costs.weight_half(apart=self.run.splits)
+        backward = costs.input_half + costs.weight_half(apart=self.apart)
         work = self.count * costs.by_rank(costs.whole_forward + costs.whole_again + backward)
         work += np.append(0.0, costs.whole_forward + hops).cumsum()[first]
         passed = 0.0 if self.run.splits else np.append(0.0, backward + hops).cumsum()[first]
@@ -221,7 +245,7 @@ class StepTimer:
     @cached_property
     def _pace(self) -> _Pace:
         costs, (forward, backward, _) = self.costs, self._exposed
-        whole = costs.input_half + costs.weight_half(apart=self.run.splits) + costs.whole_again
+        whole = costs.input_half + costs.weight_half(apart=self.apart) + costs.whole_again
         whole += forward.whole + backward.whole
         return _Pace(costs.by_rank(costs.whole_forward + whole), self._by_chunk(whole))
 
@@ -234,7 +258,8 @@ class StepTimer:
         # A weight half, after which gradients are summed, blocks no other rank.
         late = split.late if splits else late_backward
         early = np.minimum(split.whole - split.late, backward_traffic - late)
-        apart, after = costs.weight_half(apart=splits), backward_traffic - early - late
+        after = backward_traffic - early - late
+        within = after if splits else np.zeros_like(after)
         rerun = costs.whole_again * self._between_backwards()
         waiting = waiting_of(
             self.run.config.schedule.name,
@@ -243,9 +268,9 @@ class StepTimer:
                 (forward_traffic - late_forward)[None],
                 (costs.whole_forward + late_forward)[None],
                 (costs.whole_again - rerun + early)[None],
-                (costs.input_half + apart + late + rerun)[None],
+                (costs.input_half + costs.weight_half(apart=0.0) + late + rerun + within)[None],
                 (costs.input_half + late + rerun)[None],
-                (apart + (after if splits else 0.0))[None],
+                (costs.weight_half(apart=1.0) + within)[None],
                 *self._links(hops),
                 None if splits else after[None],
             ),
@@ -303,7 +328,7 @@ class StepTimer:
             return _Exposed(whole, np.add.reduceat(added * late, starts))
 
         gathers = units.sharded_gather * np.repeat(self.traffic.gathers, sizes) / 2
-        backward = units.whole_again + units.input_half + units.weight_half(apart=self.run.splits)
+        backward = units.whole_again + units.input_half + units.weight_half(apart=np.repeat(self.apart, sizes))
         sums = units.sharded_reduction * np.repeat(self.traffic.sums, sizes)
         whole = exposed(backward, gathers[preceding] + sums[following])
         return exposed(units.whole_forward, gathers[following]), whole, exposed(backward, gathers[preceding])
@@ -319,7 +344,7 @@ class StepTimer:
         not hide. A unit's sum starts when its gradient is complete, so the last sum is always exposed. While the first
         gradient is computed, the next unit's weights are gathered."""
         costs = self.costs
-        backward = costs.whole_again + costs.input_half + costs.weight_half(apart=self.run.splits)
+        backward = costs.whole_again + costs.input_half + costs.weight_half(apart=self.apart)
         gathers = costs.sharded_gather * self.traffic.gathers / 2
         before = np.maximum(0.0, backward * costs.first_backward - gathers / costs.layers)
         traffic, last = gathers + costs.reduction, costs.last_reduction
@@ -349,8 +374,8 @@ class StepTimer:
 
         yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source)
         yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {costs.source}")
-        yield Term("tensor", once(costs.tensor.microbatch(apart=self.run.splits)), costs.tensor.source)
-        yield Term("context", once(costs.context.microbatch(apart=self.run.splits)), costs.context.source)
+        yield Term("tensor", once(costs.tensor.microbatch(apart=self.apart)), costs.tensor.source)
+        yield Term("context", once(costs.context.microbatch(apart=self.apart)), costs.context.source)
 
     def _at_the_end(self, pace: _Pace, before: float, sums: float) -> Iterator[Term]:
         """Yield the terms after the last backward. before: seconds up to it. sums: seconds of sums after it."""

@@ -93,7 +93,9 @@ def _check_shards(header: Header, origin: Origin | None) -> None:
     ranks = [header.stages[each].rank for each in shards if each < last]
     if shards != tuple(range(last - number, last)) or ranks != 2 * list(range(header.num_ranks)):
         raise ScheduleError(
-            f"{what}: vocabulary {list(shards)} must name the last {number} stages, one on each rank in turn, twice"
+            f"{what}: vocabulary {list(shards)} must name the last {number} stages, one on each rank in turn for the "
+            "output layer, then one on each for the input embedding, which older files lack; write the file again "
+            "with megapipe schedule write --vocabulary"
         )
     if len(header.routes) > 1 or header.slices > 1 or not {*header.routes[0]}.isdisjoint(shards):
         raise ScheduleError(

@@ -12,7 +12,7 @@ from typing import cast
 from megapipe.config.errors import ConfigError
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress
+from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress, pairs_told
 from megapipe.engine.engine import Engine
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.program import Instruction
@@ -213,8 +213,11 @@ class Replica:
         self.kernels = OPS.with_overrides(config.kernels.backends)
         built = building_progress(say, self.layout, self.schedule.header.stages_on(self.rank))
         model, header = ModelTable.of(config, self.layout, mesh, self.kernels), self.schedule.header
+        holding = Holding.of(self.table)
+        two_streams, remark = pairs_told(holding, mesh, self.schedule)
+        self.remarks += () if remark is None else (remark,)
         self.assembly = Assembly(
-            model, Holding.of(self.table), mesh, header, kernels=self.kernels, swaps=swaps, built=built
+            model, holding, mesh, header, kernels=self.kernels, swaps=swaps, built=built, two_streams=two_streams
         )
         self.stages, self.optimizer = self.assembly.stages, self.assembly.optimizer
         lag = 0 if self.schedule.flushes else 1

@@ -4,16 +4,17 @@ from itertools import combinations
 
 import pytest
 
-from tests.planner.fitting.vocabularies import ROWS, Published, predicted
-
-OTHERWISE = {(2, 128): 1, (2, 256): 0}
-"""Columns that docs/cost_model.md explains: another layout here, and a value that contradicts its row."""
+from tests.planner.fitting.vocabularies import LOGGED, ROWS, Published, predicted
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.sequence}k-{row.vocabulary}k")
+@pytest.mark.parametrize(
+    "row",
+    [row if index % 2 else pytest.param(row, marks=pytest.mark.exhaustive) for index, row in enumerate(ROWS)],
+    ids=[f"{row.sequence}k-{row.vocabulary}k" for row in ROWS],
+)
 def test_predictions_are_those_published(row: Published) -> None:
-    """In the same order, where published values within 2% are level, and within 7% but for two values. Memory of
-    shared vocabularies is within 10%."""
+    """In the same order, where published values within 2% are level, and within 7% (one by the authors' log). Memory
+    of shared vocabularies is within 10%."""
     found, memories = zip(*predicted(row.sequence, row.vocabulary), strict=True)
     assert memories[2:] == pytest.approx(row.memories[2:], rel=0.1)
     for one, other in combinations(range(len(found)), 2):
@@ -21,5 +22,5 @@ def test_predictions_are_those_published(row: Published) -> None:
         close = 0.98 <= told <= 1 / 0.98
         ratio = found[one] / found[other]
         assert abs(ratio - 1) < 0.03 if close else (ratio > 1.02 if told > 1 else ratio < 0.98)
-    for column, (ours, theirs) in enumerate(zip(found, row.speeds, strict=True)):
-        assert OTHERWISE.get((row.sequence, row.vocabulary)) == column or ours == pytest.approx(theirs, rel=0.07)
+    measured = (LOGGED, *row.speeds[1:]) if (row.sequence, row.vocabulary) == (2, 256) else row.speeds
+    assert found == pytest.approx(measured, rel=0.07)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.parallel import LayerStrategy
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import ENGINE, Assumptions
 from megapipe.planner.cost.model import estimate, predict
@@ -18,6 +19,7 @@ from tests.planner.measured import machines
 from tests.planner.search.runs import machine, run, runs
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1", "zb_v", "2bw")
+OWN_ZERO = ({}, {}, {"embedding": LayerStrategy(zero=1)}, {"blocks.0": LayerStrategy(zero=1)})
 OTHERS = (
     ENGINE,
     Assumptions(slow_down=1.7, gathers_beside_forward=True),
@@ -31,12 +33,18 @@ OTHERS = (
     devices=st.sampled_from([2, 4, 6, 8, 12]),
     node=st.sampled_from([2, 3, 4]),
     assumptions=st.sampled_from(OTHERS),
+    own=st.sampled_from(OWN_ZERO),
     numbers=st.randoms(use_true_random=False),
 )
 def test_layouts_of_one_search_cost_what_each_costs_alone(
-    base: PretrainConfig, devices: int, node: int, assumptions: Assumptions, numbers: object
+    base: PretrainConfig,
+    devices: int,
+    node: int,
+    assumptions: Assumptions,
+    own: dict[str, LayerStrategy],
+    numbers: object,
 ) -> None:
-    hardware = machine(memory=1e15, node=node)
+    hardware, base = machine(memory=1e15, node=node), replace(base, parallel=replace(base.parallel, layers=own))
     layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=SCHEDULES, max_context=2)))
     times = slowest_times(base, hardware, devices, assumptions)
     together = Evaluation(base, hardware, times, assumptions)

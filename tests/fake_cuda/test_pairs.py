@@ -1,0 +1,70 @@
+"""On two streams, no kernel of one half of a pair waits for a collective of the other half; on one stream many do."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda import runs
+from tests.fake_cuda.pairs import Pair
+from tests.fake_cuda.server import run_fake
+from tests.fake_cuda.test_train import DROPOUT, EXPERTS_OF, FP8, WIDE, check, shortened
+from tests.support.gpt_runs import make_config, write_shard
+
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tensor": (WIDE, {"parallel": {"tensor": 2}}),
+    "sequence": (WIDE, {"parallel": {"tensor": 2, "sequence": True, "sequence_chunks": 2}}),
+    "experts": (EXPERTS_OF, {"parallel": {"tensor": 2, "sequence": True}}),
+    "ring": (WIDE, {"parallel": {"context": 2}}),
+    "all_to_all": (WIDE, {"parallel": {"context": 2, "context_attention": "all_to_all"}}),
+    "recomputation, layer by layer": (WIDE, {"parallel": {"tensor": 2}, "recompute": {"method": "full"}}),
+    "selective recomputation": (DROPOUT, {"parallel": {"tensor": 2}, "recompute": {"method": "selective"}}),
+    "fp8 tensorwise": (WIDE, {"parallel": {"tensor": 2}, "training": {**FP8, "fp8": "tensorwise"}}),
+    "shards of the optimizer": (WIDE, {"parallel": {"tensor": 2, "data": 2}, "zero": {"stage": 1}}),
+}
+SLOW = ("tensor",)
+IN_ORDER: dict[str, dict[str, Any]] = {
+    "gathered weights": {"parallel": {"tensor": 2, "data": 2}, "zero": {"stage": 3}},
+    "offloaded activations": {"parallel": {"tensor": 2}, "offload": {"activations": "blocks"}},
+}
+
+
+def run(folder: Path, model: Any, groups: dict[str, Any], *, in_order: bool = False) -> list[runs.Report]:
+    parallel = {"pipeline": 2, **groups["parallel"]}
+    training = {"precision": "bf16", **groups.get("training", {})}
+    changes = {**groups, "parallel": parallel, "training": training, "schedule": {"name": "dualpipe_v"}}
+    config = shortened(make_config(write_shard(folder), replace(model, num_layers=4), **changes))
+    ranks = 2 * max(parallel.get("tensor", 1), parallel.get("context", 1)) * parallel.get("data", 1)
+    reports = run_fake(
+        runs.train, config, 1, False, None, True, runs.SPARE, None, in_order, ranks=ranks, timeout=300.0
+    )
+    check(reports)  # no fault, and the same order of collectives on all members of a group
+    return reports
+
+
+def pairs_of(reports: list[runs.Report]) -> list[Pair]:
+    return [pair for report in reports for pair in report.pairs.values()]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive) for name in RUNS]
+)
+def test_no_half_waits_for_the_other_s_collectives(tmp_path: Path, name: str) -> None:
+    overlapping, in_order = (run(tmp_path, *RUNS[name], in_order=flag) for flag in (False, True))
+    assert all(sum(pair.waiting) == 0 for pair in pairs_of(overlapping))
+    assert any(min(pair.collectives) > 0 for pair in pairs_of(overlapping))
+    # The count can fail: on one stream, every backward runs after the collectives of its forward.
+    found = pairs_of(in_order)
+    assert all(sum(pair.waiting) > 0 for pair in found if pair.collectives[0])
+    # The halves are the same programs.
+    assert [(pair.kernels, pair.collectives) for pair in pairs_of(overlapping)] == [
+        (pair.kernels, pair.collectives) for pair in found
+    ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_pairs_without_a_known_order_stay_on_one_stream(tmp_path: Path, name: str) -> None:
+    reports = run(tmp_path, WIDE, IN_ORDER[name])
+    assert any(sum(pair.waiting) > 0 for pair in pairs_of(reports))
