@@ -107,7 +107,7 @@ def test_training_commands_of_the_first_run_are_valid(command: str, monkeypatch:
 
 def test_checks_and_options_of_the_first_run_exist() -> None:
     text = read("docs/first_gpu_run.md")
-    assert len(TRAINING) == 4
+    assert len(TRAINING) == 5
     requested = re.findall(r"ranks_check\.py --checks (\w+)", text)
     assert requested
     assert set(requested) <= {check.name for check in checks(8)}
