@@ -89,7 +89,8 @@ def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
     family, differences = exporting_family(model)
     assert not differences
     config = transformers.AutoConfig.for_model(**family.config(model))
-    kind = transformers.AutoModelForCausalLM if model.kind == "gpt" else transformers.AutoModelForPreTraining
+    encoder = "PreTraining" if getattr(model, "sentence_head", False) else "MaskedLM"
+    kind = getattr(transformers, f"AutoModelFor{'CausalLM' if model.kind == 'gpt' else encoder}")
     with torch.device("meta"):
         theirs = kind.from_config(config)
     theirs.tie_weights()

@@ -8,12 +8,14 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
+from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.training.validation import validate
@@ -253,6 +255,93 @@ MIXED = [
     pytest.param({"schedule": "seq1f1b", "precision": "bf16", "recompute": "logits"}, SLICES, marks=RARE),
 ]
 """Llamas whose blocks differ, and encoders."""
+FORMS: dict[str, dict[str, dict[str, Any]]] = {
+    "norms": {
+        "pre": {},
+        "sandwich": {"norm_position": "sandwich", "normalization": "rms_norm_unit_offset"},
+        "output": {"norm_position": "output", "normalization": "rms_norm"},
+        "stream": {"norm_position": "stream", "normalization": "layer_norm"},
+        "parallel": {"parallel_residual": True, "normalization": "layer_norm_without_bias"},
+    },
+    "activation": {
+        "swiglu": {},
+        "swiglu_clamped": {"activation": "swiglu_clamped", "swiglu_alpha": 1.0, "swiglu_limit": 2.0},
+        "geglu_tanh": {"activation": "geglu_tanh"},
+        "reglu_squared": {"activation": "reglu_squared"},
+        "silu": {"activation": "silu"},
+    },
+    "bias": {name: {} for name in ("all", "qkv", "mlp", "shared", "attention_shared", "none")},
+    "positions": {
+        "rotary": {},
+        "partial": {"rotary_fraction": 0.5},
+        "yarn": {"rope_scaling": RopeScaling(kind="yarn", factor=2.0, original_length=8)},
+        "alibi": {"positions": "alibi"},
+        "none": {"positions": "none"},
+    },
+    "attention": {
+        "whole": {},
+        "window": {"sliding_window": 5, "attention_scale": 0.3},
+        "chunks": {"attention_chunk_size": 4},
+        "sinks": {"attention_sinks": True},
+        "softcap": {"attention_softcap": 2.0, "attention": "auto"},
+        "latents": {**LATENTS["model"], "layer_kinds": {}, "layer_pattern": ()},
+    },
+    "heads": {
+        "plain": {},
+        "normalized": {"qk_norm": True},
+        "normalized together": {"qk_norm": True, "qk_norm_over": "projection"},
+        "one key": {"num_kv_heads": 1},
+    },
+    "mlp": {
+        "dense": {},
+        "softmax": {"num_experts": 4, "experts_per_token": 4, "router_bias": True},
+        "sigmoid": {
+            "num_experts": 4,
+            "experts_per_token": 4,
+            "router_scores": "sigmoid",
+            "router_scale": 2.5,
+            "router_groups": 2,
+            "router_groups_chosen": 2,
+            "shared_expert_size": 32,
+        },
+        "gated": {
+            "num_experts": 4,
+            "experts_per_token": 4,
+            "normalize_expert_shares": False,
+            "shared_expert_size": 32,
+            "shared_expert_gate": True,
+        },
+    },
+    "stream": {
+        "plain": {},
+        "scaled": {"embedding_scale": 2.5, "residual_scale": 0.6, "logit_scale": 0.5},
+        "capped": {"logit_softcap": 3.0, "embedding_norm": True},
+    },
+    "further": {"0": {}, "1": {"mtp_layers": 1}},
+}
+"""Form of a model -> its kinds, and the fields of each."""
+FORM_LAYOUTS: dict[str, Case] = {
+    "one process": {"recompute": "selective"},
+    "tensor": {"tensor": "2", "sequence": "on"},
+    "context": {"context": "2 all-to-all", "precision": "bf16"},
+    "halves": {"schedule": "zb_h1", "pipeline": "2", "tied": "untied"},
+    "zero": {"data": "2", "zero": "3", "recompute": "full"},
+    "offload": {"data": "2", "offload": "activations", "documents": "isolated"},
+}
+FORM_AXES = {"layout": tuple(FORM_LAYOUTS), **{form: tuple(kinds) for form, kinds in FORMS.items()}}
+"""Axes of a second array, of forms of models on a few layouts."""
+FORM_RULES = (
+    {"attention": ("latents",), "positions": ("partial", "alibi", "none")},
+    {"attention": ("latents",), "heads": ("normalized", "normalized together", "one key")},
+    {"attention": ("latents",), "bias": ("qkv",)},
+    {"attention": ("softcap",), "positions": ("alibi",)},
+    {"norms": ("sandwich",), "heads": ("normalized together",)},
+    {"stream": ("capped",), "further": ("1",)},
+    {"layout": ("context",), "further": ("1",)},
+    {"layout": ("tensor",), "heads": ("one key",)},
+)
+"""Kinds that do not go together; tests of the models name the reasons."""
+FORM_CASES = covering_array(FORM_AXES, lambda case: not any(Rule(each, "").forbids(case) for each in FORM_RULES))
 SCALARS = 4096
 """Bytes of tables and numbers that live on between steps besides the buffers."""
 NUMBERS = 512
@@ -325,6 +414,19 @@ def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
     ranks = predicted_and_counted(config)
     check_equal(case, [rank.run for _, rank in ranks], oracle.run)
     for each in ranks:
+        check_costs(*each)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", FORM_CASES, ids=lambda case: ", ".join(case.values()))
+def test_every_pair_of_forms_costs_what_is_predicted(corpora: Corpora, case: Case) -> None:
+    layout = {**BASE, "model": "llama", **FORM_LAYOUTS[case["layout"]]}
+    fields: dict[str, Any] = {"ffn_hidden_size": 48}
+    for form, kinds in FORMS.items():
+        fields |= kinds[case[form]]
+    config = changed(config_of(layout, *corpora), {"model": {**fields, "bias": case["bias"]}})
+    validate(config, world_size(layout))
+    for each in predicted_and_counted(config):
         check_costs(*each)
 
 
