@@ -70,7 +70,7 @@ def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tu
         half = model.head_dim // 2
         return lambda parts: [_regrouped(parts[0], half, 2)], lambda parts: [_regrouped(parts[0], 2, half)]
     if step == "rotary_last":
-        return _rotary_last(model, spec)
+        return rotary_last(model, spec)
     if step == "stacked":
         axes = next(n for n in range(1, len(spec.shape)) if math.prod(spec.shape[:n]) == count)
         return lambda parts: [torch.stack([*parts])], lambda parts: parts[0].flatten(0, axes - 1).unbind(0)
@@ -120,7 +120,7 @@ def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
     return join, part
 
 
-def _rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
+def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
     """Return what moves the rotated rows of queries to the front of each head and regroups their pairs, and back. Rows
     of the shared key follow those of the latent on both sides."""
     rotated = model.rotary_dim

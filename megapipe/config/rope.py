@@ -1,5 +1,6 @@
 """How rotary positions are stretched for contexts longer than the original one."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,3 +64,8 @@ class RopeScaling:
                 f"{place}, but only 2 channels are rotated; it needs 4: set model.rotary_fraction or head_size"
             )
         return found
+
+
+def yarn_growth(factor: float, weight: float) -> float:
+    """Return YaRN's attention factor for a ratio of lengths. weight: that of its logarithm (DeepSeek-V2's mscale)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

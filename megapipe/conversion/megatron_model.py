@@ -1,31 +1,28 @@
-"""Megatron-LM's names of our parameters and configuration fields (megatron-core's GPTModel and BertModel, both layer
-specs).
+"""Megatron-LM's names of our parameters (megatron-core's GPTModel and BertModel, both layer specs).
 
 Its matrices are ours with merged leading axes. The rows of linear_qkv are grouped by kv group: query heads, key and
 value of each group. The rows of a gated linear_fc1 are, for each tensor rank, the rows of the gate and then the rows
-of the other half. Each expert has its own matrices (SequentialMLP, TEGroupedMLP).
+of the other half. Each expert has its own matrices (SequentialMLP, TEGroupedMLP). In multi-latent attention
+(MLASelfAttention), rotated channels are the last ones of each head, in pairs, and the local layers, but not those of
+Transformer Engine, divide the down projections over tensor ranks.
 """
 
 import math
-from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
+from megapipe.checkpoint.correspondence import Join, rotary_last
 from megapipe.checkpoint.directory import FreshFolder
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.storage import on_failure
-from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.formats import RELEASE, TRACKER, Contents
-from megapipe.conversion.megapipe_format import model_of, parameters_of
-from megapipe.conversion.sandbox import InertObject
-from megapipe.spec.family import FamilyError, known_word
+from megapipe.conversion.formats import RELEASE, TRACKER
+from megapipe.conversion.megapipe_format import parameters_of
 from megapipe.spec.layers import tensor_problems
 from megapipe.spec.parameters import ParameterSpec
 
@@ -49,6 +46,13 @@ _BLOCK = {
     "attention.qkv.": "self_attention.linear_qkv.",
     "attention.query_norm.": "self_attention.q_layernorm.",
     "attention.key_norm.": "self_attention.k_layernorm.",
+    "attention.query.": "self_attention.linear_q_proj.",
+    "attention.query_down.": "self_attention.linear_q_down_proj.",
+    "attention.query_latent_norm.": "self_attention.q_layernorm.",
+    "attention.query_up.": "self_attention.linear_q_up_proj.",
+    "attention.kv_down.": "self_attention.linear_kv_down_proj.",
+    "attention.kv_latent_norm.": "self_attention.kv_layernorm.",
+    "attention.kv_up.": "self_attention.linear_kv_up_proj.",
     "attention.output.": "self_attention.linear_proj.",
     "mlp_norm.": "pre_mlp_layernorm.",
     "mlp.up.": "mlp.linear_fc1.",
@@ -60,38 +64,19 @@ _BLOCK = {
     "mlp.shared.down.": "mlp.shared_experts.linear_fc2.",
     "mlp.shared.gate.": "mlp.shared_experts.gate_",
 }
-FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+_ROTARY = ("attention.query.", "attention.query_up.", "attention.kv_down.")
+"""Matrices with rows of rotated channels, in multi-latent attention."""
+_DOWN = ("attention.query_down.", "attention.kv_down.")
+"""Matrices whose rows the local layers divide over tensor ranks, although no rank uses its rows alone."""
+_FUSED_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", **_FUSED_MLP}
 """Names of norms that Transformer Engine fuses into the next layer, if that is not a mixture of experts."""
-_UNSUPPORTED = (
-    "multi_latent_attention",
-    "rotary_interleaved",
-    "mtp_num_layers",
-    "qk_l2_norm",
-    "window_attn_skip_freq",
-    "heterogeneous_layers_config_path",
-    "no_rope_freq",
-    "attention_output_gate",
-    "quick_geglu",
-)
-_NOT_IN_BERT = ("num_experts", "qk_layernorm", "window_size")
-_UNSUPPORTED_EXPERTS = (
-    "moe_expert_capacity_factor",
-    "moe_apply_probs_on_input",
-    "moe_latent_size",
-    "moe_router_force_load_balancing",
-    "moe_router_topk_limited_devices",
-)
-"""Arguments that change what experts compute in a way that the model configuration cannot express."""
-_NORMALIZATIONS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
-_UNIT_OFFSET = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-_ACTIVATIONS = {"swiglu": "swiglu", "squared_relu": "relu_squared", "openai_gelu": "gelu_tanh"}
-"""Activation by the argument that selects it; without one of them it is the exact GELU."""
-_POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "none": "none"}
-_LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}
-"""Constants of Megatron-LM's --use-rope-scaling."""
+_FUSED_LATENT = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    **_FUSED_MLP,
+}
+"""The same with multi-latent attention."""
 
 
 @dataclass(frozen=True)
@@ -99,22 +84,39 @@ class ParameterLocation:
     """Location of a parameter.
 
     key: its name in the layer or model, with the local layers; for experts without the number of the expert. layer:
-    index from 0; None outside of layers. transformer_engine: the key with Transformer Engine's layers. expert: for
-    parameters of experts, the part of one expert, which the tensor ranks share like the parameter of an MLP.
+    index from 0; None outside of layers. transformer_engine: the key with Transformer Engine's layers. local_dist: the
+    key in torch_dist with the local layers. expert: for parameters of experts, the part of one expert, which the
+    tensor ranks share like the parameter of an MLP. regrouped: what makes our rows of theirs, and its inverse; None
+    for the same rows. divided_locally: with the local layers only, each tensor rank has a part of the rows.
     """
 
     spec: ParameterSpec
     key: str
     layer: int | None
     transformer_engine: str
+    local_dist: str
     expert: ParameterSpec | None = None
+    regrouped: tuple[Join, Join] | None = None
+    divided_locally: bool = False
 
     @property
     def dist_keys(self) -> tuple[str, str]:
         """The keys in torch_dist, by the layer specification: local and Transformer Engine."""
         if self.expert is not None:
             return (self.key.replace("experts.", "experts.experts."),) * 2
-        return _fused(self.key), self.transformer_engine
+        return self.local_dist, self.transformer_engine
+
+    def ours(self, values: Tensor) -> Tensor:
+        """Return our values of the whole parameter, of Megatron-LM's."""
+        return values if self.regrouped is None else self.regrouped[0]([values])[0]
+
+    def theirs(self, values: Tensor) -> Tensor:
+        """Return Megatron-LM's values of the whole parameter, of ours."""
+        return values if self.regrouped is None else self.regrouped[1]([values])[0]
+
+    def shards(self, local: bool) -> ParameterSpec:
+        """Return `piece` with the axis that tensor ranks share. local: with the local layers."""
+        return replace(self.piece, partition_axis=0) if local and self.divided_locally else self.piece
 
     @property
     def piece(self) -> ParameterSpec:
@@ -140,8 +142,8 @@ class ParameterLocation:
         return *stacked, *merged_shape(self.piece, self.piece.shape)
 
 
-def _fused(key: str) -> str:
-    for plain, fused in FUSED_NORMS.items():
+def _fused(key: str, norms: Mapping[str, str]) -> str:
+    for plain, fused in norms.items():
         if key.startswith(plain):
             return fused + key.removeprefix(plain)
     return key
@@ -153,8 +155,14 @@ def layers_prefix(model: ModelConfig) -> str:
 
 
 def linear_layers(model: ModelConfig) -> tuple[str, ...]:
-    """Return the modules of a layer that have an `_extra_state`, which is None without FP8."""
-    attention = ("self_attention.linear_qkv", "self_attention.linear_proj")
+    """Return the modules of a layer that have an `_extra_state`, which is None without FP8. model: that of the layer's
+    kind."""
+    if model.kv_latent_size is None:
+        projections = ["qkv"]
+    else:
+        queries = ["q_proj"] if model.query_latent_size is None else ["q_down_proj", "q_up_proj"]
+        projections = [*queries, "kv_down_proj", "kv_up_proj"]
+    attention = [f"self_attention.linear_{name}" for name in (*projections, "proj")]
     if model.num_experts is None:
         return *attention, "mlp.linear_fc1", "mlp.linear_fc2"
     shared = (
@@ -163,45 +171,87 @@ def linear_layers(model: ModelConfig) -> tuple[str, ...]:
     return *attention, *shared, "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2"
 
 
+def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
+    """Return the model of each layer's kind. Raises CheckpointError unless layers differ only in whether they have
+    experts, and in the width of their MLP then."""
+    kinds: dict[bool, ModelConfig] = {}
+    for own in model.kinds_of_layers.values():
+        own = replace(own, ffn_hidden_size=own.ffn_size)
+        same = kinds.setdefault(own.num_experts is not None, own)
+        other = _without_mlp(next(iter(kinds.values())))
+        pairs = ((same, own), (other, _without_mlp(own)))
+        for each in fields(own):
+            for one, two in pairs:
+                if getattr(one, each.name) != getattr(two, each.name):
+                    raise CheckpointError(
+                        f"model.layer_pattern has blocks that differ in {each.name}; Megatron-LM's blocks can differ "
+                        "only in whether they have experts: write a Hugging Face folder instead (--to hf)"
+                    )
+    return [model.of_kind(model.kind_of_layer(layer)) for layer in range(model.num_layers)]
+
+
+_OF_MLP = (
+    "num_experts", "ffn_hidden_size", "experts_per_token", "normalize_expert_shares", "expert_balance_rate",
+    "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen",
+    "shared_expert_size", "shared_expert_gate",
+)  # fmt: skip
+"""Fields in which layers with experts may differ from those without."""
+
+
+def _without_mlp(model: ModelConfig) -> ModelConfig:
+    return replace(model, **{name: getattr(ModelConfig, name) for name in _OF_MLP})
+
+
 def places(model: ModelConfig) -> dict[str, ParameterLocation]:
     """Return each parameter's location. Raises CheckpointError for a model that Megatron-LM cannot express."""
-    if model.layer_pattern:
-        raise CheckpointError(
-            f"model.layer_pattern is {', '.join(model.layer_pattern)}; only models whose blocks are alike can be "
-            "converted to and from Megatron-LM: write a Hugging Face folder instead (--to hf)"
-        )
-    if model.kv_latent_size is not None:
-        raise CheckpointError(
-            f"model.kv_latent_size is {model.kv_latent_size}; multi-latent attention cannot be converted to and from "
-            "Megatron-LM: write a Hugging Face folder instead (--to hf)"
-        )
     if model.kind == "bert" and model.num_experts is not None:
         raise CheckpointError(
             f"model.num_experts is {model.num_experts}; Megatron-LM's BERT has no experts: only a GPT with experts "
             "can be converted to and from Megatron-LM"
         )
-    mlps = parameters_of(_dense(model))
-    return {name: _place(spec, model, mlps) for name, spec in parameters_of(model).items()}
+    layers = models_of_layers(model)
+    mlps = {name: parameters_of(_dense(own)) for name, own in model.kinds_of_layers.items()}
+    found = {}
+    for name, spec in parameters_of(model).items():
+        for ours, theirs in _OUTER.items():
+            if name.startswith(ours):
+                key = theirs.format(stack=_STACKS[model.kind]) + name.removeprefix(ours)
+                found[name] = ParameterLocation(spec, key, None, key, key)
+                break
+        else:
+            layer = int(name.removeprefix("blocks.").partition(".")[0])
+            found[name] = _in_layer(spec, layer, layers[layer], mlps[model.kind_of_layer(layer)])
+    return found
 
 
 def _dense(model: ModelConfig) -> ModelConfig:
-    """Return the model with one MLP of the size of an expert in place of the experts."""
+    """Return the model of a kind of layers with one MLP of the size of an expert in place of the experts."""
     return replace(model, num_experts=None, shared_expert_size=None, shared_expert_gate=False, router_bias=False)
 
 
-def _place(spec: ParameterSpec, model: ModelConfig, mlps: Mapping[str, ParameterSpec]) -> ParameterLocation:
-    for ours, theirs in _OUTER.items():
-        if spec.name.startswith(ours):
-            key = theirs.format(stack=_STACKS[model.kind]) + spec.name.removeprefix(ours)
-            return ParameterLocation(spec, key, None, key)
-    layer, _, path = spec.name.removeprefix("blocks.").partition(".")
+def _in_layer(
+    spec: ParameterSpec, layer: int, model: ModelConfig, mlps: Mapping[str, ParameterSpec]
+) -> ParameterLocation:
+    """Return the location of a parameter of a layer. model: that of its kind. mlps: parameters of that model with an
+    MLP in place of experts."""
+    path = spec.name.removeprefix(f"blocks.{layer}.")
     stem = next(ours for ours in _BLOCK if path.startswith(ours))
     key = _BLOCK[stem] + path.removeprefix(stem)
     if spec.name in mlps and spec.shape != mlps[spec.name].shape:
         key = key.replace("mlp.", "mlp.experts.")
-        return ParameterLocation(spec, key, int(layer), key, mlps[spec.name])
+        return ParameterLocation(spec, key, layer, key, key, mlps[spec.name])
+    latent = model.kv_latent_size is not None
+    fused = _fused(key, _FUSED_LATENT if latent else _FUSED)
     before_experts = stem == "mlp_norm." and model.num_experts is not None
-    return ParameterLocation(spec, key, int(layer), key if before_experts else _fused(key))
+    return ParameterLocation(
+        spec,
+        key,
+        layer,
+        key if before_experts else fused,
+        key if latent else fused,
+        regrouped=rotary_last(model, spec) if stem in _ROTARY else None,
+        divided_locally=stem in _DOWN,
+    )
 
 
 def merged(spec: ParameterSpec, shard: Tensor) -> Tensor:
@@ -250,327 +300,24 @@ def padded(values: Tensor, rows: int) -> Tensor:
 def check_tensor_size(model: ModelConfig, tensor_size: int) -> None:
     """Raise CheckpointError if the matrices, those of every expert too, cannot be divided over this number of tensor
     ranks."""
-    problems = tensor_problems(_dense(model), tensor_size)
-    if model.num_experts is not None and tensor_size > 1:
-        shared = model.shared_expert_size
+    problems: list[str] = []
+    for own in model.kinds_of_layers.values():
+        problems += tensor_problems(_dense(own), tensor_size)
+        if own.num_experts is None or tensor_size == 1:
+            continue
+        shared = own.shared_expert_size
         if shared is not None and shared % tensor_size:
             problems.append(f"model.shared_expert_size {shared} is not divisible by {tensor_size} tensor ranks")
-        if model.bias == "all":
+        if own.bias == "all":
             problems.append(
                 f"model.bias is all, and Megatron-LM does not divide experts with biases over {tensor_size} tensor "
                 "ranks: use one"
             )
     if problems:
-        raise CheckpointError("; ".join(problems))
-
-
-def arguments_in(saved: Any, origin: Path) -> Mapping[str, Any]:
-    """Return Megatron-LM's arguments. saved: the content of the file `origin`. Raises CheckpointError."""
-    described = saved.get("args") if isinstance(saved, dict) else None
-    if not isinstance(described, InertObject) or not isinstance(described.state, dict):
-        raise CheckpointError(f"{origin} contains no args, which describe the model")
-    return described.state
+        raise CheckpointError("; ".join(dict.fromkeys(problems)))
 
 
 def kind_of_keys(keys: Iterable[str]) -> Literal["gpt", "bert"]:
     """Return the kind of the model with these keys, which its arguments do not contain."""
     stacks = {key.partition(".")[0] for key in keys}
     return "bert" if _STACKS["bert"] in stacks and _STACKS["gpt"] not in stacks else "gpt"
-
-
-def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = "gpt") -> ModelConfig:
-    """Return the model that Megatron-LM's arguments describe. saved: the content of the file `origin`.
-
-    Raises CheckpointError for missing arguments, and for a model that the model configuration cannot express.
-    """
-    arguments = arguments_in(saved, origin)
-    unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
-    if arguments.get("normalization") != "RMSNorm":
-        unsupported += [f"{name} without RMSNorm" for name in _UNIT_OFFSET if arguments.get(name)]
-    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
-        unsupported.append("qk_layernorm without RMSNorm")
-    if kind == "bert":
-        unsupported += [f"{name} in a BERT" for name in _NOT_IN_BERT if arguments.get(name)]
-        if arguments.get("position_embedding_type", "learned_absolute") != "learned_absolute":
-            unsupported.append("position_embedding_type in a BERT")
-    elif arguments.get("num_experts"):
-        unsupported += _unsupported_experts(arguments)
-    if unsupported:
-        raise CheckpointError(
-            f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express"
-        )
-    try:
-        return model_of(_fields(arguments, kind))
-    except FamilyError as error:
-        raise CheckpointError(f"{origin}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
-
-
-def _unsupported_experts(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of experts that the model configuration cannot express."""
-    unsupported = [name for name in _UNSUPPORTED_EXPERTS if arguments.get(name)]
-    frequency = arguments.get("moe_layer_freq", 1)
-    if frequency != 1 and not (isinstance(frequency, list) and all(each == 1 for each in frequency)):
-        unsupported.append(f"moe_layer_freq {frequency}")
-    balancing = arguments.get("moe_router_load_balancing_type")
-    if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
-        unsupported.append("moe_router_load_balancing_type sinkhorn")
-    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
-    best = 2 if arguments.get("moe_router_score_function") == "sigmoid" else 1
-    if chosen and chosen != groups and arguments.get("moe_router_topk", 2) // chosen != best:
-        unsupported.append(f"moe_router_group_topk {chosen} (it must be moe_router_topk / {best})")
-    return unsupported
-
-
-def notes_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"]) -> tuple[str, ...]:
-    """Return lines about arguments that the model follows only in part. saved: the content of the file `origin`."""
-    arguments, notes = arguments_in(saved, origin), []
-    if kind == "bert" and _activation(arguments) == "gelu_tanh":
-        notes.append(
-            f"{origin}: Megatron-LM's head for hidden tokens has the exact GELU and its layers the approximation; "
-            "here both have the approximation, so that logits differ by about 1e-3"
-        )
-    coefficient = arguments.get("moe_aux_loss_coeff")
-    if arguments.get("num_experts") and any(coefficient if isinstance(coefficient, list) else [coefficient]):
-        notes.append(
-            f"{origin}: moe_aux_loss_coeff {coefficient} is not part of the model; megapipe balances experts by "
-            "model.expert_balance_rate"
-        )
-    return tuple(notes)
-
-
-def _activation(arguments: Mapping[str, Any]) -> str:
-    biased = arguments.get("add_bias_linear", True)
-    gelu = "gelu_tanh" if arguments.get("bias_gelu_fusion") and biased else "gelu"  # that of the fused kernel
-    return next((ours for theirs, ours in _ACTIVATIONS.items() if arguments.get(theirs)), gelu)
-
-
-def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"] = "gpt") -> dict[str, Any]:
-    padded, vocabulary = arguments["padded_vocab_size"], arguments.get("vocab_size")
-    heads = arguments["num_attention_heads"]
-    grouped = arguments.get("group_query_attention")
-    bias = "all" if arguments.get("add_bias_linear", True) else "qkv" if arguments.get("add_qkv_bias") else "none"
-    norm = known_word(_NORMALIZATIONS, arguments.get("normalization", "LayerNorm"))
-    offset = "_unit_offset" if any(map(arguments.get, _UNIT_OFFSET)) else ""
-    positions = arguments.get("position_embedding_type", "learned_absolute")
-    experts = arguments.get("num_experts") if kind == "gpt" else None
-    width = arguments.get("moe_ffn_hidden_size") if experts else None
-    fields = {
-        "vocabulary_size": vocabulary if isinstance(vocabulary, int) and 0 < vocabulary <= padded else padded,
-        "num_layers": arguments["num_layers"],
-        "hidden_size": arguments["hidden_size"],
-        "num_heads": heads,
-        "num_kv_heads": arguments["num_query_groups"] if grouped else heads,
-        "head_size": arguments.get("kv_channels"),
-        "ffn_hidden_size": width or arguments["ffn_hidden_size"],
-        "max_positions": arguments["max_position_embeddings"],
-        "normalization": norm + offset,
-        "norm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
-        "activation": _activation(arguments),
-        "positions": known_word(_POSITIONS, positions),
-        "rotary_fraction": float(arguments.get("rotary_percent", 1.0)) if positions == "rope" else 1.0,
-        "rope_theta": float(arguments.get("rotary_base", 10000)),
-        "rope_scaling": _rope_scaling(arguments) if positions == "rope" else {},
-        "bias": bias,
-        "qk_norm": bool(arguments.get("qk_layernorm")),
-        "sliding_window": arguments["window_size"][0] + 1 if arguments.get("window_size") else None,
-        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
-    }
-    if kind == "bert":
-        pairs = bool(arguments.get("bert_binary_head", True))
-        return {**fields, "norm_position": "pre", "token_types": 2 if pairs else 0, "sentence_head": pairs}
-    return {**fields, **_expert_fields(arguments, bias)} if experts else fields
-
-
-def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
-    topk, scores = arguments.get("moe_router_topk", 2), arguments.get("moe_router_score_function", "softmax")
-    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
-    shared, balances = arguments.get("moe_shared_expert_intermediate_size"), "moe_router_enable_expert_bias"
-    normalizes = topk > 1 if scores == "sigmoid" else not arguments.get("moe_router_pre_softmax")
-    return {
-        "num_experts": arguments["num_experts"],
-        "experts_per_token": topk,
-        "normalize_expert_shares": normalizes,
-        "router_scores": scores,
-        "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
-        "router_bias": bias == "all",
-        "router_groups": groups if groups and chosen else 1,
-        "router_groups_chosen": chosen if groups and chosen else 1,
-        "expert_balance_rate": float(arguments.get("moe_router_bias_update_rate", 1e-3))
-        if arguments.get(balances)
-        else 0.0,
-        "shared_expert_size": shared,
-        "shared_expert_gate": bool(shared and arguments.get("moe_shared_expert_gate")),
-    }
-
-
-def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    if arguments.get("use_rope_scaling"):
-        return {"kind": "llama3", "factor": float(arguments.get("rope_scaling_factor", 8.0)), **_LLAMA3}
-    if arguments.get("rotary_seq_len_interpolation_factor"):
-        return {"kind": "linear", "factor": float(arguments["rotary_seq_len_interpolation_factor"])}
-    return {}
-
-
-def check_expressible(model: ModelConfig) -> None:
-    """Raise CheckpointError for values of fields that Megatron-LM's arguments cannot express."""
-    plain = model.head_dim**-0.5
-    for field, value, possible in (
-        ("kv_latent_size", model.kv_latent_size, (None,)),
-        ("bias", model.bias, ("all", "qkv", "none")),
-        ("rope_scaling.kind", model.rope_scaling.kind, ("none", "linear", "llama3")),
-        ("attention_scale", model.attention_scale, (None, plain)),
-        ("attention_softcap", model.attention_softcap, (None,)),
-        ("attention_sinks", model.attention_sinks, (False,)),
-        ("mtp_layers", model.mtp_layers, (0,)),
-        ("attention_chunk_size", model.attention_chunk_size, (None,)),
-        ("positions", model.positions, ("learned", "rotary", "none")),
-        ("qk_norm_over", model.qk_norm_over, ("head",)),
-        ("activation", model.activation, ("gelu", *_ACTIVATIONS.values())),
-        ("normalization", model.normalization, ("layer_norm", "rms_norm", "rms_norm_unit_offset")),
-        ("norm_position", model.norm_position, ("pre",)),
-        ("attention_norm", model.attention_norm, (True,)),
-        ("parallel_residual", model.parallel_residual, (False,)),
-        ("embedding_norm", model.embedding_norm, (None, False)),
-        ("embedding_scale", model.embedding_scale, (1.0,)),
-        ("residual_scale", model.residual_scale, (1.0,)),
-        ("logit_scale", model.logit_scale, (1.0,)),
-        ("logit_softcap", model.logit_softcap, (None,)),
-        *_of_bert(model),
-        *_of_experts(model),
-    ):
-        if value not in possible:
-            words = " or ".join("null" if each is None else str(each) for each in possible)
-            raise CheckpointError(
-                f"model.{field} is {value}; Megatron-LM's arguments can express only {words}: write a Hugging Face "
-                "folder instead (--to hf)"
-            )
-
-
-def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Return (field, value, values that Megatron-LM's BERT can have)."""
-    if not isinstance(model, BertModelConfig):
-        return []
-    return [
-        ("activation", model.activation, ("gelu", "swiglu", "relu_squared")),  # its head has the exact GELU
-        ("transform_activation", model.transform_activation, (None, "gelu")),
-        ("normalization", model.normalization, ("layer_norm",)),
-        ("positions", model.positions, ("learned",)),
-        ("first_position", model.first_position, (0,)),
-        ("qk_norm", model.qk_norm, (False,)),
-        ("sliding_window", model.sliding_window, (None,)),
-        ("transform_bias", model.transform_bias, (True,)),
-        ("token_types", model.token_types, (2 if model.sentence_head else 0,)),
-    ]
-
-
-def _of_experts(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Return (field, value, values that Megatron-LM's experts can have)."""
-    if model.num_experts is None:
-        return []
-    sigmoid, chosen = model.router_scores == "sigmoid", model.router_groups_chosen
-    fields: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("router_bias", model.router_bias, (model.bias == "all",)),
-    ]
-    if sigmoid:  # they are normalized if there are several
-        fields.append(("normalize_expert_shares", model.normalize_expert_shares, (model.experts_per_token > 1,)))
-    else:
-        fields.append(("expert_balance_rate", model.expert_balance_rate if model.balances_experts else 0.0, (0.0,)))
-    if model.bias == "all":
-        fields.append(("shared_expert_size", model.shared_expert_size, (None,)))
-    if chosen < model.router_groups:
-        best = range(model.best_of_group * chosen, (model.best_of_group + 1) * chosen)
-        fields.append(("experts_per_token", model.experts_per_token, tuple(best)))
-    return fields
-
-
-def _arguments_of_experts(model: ModelConfig, tensor: int, grouped: bool) -> dict[str, Any]:
-    if model.num_experts is None:
-        return {"num_experts": None}
-    limited = model.router_groups_chosen < model.router_groups
-    return {
-        "num_experts": model.num_experts,
-        "moe_ffn_hidden_size": model.ffn_size,
-        "moe_layer_freq": 1,
-        "moe_grouped_gemm": grouped,
-        "moe_router_topk": model.experts_per_token,
-        "moe_router_pre_softmax": not model.normalize_expert_shares and model.router_scores == "softmax",
-        "moe_router_score_function": model.router_scores,
-        "moe_router_topk_scaling_factor": None if model.router_scale == 1 else model.router_scale,
-        "moe_router_num_groups": model.router_groups if limited else None,
-        "moe_router_group_topk": model.router_groups_chosen if limited else None,
-        "moe_router_enable_expert_bias": model.balances_experts,
-        "moe_router_bias_update_rate": model.expert_balance_rate,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_shared_expert_intermediate_size": model.shared_expert_size,
-        "moe_shared_expert_gate": model.shared_expert_gate,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": tensor,
-    }
-
-
-def arguments_of(
-    contents: Contents, tensor: int, pipeline: int, chunks: int, dtype: torch.dtype, grouped: bool = False
-) -> Namespace:
-    """Return the arguments that Megatron-LM compares with its command line, or uses with --use-checkpoint-args.
-
-    grouped: the experts have the names of Transformer Engine's grouped layers.
-    Raises CheckpointError for a model that Megatron-LM's arguments cannot express.
-    """
-    model = contents.model
-    scaling = model.rope_scaling
-    if scaling.kind == "llama3" and any(getattr(scaling, name) != value for name, value in _LLAMA3.items()):
-        raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
-    if model.qk_norm and model.normalization == "layer_norm":
-        raise CheckpointError(
-            f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
-            "kind of norm in a model; only rms norms can be converted with model.qk_norm"
-        )
-    check_expressible(model)
-    run = contents.run
-    reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
-    return Namespace(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.num_heads,
-        group_query_attention=model.kv_heads != model.num_heads,
-        num_query_groups=model.kv_heads,
-        kv_channels=model.head_dim,
-        seq_length=model.max_positions,
-        max_position_embeddings=model.max_positions,
-        position_embedding_type=reverse[model.positions],
-        add_position_embedding=model.positions == "learned",
-        use_rotary_position_embeddings=model.positions == "rotary",
-        rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
-        rotary_percent=model.rotary_fraction,
-        rotary_interleaved=False,
-        rotary_seq_len_interpolation_factor=scaling.factor if scaling.kind == "linear" else None,
-        use_rope_scaling=scaling.kind == "llama3",
-        rope_scaling_factor=scaling.factor if scaling.kind == "llama3" else 8.0,
-        normalization=reverse[model.normalization.removesuffix("_unit_offset")],
-        norm_epsilon=model.norm_epsilon,
-        apply_layernorm_1p=model.normalization == "rms_norm_unit_offset",
-        **{theirs: model.activation == ours for theirs, ours in _ACTIVATIONS.items()},
-        bias_gelu_fusion=False,
-        add_bias_linear=model.bias == "all",
-        add_qkv_bias=model.bias != "none",
-        qk_layernorm=model.qk_norm,
-        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
-        untie_embeddings_and_output_weights=not model.tie_embeddings,
-        vocab_size=model.vocabulary_size,
-        padded_vocab_size=padded_rows(model, tensor),
-        make_vocab_size_divisible_by=VOCABULARY_DIVISOR,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        **_arguments_of_experts(model, tensor, grouped),
-        **({"bert_binary_head": model.sentence_head} if isinstance(model, BertModelConfig) else {}),
-        params_dtype=dtype,
-        iteration=0 if run is None else run.step,
-        consumed_train_samples=0 if run is None else run.consumed_samples,
-        consumed_valid_samples=0,
-    )

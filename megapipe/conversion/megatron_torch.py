@@ -30,19 +30,21 @@ from megapipe.conversion.formats import (
     TargetOptions,
     iteration_folder,
 )
-from megapipe.conversion.megatron_model import (
-    IterationFolder,
-    ParameterLocation,
+from megapipe.conversion.megatron_arguments import (
     arguments_in,
     arguments_of,
     check_expressible,
+    model_of_arguments,
+    notes_of_arguments,
+)
+from megapipe.conversion.megatron_model import (
+    IterationFolder,
+    ParameterLocation,
     check_tensor_size,
     kind_of_keys,
     layers_prefix,
     merged,
     merged_shape,
-    model_of_arguments,
-    notes_of_arguments,
     padded,
     padded_rows,
     places,
@@ -79,7 +81,7 @@ class MegatronTorchSource:
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         place = self._places[tensor.name]
         if place.expert is None:
-            whole = self._piece(tensor.name, 0)
+            whole = place.ours(self._piece(tensor.name, 0))
         else:
             first = index[0] if index else slice(0, place.num_pieces)
             whole = torch.stack([self._piece(tensor.name, piece) for piece in range(first.start, first.stop)])
@@ -98,7 +100,8 @@ class MegatronTorchSource:
 
     def _piece(self, name: str, piece: int) -> Tensor:
         """Return a parameter, or the part of one expert, from its shards."""
-        spec, shards = self._places[name].piece, self._shards[name, piece]
+        shards = self._shards[name, piece]
+        spec = self._places[name].shards(self._is_divided(name, shards))
         if spec.partition_axis is None:
             archive, place = shards[0]
             return archive.tensor(place).reshape(spec.shape)
@@ -109,6 +112,10 @@ class MegatronTorchSource:
             parts.append(archive.tensor(place).reshape(shape))
         whole = torch.cat(parts, spec.partition_axis) if len(parts) > 1 else parts[0]
         return whole.narrow(spec.partition_axis, 0, spec.shape[spec.partition_axis])
+
+    def _is_divided(self, name: str, shards: list[tuple[Archive, TensorPlace]]) -> bool:
+        """Return whether tensor ranks have parts of a parameter that only the local layers divide."""
+        return bool(shards) and shards[0][1].shape[:1] != self._places[name].spec.shape[:1]
 
     def _open(self) -> None:
         by_experts = False
@@ -218,7 +225,8 @@ class MegatronTorchSource:
             (name, piece, place) for name, place in self._places.items() for piece in range(place.num_pieces)
         )
         for name, piece, place in all_pieces:
-            shards, spec, key = shards_of.get((name, piece), []), place.piece, place.keys(piece)[0]
+            shards, key = shards_of.get((name, piece), []), place.keys(piece)[0]
+            spec = place.shards(self._is_divided(name, shards) and place.spec.shape[0] % tensor_size == 0)
             if len(shards) != tensor_size:
                 raise CheckpointError(
                     f"{self._folder} lacks {name} ({key}) on {tensor_size - len(shards)} tensor ranks"
@@ -271,6 +279,7 @@ class MegatronTorchTarget:
         check_expressible(contents.model)
         self._places = places(contents.model)
         check_tensor_size(contents.model, options.tensor)
+        self._check_rows()
         stages = options.pipeline * options.chunks
         if contents.model.num_layers % stages:
             raise CheckpointError(
@@ -289,8 +298,8 @@ class MegatronTorchTarget:
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         place = self._places[tensor.name]
         for tensor_rank in range(self._options.tensor):
-            for piece, each in enumerate([values] if place.expert is None else values):
-                shard = merged(place.piece, self._packed(self._shard(place.piece, each, tensor_rank)))
+            for piece, each in enumerate([place.theirs(values)] if place.expert is None else values):
+                shard = merged(place.piece, self._packed(self._shard(self._spec(place), each, tensor_rank)))
                 for stage, chunk, key in self._keys(place, piece):
                     self._writers[tensor_rank, stage].add(f"{chunk}.{key}", shard)
 
@@ -308,6 +317,19 @@ class MegatronTorchTarget:
         for writer in self._writers.values():
             writer.abandon()
         self._folder.abandon()
+
+    def _spec(self, place: ParameterLocation) -> ParameterSpec:
+        return place.shards(self._options.layer_names == "local")
+
+    def _check_rows(self) -> None:
+        """Raise CheckpointError if the local layers cannot divide the rows of a down projection."""
+        size = self._options.tensor
+        for name, place in self._places.items():
+            if place.divided_locally and self._spec(place).partition_axis == 0 and place.spec.shape[0] % size:
+                raise CheckpointError(
+                    f"{name} has {place.spec.shape[0]} rows, which {size} tensor ranks cannot divide evenly; choose "
+                    "--layer-names transformer_engine, whose ranks all have the whole, or another --tensor"
+                )
 
     def _shard(self, spec: ParameterSpec, values: Tensor, tensor_rank: int) -> Tensor:
         size = self._options.tensor
@@ -344,7 +366,7 @@ class MegatronTorchTarget:
             if tensor.kind != WEIGHTS:
                 raise CheckpointError(f"{tensor.kind} of {tensor.name} cannot be stored in Megatron-LM's torch layout")
             place = self._places[tensor.name]
-            shape = list(place.piece.local_shape(self._options.tensor))
+            shape = list(self._spec(place).local_shape(self._options.tensor))
             if place.spec.padded:
                 shape[0] = padded_rows(self._model, self._options.tensor) // self._options.tensor
             merged = merged_shape(place.piece, tuple(shape))

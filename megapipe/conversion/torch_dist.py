@@ -1,7 +1,7 @@
 """Megatron-LM's `torch_dist` layout (megatron-core's dist_checkpointing), which uses the files of DCP.
 
-Each parameter of all layers is one tensor whose first axis is the layer. `common.pt`, with the arguments, and
-`metadata.json` are in the same folder.
+Each parameter of all layers is one tensor whose first axis is the layer, unless only some layers have experts: then
+every layer has its own. `common.pt`, with the arguments, and `metadata.json` are in the same folder.
 """
 
 import json
@@ -24,16 +24,19 @@ from megapipe.conversion.formats import (
     TargetOptions,
     iteration_folder,
 )
+from megapipe.conversion.megatron_arguments import (
+    arguments_of,
+    check_expressible,
+    model_of_arguments,
+    notes_of_arguments,
+)
 from megapipe.conversion.megatron_model import (
     IterationFolder,
     ParameterLocation,
-    arguments_of,
-    check_expressible,
     kind_of_keys,
     layers_prefix,
     linear_layers,
-    model_of_arguments,
-    notes_of_arguments,
+    models_of_layers,
     padded,
     padded_rows,
     places,
@@ -84,7 +87,7 @@ class TorchDistSource:
         key, layer = self._keys[tensor.name]
         rows = tuple(slice(0, extent) for extent in place.dist_shape)
         stacked = (slice(layer, layer + 1),) if layer is not None else ()
-        whole = self._files.read(key, stacked + rows).reshape(place.spec.shape)
+        whole = place.ours(self._files.read(key, stacked + rows).reshape(place.spec.shape))
         return whole[index].clone() if index else whole
 
     def verify(self, tensor: StoredTensor) -> list[str]:
@@ -120,6 +123,8 @@ class TorchDistTarget:
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         check_expressible(contents.model)
         self._model, self._places = contents.model, places(contents.model)
+        self._layers = models_of_layers(contents.model)
+        self._mixed = len({each.num_experts for each in self._layers}) > 1
         self._prefix, self._names = layers_prefix(contents.model), options.layer_names
         grouped = options.layer_names == "transformer_engine"
         arguments = arguments_of(contents, 1, 1, 1, DTYPES[contents.tensors[0].dtype], grouped)
@@ -136,27 +141,31 @@ class TorchDistTarget:
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         place = self._places[tensor.name]
-        rows = values.reshape(place.dist_shape)
+        rows = place.theirs(values).reshape(place.dist_shape)
         if place.spec.padded:
             rows = padded(rows, padded_rows(self._model, 1))
         if place.layer is None:
             self._writer.add(place.key, rows.shape, (0,) * rows.ndim, rows)
             return
-        shape, offsets = (self._model.num_layers, *rows.shape), (place.layer, *(0,) * rows.ndim)
         key = place.dist_keys[self._names == "transformer_engine"]
+        if self._mixed:  # layers that differ are not stacked
+            self._writer.add(f"{self._prefix}{place.layer}.{key}", rows.shape, (0,) * rows.ndim, rows)
+            return
+        shape, offsets = (self._model.num_layers, *rows.shape), (place.layer, *(0,) * rows.ndim)
         self._writer.add(f"{self._prefix}{key}", shape, offsets, rows[None])
 
     def finish(self) -> list[str]:
         # dist_checkpointing requires the extra state of every linear layer; without FP8 it is None.
         count = self._model.num_layers
-        for module in linear_layers(self._model):
-            experts = self._model.num_experts if ".experts." in module else None
-            for layer in range(count):
-                for at, of in (
-                    [("", "")] if experts is None else [(f".{each}", f".{experts}") for each in range(experts)]
-                ):
-                    shard = f"shard_{layer}{at}_{count}{of}"
-                    self._writer.add_object(f"{self._prefix}{module}._extra_state/{shard}", [None])
+        for layer, own in enumerate(self._layers):
+            prefix = f"{self._prefix}{layer}." if self._mixed else self._prefix
+            at, of = ((), ()) if self._mixed else ((layer,), (count,))
+            for module in linear_layers(own):
+                experts = own.num_experts if ".experts." in module else None
+                shards = [(at, of)] if experts is None else [((*at, each), (*of, experts)) for each in range(experts)]
+                for offsets, sizes in shards:
+                    first, all_of = (".".join(map(str, each)) for each in (offsets or (0,), sizes or (1,)))
+                    self._writer.add_object(f"{prefix}{module}._extra_state/shard_{first}_{all_of}", [None])
         if not self._model.tie_embeddings or self._model.kind == "bert":
             self._writer.add_object("output_layer._extra_state/shard_0_1", [None])
         self._writer.finish()

@@ -19,7 +19,7 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.model import ModelConfig, Reach
 from megapipe.config.rope import RopeScaling
-from megapipe.conversion.megatron_model import arguments_of, model_of_arguments
+from megapipe.conversion.megatron_arguments import arguments_of, model_of_arguments
 from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.rotary import attention_factor, inverse_frequencies
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer

@@ -11,7 +11,7 @@ from torch import Tensor
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig, Reach
-from megapipe.conversion.megatron_model import _fields, arguments_of
+from megapipe.conversion.megatron_arguments import _fields, arguments_of
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
 

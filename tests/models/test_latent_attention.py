@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import Reach
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
-from megapipe.conversion.megatron_model import arguments_of, places
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
 from tests.models.hugging_face import case_of
@@ -85,13 +83,8 @@ def test_impossible_fields_are_refused(fields: dict[str, Any], message: str) -> 
     assert message in problem
 
 
-def test_other_programs_and_options_refuse_latents() -> None:
+def test_options_refuse_latents() -> None:
     model = small_model(**LATENTS)
-    contents: Any = SimpleNamespace(model=model, run=None)
-    with pytest.raises(CheckpointError, match=r"model\.kv_latent_size is 12"):
-        arguments_of(contents, 1, 1, 1, torch.float32)
-    with pytest.raises(CheckpointError, match=r"model\.kv_latent_size is 12"):
-        places(model)
     config = PretrainConfig()
     run_config = replace(config, model=model, training=replace(config.training, fp8="tensorwise", precision="bf16"))
     assert any("model.kv_latent_size 12: multi-latent attention has no fp8" in each for each in run_config.problems())

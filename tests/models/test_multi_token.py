@@ -23,7 +23,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import WEIGHTS, Contents, StoredTensor, TargetOptions
 from megapipe.conversion.hugging_face import HuggingFaceSource, HuggingFaceTarget
-from megapipe.conversion.megatron_model import arguments_of
+from megapipe.conversion.megatron_arguments import arguments_of
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape, gradient_edge
 from megapipe.layout.validation import run_problems

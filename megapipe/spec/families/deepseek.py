@@ -1,11 +1,11 @@
 """DeepSeek-V2 and V3 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-latent attention, and experts after
 the first blocks."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.rope import yarn_growth
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     ROUTER_OUTPUT,
@@ -57,8 +57,7 @@ def _rotary_fields(config: Mapping[str, Any]) -> Fields:
         return fields
     if "rope_scaling.factor" not in fields:
         raise FamilyError("the rotary parameters have mscale_all_dim but lack 'factor'")
-    factor = fields["rope_scaling.factor"]
-    grown = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    grown = yarn_growth(fields["rope_scaling.factor"], weight)
     plain: float = (config["qk_nope_head_dim"] + rotated) ** -0.5
     return {**fields, "attention_scale": plain * grown * grown}
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import multiprocessing
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.utils import openai_gelu
 
@@ -30,7 +32,12 @@ EXPERTS = (
     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
     "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_dtype",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
+    "moe_shared_expert_gate", "moe_layer_freq",
+)  # fmt: skip
+LATENTS = (
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base",
+    "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim",
 )  # fmt: skip
 
 
@@ -42,13 +49,22 @@ def without_cuda() -> None:
     ones = torch.ones  # of which sliding windows are cut, on "cuda"
     torch.ones = lambda *size, device=None, **how: ones(*size, **how)  # type: ignore[assignment]
     moe_utils.te_general_gemm = None  # which is not defined without Transformer Engine
+    multi_latent_attention.HAVE_TE = False  # it is true without Transformer Engine
+    DotProductAttention.__init__ = without_channels(DotProductAttention.__init__)  # type: ignore[method-assign]
     CudaRNGStatesTracker.fork = lambda *which: contextlib.nullcontext()  # type: ignore[method-assign]
+
+
+def without_channels(build: Callable[..., None]) -> Callable[..., None]:
+    """The local core attention does not know the channels that multi-latent attention names: kv_channels are those of
+    values."""
+    return lambda own, *given, k_channels=None, v_channels=None, **more: build(own, *given, **more)
 
 
 def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
     """The model that Megatron-LM's arguments ask for."""
     gelu = openai_gelu if told.openai_gelu else torch.nn.functional.gelu
-    config = TransformerConfig(
+    kind = MLATransformerConfig if told.multi_latent_attention else TransformerConfig
+    config = kind(
         num_layers=told.num_layers,
         hidden_size=told.hidden_size,
         ffn_hidden_size=told.ffn_hidden_size,
@@ -73,6 +89,7 @@ def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
         pipeline_dtype=torch.float32,
         num_moe_experts=told.num_experts,
         **({name: getattr(told, name) for name in EXPERTS} if told.num_experts else {}),
+        **({name: getattr(told, name) for name in LATENTS} if told.multi_latent_attention else {}),
     )
     if hasattr(told, "bert_binary_head"):
         return BertModel(
@@ -87,7 +104,7 @@ def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
         ).eval()
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(told.num_experts, qk_layernorm=told.qk_layernorm, normalization=told.normalization),
+        get_gpt_decoder_block_spec(config, False, normalization=told.normalization),
         vocab_size=told.padded_vocab_size,
         max_sequence_length=told.max_position_embeddings,
         position_embedding_type=told.position_embedding_type,

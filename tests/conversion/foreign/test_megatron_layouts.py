@@ -17,6 +17,8 @@ LAYOUTS = [
     ("qwen", 2, 1, 2),
     ("gpt2", 2, 2, 1),
     ("qwen_moe", 2, 1, 2),
+    ("latents", 2, 1, 2),
+    ("latent_experts", 2, 2, 1),
     ("bert", 2, 2, 1),
     *(pytest.param("qwen", *sizes, marks=pytest.mark.exhaustive) for sizes in [(1, 1, 1), (2, 2, 1), (1, 2, 2)]),
 ]
@@ -34,7 +36,7 @@ def test_torch_layout_there_and_back(shape: str, tensor: int, pipeline: int, chu
     source.close()
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "sigmoids", "bert_alone"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "sigmoids", "latent_experts", "alternating", "bert_alone"])
 def test_torch_dist_there_and_back(shape: str, tmp_path: Path) -> None:
     contents, values = drawn(MODELS[shape], dtype="BF16" if shape == "llama" else "F32")
     names = "transformer_engine" if shape == "sigmoids" else "local"

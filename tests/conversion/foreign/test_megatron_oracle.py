@@ -24,10 +24,10 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 
 
-SHARDED = ("qwen_moe", "bert")
+SHARDED = ("qwen_moe", "latent_experts", "bert")
 """Also laid out over tensor 2 x pipeline 2: tied embeddings, kinds of MLP, biases, grouped heads, experts, heads."""
 SHAPES = [
-    shape if shape == "qwen_moe" else pytest.param(shape, marks=pytest.mark.exhaustive)
+    shape if shape in ("qwen_moe", "latent_experts") else pytest.param(shape, marks=pytest.mark.exhaustive)
     for shape in [*MODELS, *(f"{shape}-sharded" for shape in SHARDED)]
 ]
 

@@ -1,5 +1,6 @@
 """Random checkpoints of every shape that Megatron-LM's GPT and BERT can have, and a way there and back."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -18,6 +19,14 @@ OF_EXPERTS = (
     "num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate", "router_scores",
     "router_bias", "router_scale", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
 )  # fmt: skip
+LATENTS = {"kv_latent_size": 12, "head_size": 8, "rotary_head_size": 4, "norm_epsilon": 1e-6, "bias": "none"}
+OF_LATENTS = ("kv_latent_size", "query_latent_size", "rotary_head_size", "value_head_size", "attention_scale")
+FIRST_DENSE = {
+    "layer_kinds": {"dense": {"num_experts": None, "ffn_hidden_size": 40}},
+    "layer_pattern": ("dense", "base", "base", "base"),
+}
+_GROWTH = 0.1 * 0.7 * math.log(4.0) + 1.0
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 12, "beta_fast": 4.0, "beta_slow": 0.5}
 OF_BERT = ("norm_position", "token_types", "sentence_head")
 SIGMOIDS = {"num_experts": 4, "router_scores": "sigmoid", "router_scale": 2.5, "router_groups": 2}
 GATED = {"shared_expert_size": 24, "shared_expert_gate": True, "normalize_expert_shares": False}
@@ -33,6 +42,29 @@ MODELS = {
     ),
     "sigmoids": ModelConfig(**SIZES, **DECODER, bias="none", **SIGMOIDS),
     "biased_experts": ModelConfig(**SIZES, num_experts=3, router_bias=True, expert_balance_rate=0.0),
+    "latents": ModelConfig(
+        **SIZES, **DECODER, **LATENTS, tie_embeddings=False, query_latent_size=20, value_head_size=6
+    ),
+    "latent_experts": ModelConfig(
+        **SIZES,
+        **DECODER,
+        **LATENTS,
+        **FIRST_DENSE,
+        **SIGMOIDS,
+        shared_expert_size=24,
+        value_head_size=8,
+        attention_scale=12**-0.5 * _GROWTH * _GROWTH,
+        rope_scaling=RopeScaling(**YARN, mscale=1.0, mscale_all_dim=0.7),
+    ),
+    "alternating": ModelConfig(
+        **SIZES,
+        **DECODER,
+        bias="none",
+        num_experts=4,
+        expert_balance_rate=0.0,
+        layer_kinds=FIRST_DENSE["layer_kinds"],
+        layer_pattern=("base", "dense"),
+    ),
     "bert": BertModelConfig(**SIZES, norm_position="pre"),
     "bert_alone": BertModelConfig(
         **SIZES,
@@ -93,7 +125,8 @@ def assert_holds(source: Source, contents: Contents, values: dict[StoredTensor, 
 
 def resolved(model: ModelConfig) -> ModelConfig:
     """The fields that shape weights and logits, optional sizes spelled out, the rest at their defaults."""
-    own = OF_BERT if model.kind == "bert" else () if model.num_experts is None else OF_EXPERTS
-    shaped = {name: getattr(model, name) for name in (*SIZES, *DECODER, *OTHERS, *own)}
-    sizes = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_hidden_size": model.ffn_size}
+    own: tuple[str, ...] = OF_BERT if model.kind == "bert" else () if model.num_experts is None else OF_EXPERTS
+    own += OF_LATENTS if model.kv_latent_size else ()
+    shaped = {name: getattr(model, name) for name in (*SIZES, *DECODER, *OTHERS, *FIRST_DENSE, *own)}
+    sizes = {"num_kv_heads": model.kv_heads, "head_size": model.own_head_size, "ffn_hidden_size": model.ffn_size}
     return type(model)(**{**shaped, **sizes})

@@ -1,0 +1,482 @@
+"""Megatron-LM's arguments, which its checkpoints contain, from and to the fields of our model configuration."""
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megapipe.checkpoint.errors import CheckpointError
+from megapipe.config.bert import BertModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeScaling, yarn_growth
+from megapipe.conversion.formats import Contents
+from megapipe.conversion.megapipe_format import model_of
+from megapipe.conversion.megatron_model import VOCABULARY_DIVISOR, models_of_layers, padded_rows
+from megapipe.conversion.sandbox import InertObject
+from megapipe.layers.latent_attention import EPSILON
+from megapipe.layers.rotary import attention_factor
+from megapipe.spec.decoder_family import layer_fields
+from megapipe.spec.family import FamilyError, known_word
+
+_UNSUPPORTED = (
+    "experimental_attention_variant",
+    "rotary_interleaved",
+    "mtp_num_layers",
+    "qk_l2_norm",
+    "window_attn_skip_freq",
+    "heterogeneous_layers_config_path",
+    "no_rope_freq",
+    "attention_output_gate",
+    "quick_geglu",
+)
+_NOT_IN_BERT = ("multi_latent_attention", "num_experts", "qk_layernorm", "window_size")
+_UNSUPPORTED_EXPERTS = (
+    "moe_expert_capacity_factor",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_router_force_load_balancing",
+    "moe_router_topk_limited_devices",
+)
+"""Arguments that change what experts compute in a way that the model configuration cannot express."""
+_NORMALIZATIONS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+_UNIT_OFFSET = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+_ACTIVATIONS = {"swiglu": "swiglu", "squared_relu": "relu_squared", "openai_gelu": "gelu_tanh"}
+"""Activation by the argument that selects it; without one of them it is the exact GELU."""
+_POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "none": "none"}
+_LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}
+"""Constants of Megatron-LM's --use-rope-scaling."""
+
+
+def arguments_in(saved: Any, origin: Path) -> Mapping[str, Any]:
+    """Return Megatron-LM's arguments. saved: the content of the file `origin`. Raises CheckpointError."""
+    described = saved.get("args") if isinstance(saved, dict) else None
+    if not isinstance(described, InertObject) or not isinstance(described.state, dict):
+        raise CheckpointError(f"{origin} contains no args, which describe the model")
+    return described.state
+
+
+def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = "gpt") -> ModelConfig:
+    """Return the model that Megatron-LM's arguments describe. saved: the content of the file `origin`.
+
+    Raises CheckpointError for missing arguments, and for a model that the model configuration cannot express.
+    """
+    arguments = arguments_in(saved, origin)
+    unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
+    if arguments.get("normalization") != "RMSNorm":
+        unsupported += [f"{name} without RMSNorm" for name in _UNIT_OFFSET if arguments.get(name)]
+    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
+        unsupported.append("qk_layernorm without RMSNorm")
+    if kind == "bert":
+        unsupported += [f"{name} in a BERT" for name in _NOT_IN_BERT if arguments.get(name)]
+        if arguments.get("position_embedding_type", "learned_absolute") != "learned_absolute":
+            unsupported.append("position_embedding_type in a BERT")
+    elif arguments.get("num_experts"):
+        unsupported += _unsupported_experts(arguments)
+    if arguments.get("multi_latent_attention"):
+        unsupported += _unsupported_latents(arguments)
+    if unsupported:
+        raise CheckpointError(
+            f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express"
+        )
+    try:
+        return model_of(_fields(arguments, kind))
+    except FamilyError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
+
+
+def _unsupported_experts(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of experts that the model configuration cannot express."""
+    unsupported = [name for name in _UNSUPPORTED_EXPERTS if arguments.get(name)]
+    if _layers_with_experts(arguments) is None:
+        unsupported.append(f"moe_layer_freq {arguments['moe_layer_freq']}")
+    balancing = arguments.get("moe_router_load_balancing_type")
+    if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
+        unsupported.append("moe_router_load_balancing_type sinkhorn")
+    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
+    best = 2 if arguments.get("moe_router_score_function") == "sigmoid" else 1
+    if chosen and chosen != groups and arguments.get("moe_router_topk", 2) // chosen != best:
+        unsupported.append(f"moe_router_group_topk {chosen} (it must be moe_router_topk / {best})")
+    return unsupported
+
+
+def _layers_with_experts(arguments: Mapping[str, Any]) -> list[bool] | None:
+    """Return whether each layer has experts; None for an impossible moe_layer_freq."""
+    frequency, count = arguments.get("moe_layer_freq", 1), arguments["num_layers"]
+    if isinstance(frequency, int) and frequency > 0:
+        return [layer % frequency == 0 for layer in range(count)]
+    if not isinstance(frequency, list) or len(frequency) != count or any(each not in (0, 1) for each in frequency):
+        return None
+    return [each == 1 for each in frequency]
+
+
+def _unsupported_latents(arguments: Mapping[str, Any]) -> list[str]:
+    """Return what of multi-latent attention the model configuration cannot express."""
+    epsilon, positions = _epsilon(arguments), arguments.get("position_embedding_type", "learned_absolute")
+    unsupported = {
+        "without qk_layernorm": not arguments.get("qk_layernorm"),
+        "with add_bias_linear": arguments.get("add_bias_linear", True),
+        f"with norm_epsilon {epsilon} (it must be {EPSILON}, that of norms of latents)": epsilon != EPSILON,
+        f"with position_embedding_type {positions}": positions != "rope",
+        f"with rotary_percent {arguments.get('rotary_percent')}": arguments.get("rotary_percent", 1.0) != 1.0,
+    }
+    return [f"multi_latent_attention {what}" for what, is_set in unsupported.items() if is_set]
+
+
+def _epsilon(arguments: Mapping[str, Any]) -> float:
+    return float(arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)))
+
+
+def notes_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"]) -> tuple[str, ...]:
+    """Return lines about arguments that the model follows only in part. saved: the content of the file `origin`."""
+    arguments, notes = arguments_in(saved, origin), []
+    if kind == "bert" and _activation(arguments) == "gelu_tanh":
+        notes.append(
+            f"{origin}: Megatron-LM's head for hidden tokens has the exact GELU and its layers the approximation; "
+            "here both have the approximation, so that logits differ by about 1e-3"
+        )
+    coefficient = arguments.get("moe_aux_loss_coeff")
+    if arguments.get("num_experts") and any(coefficient if isinstance(coefficient, list) else [coefficient]):
+        notes.append(
+            f"{origin}: moe_aux_loss_coeff {coefficient} is not part of the model; megapipe balances experts by "
+            "model.expert_balance_rate"
+        )
+    return tuple(notes)
+
+
+def _activation(arguments: Mapping[str, Any]) -> str:
+    biased = arguments.get("add_bias_linear", True)
+    gelu = "gelu_tanh" if arguments.get("bias_gelu_fusion") and biased else "gelu"  # that of the fused kernel
+    return next((ours for theirs, ours in _ACTIVATIONS.items() if arguments.get(theirs)), gelu)
+
+
+def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"] = "gpt") -> dict[str, Any]:
+    padded, vocabulary = arguments["padded_vocab_size"], arguments.get("vocab_size")
+    heads = arguments["num_attention_heads"]
+    grouped = arguments.get("group_query_attention")
+    bias = "all" if arguments.get("add_bias_linear", True) else "qkv" if arguments.get("add_qkv_bias") else "none"
+    norm = known_word(_NORMALIZATIONS, arguments.get("normalization", "LayerNorm"))
+    offset = "_unit_offset" if any(map(arguments.get, _UNIT_OFFSET)) else ""
+    positions = arguments.get("position_embedding_type", "learned_absolute")
+    experts = arguments.get("num_experts") if kind == "gpt" else None
+    width = arguments.get("moe_ffn_hidden_size") if experts else None
+    fields = {
+        "vocabulary_size": vocabulary if isinstance(vocabulary, int) and 0 < vocabulary <= padded else padded,
+        "num_layers": arguments["num_layers"],
+        "hidden_size": arguments["hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": arguments["num_query_groups"] if grouped else heads,
+        "head_size": arguments.get("kv_channels"),
+        "ffn_hidden_size": width or arguments["ffn_hidden_size"],
+        "max_positions": arguments["max_position_embeddings"],
+        "normalization": norm + offset,
+        "norm_epsilon": _epsilon(arguments),
+        "activation": _activation(arguments),
+        "positions": known_word(_POSITIONS, positions),
+        "rotary_fraction": float(arguments.get("rotary_percent", 1.0)) if positions == "rope" else 1.0,
+        "rope_theta": float(arguments.get("rotary_base", 10000)),
+        "rope_scaling": _rope_scaling(arguments) if positions == "rope" else {},
+        "bias": bias,
+        "qk_norm": bool(arguments.get("qk_layernorm")),
+        "sliding_window": arguments["window_size"][0] + 1 if arguments.get("window_size") else None,
+        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
+    }
+    if kind == "bert":
+        pairs = bool(arguments.get("bert_binary_head", True))
+        return {**fields, "norm_position": "pre", "token_types": 2 if pairs else 0, "sentence_head": pairs}
+    if arguments.get("multi_latent_attention"):
+        fields |= _latent_fields(arguments)
+    if experts:
+        dense = {"num_experts": None, "ffn_hidden_size": arguments["ffn_hidden_size"]}
+        kinds = ["base" if each else "dense" for each in _layers_with_experts(arguments) or []]
+        fields |= {**_expert_fields(arguments, bias), **layer_fields(kinds, {"dense": dense})}
+    return fields
+
+
+_YARN = {"original_length": "original_max_position_embeddings", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+"""Field of RopeScaling -> argument."""
+_YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+"""Those of MLATransformerConfig, for arguments that a version of Megatron-LM does not have."""
+
+
+def _latent_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of multi-latent attention, with the scale of scores that mscale_all_dim changes."""
+    own, rotated = arguments["qk_head_dim"], arguments["qk_pos_emb_head_dim"]
+    factor = float(arguments.get("rotary_scaling_factor", 40))
+    weight, of_all = float(arguments.get("mscale", 1.0)), float(arguments.get("mscale_all_dim", 0.0))
+    growth, scaling = yarn_growth(factor, of_all), {}
+    if (arguments.get("rope_type") or "yarn") == "yarn" and factor != 1:
+        known = {ours: arguments.get(theirs, _YARN_DEFAULTS[theirs]) for ours, theirs in _YARN.items()}
+        scaling = {"kind": "yarn", "factor": factor, **known}
+        if weight and of_all:
+            scaling |= {"mscale": weight, "mscale_all_dim": of_all}
+        elif weight != 1 or of_all:
+            scaling["attention_factor"] = yarn_growth(factor, weight) / growth
+    plain: float = (own + rotated) ** -0.5
+    return {
+        "num_kv_heads": arguments["num_attention_heads"],
+        "head_size": own,
+        "kv_latent_size": arguments["kv_lora_rank"],
+        "query_latent_size": arguments.get("q_lora_rank"),
+        "rotary_head_size": rotated,
+        "value_head_size": arguments["v_head_dim"],
+        "bias": "none",
+        "qk_norm": False,
+        "rope_scaling": scaling,
+        "attention_scale": None if growth == 1 else plain * growth * growth,
+    }
+
+
+def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
+    topk, scores = arguments.get("moe_router_topk", 2), arguments.get("moe_router_score_function", "softmax")
+    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
+    shared, balances = arguments.get("moe_shared_expert_intermediate_size"), "moe_router_enable_expert_bias"
+    normalizes = topk > 1 if scores == "sigmoid" else not arguments.get("moe_router_pre_softmax")
+    return {
+        "num_experts": arguments["num_experts"],
+        "experts_per_token": topk,
+        "normalize_expert_shares": normalizes,
+        "router_scores": scores,
+        "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
+        "router_bias": bias == "all",
+        "router_groups": groups if groups and chosen else 1,
+        "router_groups_chosen": chosen if groups and chosen else 1,
+        "expert_balance_rate": float(arguments.get("moe_router_bias_update_rate", 1e-3))
+        if arguments.get(balances)
+        else 0.0,
+        "shared_expert_size": shared,
+        "shared_expert_gate": bool(shared and arguments.get("moe_shared_expert_gate")),
+    }
+
+
+def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if arguments.get("use_rope_scaling"):
+        return {"kind": "llama3", "factor": float(arguments.get("rope_scaling_factor", 8.0)), **_LLAMA3}
+    if arguments.get("rotary_seq_len_interpolation_factor"):
+        return {"kind": "linear", "factor": float(arguments["rotary_seq_len_interpolation_factor"])}
+    return {}
+
+
+def check_expressible(model: ModelConfig) -> None:
+    """Raise CheckpointError for values of fields that Megatron-LM's arguments cannot express."""
+    models_of_layers(model)
+    for own in model.kinds_of_layers.values():
+        _check_expressible(own)
+
+
+def _check_expressible(model: ModelConfig) -> None:
+    plain = model.head_dim**-0.5
+    latent = model.kv_latent_size is not None
+    for field, value, possible in (
+        ("bias", model.bias, ("all", "qkv", "none")),
+        ("rope_scaling.kind", model.rope_scaling.kind, ("none", "yarn") if latent else ("none", "linear", "llama3")),
+        *(_of_latents(model) if latent else [("attention_scale", model.attention_scale, (None, plain))]),
+        ("attention_softcap", model.attention_softcap, (None,)),
+        ("attention_sinks", model.attention_sinks, (False,)),
+        ("mtp_layers", model.mtp_layers, (0,)),
+        ("attention_chunk_size", model.attention_chunk_size, (None,)),
+        ("positions", model.positions, ("learned", "rotary", "none")),
+        ("qk_norm_over", model.qk_norm_over, ("head",)),
+        ("activation", model.activation, ("gelu", *_ACTIVATIONS.values())),
+        ("normalization", model.normalization, ("layer_norm", "rms_norm", "rms_norm_unit_offset")),
+        ("norm_position", model.norm_position, ("pre",)),
+        ("attention_norm", model.attention_norm, (True,)),
+        ("parallel_residual", model.parallel_residual, (False,)),
+        ("embedding_norm", model.embedding_norm, (None, False)),
+        ("embedding_scale", model.embedding_scale, (1.0,)),
+        ("residual_scale", model.residual_scale, (1.0,)),
+        ("logit_scale", model.logit_scale, (1.0,)),
+        ("logit_softcap", model.logit_softcap, (None,)),
+        *_of_bert(model),
+        *_of_experts(model),
+    ):
+        if value not in possible:
+            words = " or ".join("null" if each is None else str(each) for each in possible)
+            raise CheckpointError(
+                f"model.{field} is {value}; Megatron-LM's arguments can express only {words}: write a Hugging Face "
+                "folder instead (--to hf)"
+            )
+
+
+def _of_latents(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Return (field, value, values that Megatron-LM's multi-latent attention can have)."""
+    scaling, plain = model.rope_scaling, model.head_dim**-0.5
+    growth = yarn_growth(scaling.factor, scaling.mscale_all_dim or 0.0) if scaling.kind == "yarn" else 1.0
+    scale = plain * growth * growth
+    near = math.isclose(model.score_scale, scale, rel_tol=1e-6)
+    return [
+        ("attention_scale", scale if near else model.attention_scale, (scale,)),
+        ("bias", model.bias, ("none",)),
+        ("norm_epsilon", model.norm_epsilon, (EPSILON,)),
+        ("normalization", model.normalization, ("rms_norm", "rms_norm_unit_offset")),
+        ("rope_scaling.truncate", scaling.truncate, (True,)),
+        *([("rope_scaling.attention_factor", attention_factor(scaling), (1.0,))] if scaling.factor <= 1 else []),
+    ]
+
+
+def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Return (field, value, values that Megatron-LM's BERT can have)."""
+    if not isinstance(model, BertModelConfig):
+        return []
+    return [
+        ("activation", model.activation, ("gelu", "swiglu", "relu_squared")),  # its head has the exact GELU
+        ("transform_activation", model.transform_activation, (None, "gelu")),
+        ("normalization", model.normalization, ("layer_norm",)),
+        ("positions", model.positions, ("learned",)),
+        ("first_position", model.first_position, (0,)),
+        ("qk_norm", model.qk_norm, (False,)),
+        ("sliding_window", model.sliding_window, (None,)),
+        ("transform_bias", model.transform_bias, (True,)),
+        ("token_types", model.token_types, (2 if model.sentence_head else 0,)),
+    ]
+
+
+def _of_experts(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Return (field, value, values that Megatron-LM's experts can have)."""
+    if model.num_experts is None:
+        return []
+    sigmoid, chosen = model.router_scores == "sigmoid", model.router_groups_chosen
+    fields: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("router_bias", model.router_bias, (model.bias == "all",)),
+    ]
+    if sigmoid:  # they are normalized if there are several
+        fields.append(("normalize_expert_shares", model.normalize_expert_shares, (model.experts_per_token > 1,)))
+    else:
+        fields.append(("expert_balance_rate", model.expert_balance_rate if model.balances_experts else 0.0, (0.0,)))
+    if model.bias == "all":
+        fields.append(("shared_expert_size", model.shared_expert_size, (None,)))
+    if chosen < model.router_groups:
+        best = range(model.best_of_group * chosen, (model.best_of_group + 1) * chosen)
+        fields.append(("experts_per_token", model.experts_per_token, tuple(best)))
+    return fields
+
+
+def _arguments_of_latents(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of multi-latent attention. kv_channels are those of values, as core attention needs."""
+    if model.kv_latent_size is None:
+        return {"multi_latent_attention": False, "kv_channels": model.head_dim, "qk_layernorm": model.qk_norm}
+    scaling = model.rope_scaling if model.rope_scaling.kind == "yarn" else RopeScaling()
+    weight, of_all = _yarn_weights(scaling)
+    return {
+        "multi_latent_attention": True,
+        "kv_channels": model.value_dim,
+        "qk_layernorm": True,
+        "q_lora_rank": model.query_latent_size,
+        "kv_lora_rank": model.kv_latent_size,
+        "qk_head_dim": model.own_head_size,
+        "qk_pos_emb_head_dim": model.rotary_dim,
+        "v_head_dim": model.value_dim,
+        "rope_type": "yarn" if scaling.kind == "yarn" else "rope",
+        "rotary_scaling_factor": scaling.factor,
+        "mscale": weight,
+        "mscale_all_dim": of_all,
+        **{theirs: getattr(scaling, ours) for ours, theirs in _YARN.items()},
+    }
+
+
+def _yarn_weights(scaling: RopeScaling) -> tuple[float, float]:
+    """Return mscale and mscale_all_dim, whose quotient of growths is the factor of cosines and sines."""
+    weight, of_all, factor = scaling.mscale, scaling.mscale_all_dim or 0.0, scaling.factor
+    if weight and of_all and scaling.attention_factor is None:
+        return weight, of_all
+    if factor <= 1 or (scaling.attention_factor is None and not of_all):
+        return 1.0, of_all
+    return (attention_factor(scaling) * yarn_growth(factor, of_all) - 1.0) / (0.1 * math.log(factor)), of_all
+
+
+def _arguments_of_experts(model: ModelConfig, layers: list[int], tensor: int, grouped: bool) -> dict[str, Any]:
+    """model: that of layers with experts. layers: 1 for each layer that has them, 0 for each other one."""
+    if model.num_experts is None:
+        return {"num_experts": None}
+    limited = model.router_groups_chosen < model.router_groups
+    return {
+        "num_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.ffn_size,
+        "moe_layer_freq": 1 if all(layers) else layers,
+        "moe_grouped_gemm": grouped,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_pre_softmax": not model.normalize_expert_shares and model.router_scores == "softmax",
+        "moe_router_score_function": model.router_scores,
+        "moe_router_topk_scaling_factor": None if model.router_scale == 1 else model.router_scale,
+        "moe_router_num_groups": model.router_groups if limited else None,
+        "moe_router_group_topk": model.router_groups_chosen if limited else None,
+        "moe_router_enable_expert_bias": model.balances_experts,
+        "moe_router_bias_update_rate": model.expert_balance_rate,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": model.shared_expert_size,
+        "moe_shared_expert_gate": model.shared_expert_gate,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": tensor,
+    }
+
+
+def arguments_of(
+    contents: Contents, tensor: int, pipeline: int, chunks: int, dtype: torch.dtype, grouped: bool = False
+) -> Namespace:
+    """Return the arguments that Megatron-LM compares with its command line, or uses with --use-checkpoint-args.
+
+    grouped: the experts have the names of Transformer Engine's grouped layers.
+    Raises CheckpointError for a model that Megatron-LM's arguments cannot express.
+    """
+    whole = contents.model
+    check_expressible(whole)
+    models = models_of_layers(whole)
+    layers = [int(each.num_experts is not None) for each in models]
+    model, dense = models[layers.index(max(layers))], models[layers.index(min(layers))]
+    scaling = model.rope_scaling
+    if scaling.kind == "llama3" and any(getattr(scaling, name) != value for name, value in _LLAMA3.items()):
+        raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
+    if model.qk_norm and model.normalization == "layer_norm":
+        raise CheckpointError(
+            f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
+            "kind of norm in a model; only rms norms can be converted with model.qk_norm"
+        )
+    run = contents.run
+    reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
+    return Namespace(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=dense.ffn_size,
+        num_attention_heads=model.num_heads,
+        group_query_attention=model.kv_heads != model.num_heads,
+        num_query_groups=model.kv_heads,
+        seq_length=model.max_positions,
+        max_position_embeddings=model.max_positions,
+        position_embedding_type=reverse[model.positions],
+        add_position_embedding=model.positions == "learned",
+        use_rotary_position_embeddings=model.positions == "rotary",
+        rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
+        rotary_percent=model.rotary_fraction,
+        rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=scaling.factor if scaling.kind == "linear" else None,
+        use_rope_scaling=scaling.kind == "llama3",
+        rope_scaling_factor=scaling.factor if scaling.kind == "llama3" else 8.0,
+        normalization=reverse[model.normalization.removesuffix("_unit_offset")],
+        norm_epsilon=model.norm_epsilon,
+        apply_layernorm_1p=model.normalization == "rms_norm_unit_offset",
+        **{theirs: model.activation == ours for theirs, ours in _ACTIVATIONS.items()},
+        bias_gelu_fusion=False,
+        add_bias_linear=model.bias == "all",
+        add_qkv_bias=model.bias != "none",
+        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        untie_embeddings_and_output_weights=not model.tie_embeddings,
+        vocab_size=model.vocabulary_size,
+        padded_vocab_size=padded_rows(model, tensor),
+        make_vocab_size_divisible_by=VOCABULARY_DIVISOR,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        **_arguments_of_latents(model),
+        **_arguments_of_experts(model, layers, tensor, grouped),
+        **({"bert_binary_head": model.sentence_head} if isinstance(model, BertModelConfig) else {}),
+        params_dtype=dtype,
+        iteration=0 if run is None else run.step,
+        consumed_train_samples=0 if run is None else run.consumed_samples,
+        consumed_valid_samples=0,
+    )
