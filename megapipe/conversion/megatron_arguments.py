@@ -92,7 +92,7 @@ def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = 
 def _unsupported_experts(arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments of experts that the model configuration cannot express."""
     unsupported = [name for name in _UNSUPPORTED_EXPERTS if arguments.get(name)]
-    if _layers_with_experts(arguments) is None:
+    if _kinds_of_layers(arguments) is None:
         unsupported.append(f"moe_layer_freq {arguments['moe_layer_freq']}")
     balancing = arguments.get("moe_router_load_balancing_type")
     if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
@@ -104,14 +104,15 @@ def _unsupported_experts(arguments: Mapping[str, Any]) -> list[str]:
     return unsupported
 
 
-def _layers_with_experts(arguments: Mapping[str, Any]) -> list[bool] | None:
-    """Return whether each layer has experts; None for an impossible moe_layer_freq."""
-    frequency, count = arguments.get("moe_layer_freq", 1), arguments["num_layers"]
+def _kinds_of_layers(arguments: Mapping[str, Any]) -> list[str] | None:
+    """Return the kind of each layer, base for those with experts and dense for others; of one period if it repeats.
+    None for an impossible moe_layer_freq."""
+    frequency, count = arguments.get("moe_layer_freq", 1), arguments.get("num_layers")
     if isinstance(frequency, int) and frequency > 0:
-        return [layer % frequency == 0 for layer in range(count)]
+        return ["base", *["dense"] * (min(frequency, count if isinstance(count, int) else 1) - 1)]
     if not isinstance(frequency, list) or len(frequency) != count or any(each not in (0, 1) for each in frequency):
         return None
-    return [each == 1 for each in frequency]
+    return ["base" if each else "dense" for each in frequency]
 
 
 def _unsupported_latents(arguments: Mapping[str, Any]) -> list[str]:
@@ -192,8 +193,8 @@ def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"] = "gpt") 
         fields |= _latent_fields(arguments)
     if experts:
         dense = {"num_experts": None, "ffn_hidden_size": arguments["ffn_hidden_size"]}
-        kinds = ["base" if each else "dense" for each in _layers_with_experts(arguments) or []]
-        fields |= {**_expert_fields(arguments, bias), **layer_fields(kinds, {"dense": dense})}
+        kinds = layer_fields(_kinds_of_layers(arguments) or [], {"dense": dense})
+        fields |= {**_expert_fields(arguments, bias), **kinds}
     return fields
 
 

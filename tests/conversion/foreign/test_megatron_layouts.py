@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeScaling
 from megapipe.conversion.formats import FORMATS, format_of
-from tests.conversion.foreign.weights import MODELS, SIZES, assert_holds, drawn, opened, write
+from tests.conversion.foreign.weights import DECODER, LATENTS, MODELS, SIZES, assert_holds, drawn, opened, write
 
 LAYOUTS = [
     ("qwen", 2, 1, 2),
@@ -104,6 +106,14 @@ def without_args(value: dict) -> None:
     del value["args"]
 
 
+def of_latents(value: dict) -> None:
+    value["args"].multi_latent_attention = True
+
+
+def with_uneven_layers(value: dict) -> None:
+    value["args"].num_experts, value["args"].moe_layer_freq = 4, [1, 0]
+
+
 def integer(value: dict) -> None:
     value["model"]["decoder.final_layernorm.weight"] = torch.ones(32, dtype=torch.int64)
 
@@ -118,6 +128,8 @@ def integer(value: dict) -> None:
         (old, "checkpoint_version 2.0"),
         (without_args, "no args"),
         (integer, "int64"),
+        (of_latents, "multi_latent_attention without qk_layernorm, multi_latent_attention with norm_epsilon 1e-05"),
+        (with_uneven_layers, r"moe_layer_freq \[1, 0\]"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -163,6 +175,20 @@ def test_what_megatron_cannot_express_is_refused(kind: str, tmp_path: Path) -> N
         contents, values = drawn(ModelConfig(**SIZES, **{**experts, **fields}))
         with pytest.raises(CheckpointError, match=next(iter(fields)).replace("router_scores", "normalize_expert")):
             write(kind, tmp_path / "run", contents, values)
+    yarn = {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, truncate=False)}
+    narrow = {"layer_kinds": {"narrow": {"ffn_hidden_size": 16}}, "layer_pattern": ("narrow", "base")}
+    for fields, message in (
+        ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05"),
+        ({"attention_scale": 0.5}, "attention_scale is 0.5"),
+        (yarn, "truncate is False"),
+        (narrow, "differ in ffn_hidden_size"),
+    ):
+        contents, values = drawn(ModelConfig(**SIZES, **DECODER, **{**LATENTS, **fields}))
+        with pytest.raises(CheckpointError, match=message):
+            write(kind, tmp_path / "run", contents, values)
+    contents, values = drawn(replace(MODELS["latents"], query_latent_size=18))
+    with pytest.raises(CheckpointError, match=r"query_down\.weight has 18 rows"):
+        write("megatron", tmp_path / "run", contents, values, tensor=4)
     contents, values = drawn(MODELS["gpt2"])
     for sizes, message in (({"tensor": 3}, "tensor"), ({"pipeline": 3}, "4 layers"), ({"chunks": 8}, "4 layers")):
         with pytest.raises(CheckpointError, match=message):
