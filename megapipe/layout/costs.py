@@ -189,11 +189,15 @@ class LayoutCosts:
             context_rank=self.context_rank,
         )
 
-    def kept(self, layer: LayerSpec, predictions: int | None = None, *, split: bool = False) -> int:
+    def kept(
+        self, layer: LayerSpec, predictions: int | None = None, *, split: bool = False, alone: bool = False
+    ) -> int:
         """Return the bytes of one micro-batch's activations from a layer's forward to its backward, which may be split
-        in two halves."""
+        in two halves. alone: no other layer is in its stage."""
         shape = self.shape(layer, predictions)
-        return saved_bytes(_ops(layer.kind, shape), shape.recompute, split=split)
+        saved = saved_bytes(_ops(layer.kind, shape), shape.recompute, split=split)
+        # A stage keeps its input until it returns the input's gradient. A block would save the sum of words itself.
+        return max(saved, shape.own_stream) if alone and layer.kind == "positions" else saved
 
     def handed(self, layer: LayerSpec) -> tuple[int, int]:
         """Return the bytes that later slices of a sample read of a layer, and those of their gradients."""

@@ -156,7 +156,8 @@ class RankPrediction:
             for (stage, unit), layer in self.layers.items():
                 place, stream = walk.place(stage, unit), costs.stream
                 split = walk.calls[Kind.BACKWARD_INPUT, stage, unit] > 0
-                kept = costs.kept(layer, predictions, split=split)
+                alone = len(self.stages[stage]) == 1
+                kept = costs.kept(layer, predictions, split=split, alone=alone)
                 held = kept, costs.pending(layer, predictions), stream
                 arrives = unit == 0 and stage < routed and stage - 1 not in (-1, *self.own_stages)
                 sizes.of[: Tensor.BACKWARD, place, variant] = [

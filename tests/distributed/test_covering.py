@@ -184,6 +184,7 @@ MIXED = [
     pytest.param({"pipeline": "2", "tensor": "2", "tied": "untied"}, SHARED, marks=SLOW),
     pytest.param({"pipeline": "2", "tensor": "2"}, {"parallel": {"vocabulary": "pipeline_2"}}, marks=RARE),
     pytest.param({"pipeline": "2", "data": "2", "zero": "2"}, SHARED, marks=RARE),
+    pytest.param({"pipeline": "4"}, SHARED, marks=RARE),
     pytest.param(
         {"data": "2", "tensor": "2", "zero": "3", "sequence": "on"},
         {**EXPERTS, "zero": {"expert_shard_size": 1}},
