@@ -41,7 +41,7 @@ def test_torch_layout_there_and_back(shape: str, tensor: int, pipeline: int, chu
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "sigmoids", "latent_experts", "alternating", "bert_alone"])
 def test_torch_dist_there_and_back(shape: str, tmp_path: Path) -> None:
     contents, values = drawn(MODELS[shape], dtype="BF16" if shape == "llama" else "F32")
-    names = "transformer_engine" if shape == "sigmoids" else "local"
+    names = "transformer_engine" if shape in ("sigmoids", "latent_experts") else "local"
     write("megatron-dist", tmp_path / "run", contents, values, layer_names=names)
     assert format_of(tmp_path / "run") is FORMATS["megatron-dist"]
     source = opened("megatron-dist", tmp_path / "run")
@@ -73,6 +73,25 @@ def test_a_rank_holds_its_share_under_megatrons_names(tmp_path: Path) -> None:
     (folder / "mp_rank_01_000").rmdir()
     with pytest.raises(CheckpointError, match="tensor rank 1 of pipeline rank 0"):
         opened("megatron", tmp_path / "run")
+
+
+def test_transformer_engine_fuses_norms_of_latents(tmp_path: Path) -> None:
+    """Compare with the names in megatron-core's get_gpt_layer_with_transformer_engine_spec, of an MLP and of experts;
+    every tensor rank has the whole down projections."""
+    contents, values = drawn(MODELS["latent_experts"])
+    write("megatron", tmp_path / "run", contents, values, tensor=2, layer_names="transformer_engine")
+    path = tmp_path / "run" / "release" / "mp_rank_01" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)["model"]
+    attention = "linear_q_proj. linear_kv_down_proj. linear_kv_up_proj. linear_kv_up_proj.layer_norm_ linear_proj."
+    for layer, others in enumerate(
+        ("mlp.linear_fc1.layer_norm_ mlp.linear_fc1. mlp.linear_fc2.", "pre_mlp_layernorm.")
+    ):
+        prefix = f"decoder.layers.{layer}."
+        found = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+        expected = {f"self_attention.{name}weight" for name in attention.split()}
+        expected |= {f"{name}weight" for name in ("input_layernorm.", *others.split())}
+        assert {key for key in found if layer == 0 or not key.startswith("mlp.")} == expected
+    assert state["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape == (16, 32)
 
 
 def changed(folder: Path, change: object) -> None:
