@@ -13,6 +13,7 @@ from megapipe.layout.slices import slice_problems
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.units import StateUnits, has_memory_limits
 from megapipe.schedules import ScheduleError
+from megapipe.spec.family import family_problems
 from megapipe.spec.layers import tensor_problems
 from megapipe.spec.token_order import TokenOrder, chunks_per_rank, order_of
 
@@ -22,6 +23,7 @@ def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
     replicas = data_parallel_size(config, world_size)
     problems = _layout_problems(config, world_size)
     problems = problems or ramp_problems(config.batch, config.batch.micro_size * replicas)
+    problems += family_problems(config.model)
     problems += tensor_problems(config.model, config.parallel.tensor) or context_problems(config)
     problems += config.zero.replica_problems(replicas * config.parallel.context)
     problems = problems or schedule_problems(config, replicas) or slice_problems(config)

@@ -421,6 +421,24 @@ def family_of(model_type: Any, kind: str | None = None) -> Family:
     return known[model_type]
 
 
+def family_problems(model: ModelConfig) -> list[str]:
+    """Return at most one message: `model.family` is unknown, or its models are of another kind than this one."""
+    if not model.family:
+        return []
+    known = families().get(model.family)
+    if known is not None and known.kind != model.kind:
+        return [
+            f"model.family is {model.family!r}, a family of {known.kind.upper()} models, but this run is a "
+            f"{model.kind.upper()}: options that only BERT runs have, such as data.pairs, make a run a BERT if --kind "
+            "does not name another; leave them out, or choose a model of the other kind"
+        ]
+    try:
+        family_of(model.family, model.kind)
+    except FamilyError as error:
+        return [f"model.family: {error}; or leave it empty"]
+    return []
+
+
 def exporting_family(model: ModelConfig) -> tuple[Family, list[str]]:
     """Return the family that a model is exported to, and what differs from it: nothing if the family can express it.
 

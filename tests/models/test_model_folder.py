@@ -12,7 +12,9 @@ from megapipe.cli.trained_models import fill_mask, generate
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import kind_of, parse_as
 from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
+from megapipe.layout.validation import run_problems
 from megapipe.spec.model_folder import with_model_folders
 from tests.models.hugging_face import case_of, drawn
 from tests.models.test_bert_hugging_face import case_of as bert_of
@@ -46,6 +48,14 @@ def test_later_flags_override_a_folder(folders: dict[str, Path]) -> None:
     assert model_by("--model", llama, "--model.num_layers", "7").num_layers == 7
     assert model_by("--model.num_layers", "7", "--init_from", llama).num_layers == 7
     assert model_by("--init_from", llama, "--model", gpt2).family == "gpt2"
+
+
+def test_a_family_is_of_the_kind_of_the_run(folders: dict[str, Path]) -> None:
+    words = with_model_folders(["--model", str(folders["gpt2"]), "--data.pairs", "order", "--data.sequence_length=8"])
+    (problem,) = run_problems(parse_as(kind_of(words), words), 1)
+    assert "model.family is 'gpt2', a family of GPT models, but this run is a BERT" in problem
+    (problem,) = run_problems(parse_as(PretrainConfig, ["--model.family", "lama"]), 1)
+    assert problem.startswith("model.family: model_type 'lama' is not supported; did you mean 'llama'?")
 
 
 @pytest.mark.parametrize(
