@@ -18,7 +18,8 @@ from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Holding, pairs_told
 from megapipe.engine.errors import HalfError
-from megapipe.engine.pairs import AbandonedError, Alternation
+from megapipe.engine.pairs import AbandonedError, Alternation, TwoStreams, action_number
+from megapipe.engine.program import Instruction
 from megapipe.layout.table import LayerChoice
 from megapipe.parallel.groups import DistributedGroup, SilentGroup, SoloGroup
 from megapipe.parallel.mesh import Mesh
@@ -41,6 +42,19 @@ def test_halves_of_a_pair_never_share_a_stream(ranks: int, extra: int) -> None:
             one, other = actions[first : first + 2]
             assert {one.kind, other.kind} == {Kind.FORWARD, Kind.BACKWARD}
             assert ((one.stage, one.microbatch) in side) != ((other.stage, other.microbatch) in side)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_actions_keep_their_numbers_in_pairs(in_order: bool) -> None:
+    actions = list(build("dualpipe_v", 2, 6).actions("body", 0))
+    compiled = [Instruction(lambda step: None, action, 0) for action in actions]
+    with streams_on_cpu():
+        joined = TwoStreams(torch.device("cpu")).instructions(compiled, in_order=in_order)
+    assert (len(joined) < len(actions)) != in_order
+    for position, instruction in enumerate(joined):
+        number = action_number(joined, position)
+        assert actions[number] is instruction.action
+        assert instruction.partner is None or actions[number + 1] is instruction.partner.action
 
 
 def test_halves_take_turns_at_every_pause() -> None:
