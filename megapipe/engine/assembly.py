@@ -150,7 +150,7 @@ class Holding:
         )
 
 
-def pairs_told(holding: Holding, mesh: Mesh, schedule: Schedule) -> tuple[bool, str | None]:
+def pair_overlap(holding: Holding, mesh: Mesh, schedule: Schedule) -> tuple[bool, str | None]:
     """Return whether the halves of pairs run on two streams, and a sentence on that; None on a CPU and without pairs.
 
     Other halves run one after the other: where they have no collectives, or one of them may start copies, gathers or
@@ -206,7 +206,7 @@ class Assembly:
             kernels: which backends run ops of the layers, of updates and of norms.
             swaps: moves tensors to host memory and back; by default for this rank's device.
             built: called after each unit of this rank has its initial weights.
-            two_streams: run the halves of pairs at the same time (`pairs_told`). Each layer then has twice as many
+            two_streams: run the halves of pairs at the same time (`pair_overlap`). Each layer then has twice as many
                 modules, over the same weights and gradients: those of the side stream after the others.
         """
         self._model = model

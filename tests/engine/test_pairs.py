@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.assembly import Holding, pairs_told
+from megapipe.engine.assembly import Holding, pair_overlap
 from megapipe.engine.errors import HalfError
 from megapipe.engine.pairs import AbandonedError, Alternation, TwoStreams, action_number
 from megapipe.engine.program import Instruction
@@ -120,7 +120,7 @@ def streams_on_cpu() -> Iterator[list[int]]:
         run(turns, *halves)
 
     with (
-        mock.patch.object(replica, "pairs_told", return_value=(True, None)),
+        mock.patch.object(replica, "pair_overlap", return_value=(True, None)),
         mock.patch.object(torch.cuda, "Stream", Streams),
         mock.patch.object(torch.cuda, "current_stream", Streams),
         mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
@@ -164,7 +164,7 @@ def test_pairs_run_in_order_for_a_reason_that_is_printed() -> None:
     def told(tensor: Any = distributed, device: str = "cuda", name: str = "dualpipe_v", **fields: Any) -> Any:
         groups = {("tensor",): tensor, ("context",): SoloGroup("context"), ("data", "context"): distributed}
         mesh: Any = SimpleNamespace(device=torch.device(device), group=lambda *names: groups[names])
-        return pairs_told(Holding(**fields), mesh, schedule if name == "dualpipe_v" else build(name, 2, 4))
+        return pair_overlap(Holding(**fields), mesh, schedule if name == "dualpipe_v" else build(name, 2, 4))
 
     assert told() == (True, "pairs of a forward and a backward overlap on two streams")
     assert told(device="cpu") == told(name="zb_v") == (False, None)

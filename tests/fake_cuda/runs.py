@@ -214,7 +214,7 @@ def train(
     if config.training.compile:
         _capture_graphs(fake.watch)
     if pairs_in_order:
-        replica_module.pairs_told = lambda *_: (False, None)  # type: ignore[assignment]
+        replica_module.pair_overlap = lambda *_: (False, None)  # type: ignore[assignment]
     order = Order(fake.timeline, fake.watch)
     Replica._teller = lambda replica, schedule: order.marks(schedule, replica.rank)  # type: ignore[method-assign]
     with fake.phase("build"):

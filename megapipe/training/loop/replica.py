@@ -12,7 +12,7 @@ from typing import cast
 from megapipe.config.errors import ConfigError
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress, pairs_told
+from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress, pair_overlap
 from megapipe.engine.engine import Engine
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.program import Instruction
@@ -214,7 +214,7 @@ class Replica:
         built = building_progress(say, self.layout, self.schedule.header.stages_on(self.rank))
         model, header = ModelTable.of(config, self.layout, mesh, self.kernels), self.schedule.header
         holding = Holding.of(self.table)
-        two_streams, remark = pairs_told(holding, mesh, self.schedule)
+        two_streams, remark = pair_overlap(holding, mesh, self.schedule)
         self.remarks += () if remark is None else (remark,)
         self.assembly = Assembly(
             model, holding, mesh, header, kernels=self.kernels, swaps=swaps, built=built, two_streams=two_streams
