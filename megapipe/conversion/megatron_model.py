@@ -52,7 +52,8 @@ _OF_FURTHER = {
     "norm.": "final_layernorm.",
 }
 """Modules that predict a further token, but for their block."""
-BLOCK_OF_FURTHER = "transformer_layer."
+BLOCK_OF_FURTHER, NEWER_BLOCK = "transformer_layer.", "mtp_model_layer."
+"""Names of that block; the second one is that of later versions, in the torch layout only."""
 _BLOCK = {
     "attention_norm.": "input_layernorm.",
     "attention.qkv.": "self_attention.linear_qkv.",

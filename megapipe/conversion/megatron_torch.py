@@ -39,6 +39,8 @@ from megapipe.conversion.megatron_arguments import (
     notes_of_arguments,
 )
 from megapipe.conversion.megatron_model import (
+    BLOCK_OF_FURTHER,
+    NEWER_BLOCK,
     WORDS,
     IterationFolder,
     ParameterLocation,
@@ -212,6 +214,7 @@ class MegatronTorchSource:
                     if not isinstance(state, dict):
                         raise CheckpointError(f"{archive.path} has no {name!r}, but other ranks have it")
                     for key, place in state.items():
+                        key = key.replace(NEWER_BLOCK, BLOCK_OF_FURTHER)
                         match = in_layer.fullmatch(key)
                         if match is not None:
                             layers = max(layers, int(match[1]) + 1)

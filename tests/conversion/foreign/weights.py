@@ -102,7 +102,15 @@ MODELS = {
     "sinks": ModelConfig(
         **SIZES, **GPT_OSS, layer_pattern=("local", "base", "local"), mtp_layers=1, mtp_loss_weight=0.3
     ),
-    "llama_mtp": ModelConfig(**SIZES, **DECODER, num_kv_heads=2, bias="qkv", qk_norm=True, mtp_layers=2),
+    "llama_mtp": ModelConfig(
+        **SIZES,
+        **DECODER,
+        num_kv_heads=2,
+        bias="qkv",
+        qk_norm=True,
+        rope_scaling=RopeScaling(**YARN, mscale=1.0, mscale_all_dim=0.7),
+        mtp_layers=2,
+    ),
     "bert": BertModelConfig(**SIZES, norm_position="pre"),
     "bert_alone": BertModelConfig(
         **SIZES,
