@@ -387,10 +387,18 @@ def test_a_cut_distcp_file_is_damage(tmp_path: Path) -> None:
         source.read(source.contents.tensors[-1])
 
 
-@pytest.mark.parametrize("names", ["local", "transformer_engine"])
-def test_expert_ranks_are_read(names: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ("sigmoids", "local"),
+        ("sigmoids", "transformer_engine"),
+        ("deepseek", "local"),
+        ("gpt_oss", "transformer_engine"),
+    ],
+)
+def test_expert_ranks_are_read(shape: str, names: str, tmp_path: Path) -> None:
     """Two experts each on two ranks, made from one rank with four."""
-    contents, values = drawn(MODELS["sigmoids"])
+    contents, values = drawn(MODELS[shape])
     write("megatron", tmp_path / "run", contents, values, layer_names=names)
     whole = tmp_path / "run" / "release" / "mp_rank_00"
     value = torch.load(whole / "model_optim_rng.pt", weights_only=False)
@@ -399,7 +407,7 @@ def test_expert_ranks_are_read(names: str, tmp_path: Path) -> None:
     for rank in range(2):
         value["model"] = {}
         for key, tensor in state.items():
-            match = re.fullmatch(r"(.*(?:local_experts\.|experts\.linear_fc.\.weight))(\d)(.*)", key)
+            match = re.fullmatch(r"(.*(?:local_experts\.|experts\.linear_fc.\.(?:weight|bias)))(\d)(.*)", key)
             if match is None:
                 value["model"][key] = tensor
             elif int(match[2]) // 2 == rank:
