@@ -135,7 +135,7 @@ OTHER_NAMES = {
         "window_attn_skip_freq": "model.layer_pattern; with a kind whose sliding_window is null",
         "no_rope_freq": "model.layer_pattern; with a kind whose positions is none",
         "moe_layer_freq": "model.layer_pattern; with a kind whose num_experts is null",
-        "softmax_type": "model.attention_sinks; vanilla: false. learnable: true",
+        "softmax_type": "model.attention_sinks true; for learnable",
         "quick_geglu": "model.activation swiglu_clamped",
         "activation_func_clamp_value": "model.swiglu_limit",
         "mtp_num_layers": "model.mtp_layers",

@@ -79,8 +79,9 @@ def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = 
     """
     arguments = arguments_in(saved, origin)
     for name, hint in (("num_layers", Size), ("mtp_num_layers", Size | None)):
-        if not is_value_of(hint, arguments.get(name)):
-            raise CheckpointError(f"{origin}: {name} is {arguments.get(name)!r}; it must be {in_words(hint)}")
+        count = arguments.get(name) or None
+        if not is_value_of(hint, count):
+            raise CheckpointError(f"{origin}: {name} is {count!r}; it must be {in_words(hint)}")
     unsupported = _unsupported(arguments, kind)
     if unsupported:
         raise CheckpointError(
@@ -282,19 +283,29 @@ _LATENT_YARN = {
     "beta_slow": "beta_slow",
 }
 """Field of RopeScaling -> argument with multi-latent attention."""
-_LATENT_DEFAULTS = {"rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0}
-_LATENT_DEFAULTS |= {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+_LATENT_DEFAULTS = {
+    "rotary_scaling_factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
 """Those of MLATransformerConfig, for arguments that a version of Megatron-LM does not have."""
-_YARN = {ours: f"yarn_{theirs}" for ours, theirs in _LATENT_YARN.items()}
-_YARN |= {"truncate": "yarn_correction_range_round_to_int"}
+_YARN = {
+    **{ours: f"yarn_{theirs}" for ours, theirs in _LATENT_YARN.items()},
+    "truncate": "yarn_correction_range_round_to_int",
+}
 """Field of RopeScaling -> argument with other attention."""
 _GPT_OSS = {
     "yarn_rotary_scaling_factor": 32.0,
     "yarn_original_max_position_embeddings": 131072,
     "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": False,
 }
-_GPT_OSS |= {"yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}
-_GPT_OSS |= {"yarn_correction_range_round_to_int": False}
 """Constants of Megatron-LM's --enable-gpt-oss."""
 
 
@@ -359,9 +370,8 @@ def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
 def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if _positions(arguments) == "yarn":
         preset = _GPT_OSS if arguments.get("enable_gpt_oss") else {}
-        return _yarn_fields(
-            {**preset, **{name: each for name, each in arguments.items() if each is not None}}, _YARN, "yarn_"
-        )
+        given = {name: each for name, each in arguments.items() if each is not None}
+        return _yarn_fields({**preset, **given}, _YARN, "yarn_")
     if arguments.get("use_rope_scaling"):
         return {"kind": "llama3", "factor": float(arguments.get("rope_scaling_factor", 8.0)), **_LLAMA3}
     if arguments.get("rotary_seq_len_interpolation_factor"):

@@ -38,7 +38,7 @@ GPT_OSS = {
     "num_kv_heads": 2,
     "tie_embeddings": False,
     "rope_theta": 500.0,
-    "rope_scaling": RopeScaling(**YARN, truncate=False),
+    "rope_scaling": RopeScaling(**{**YARN, "original_length": 40, "beta_fast": 2.0}, truncate=False),
     "layer_kinds": {"local": {"sliding_window": 9}},
 }
 OF_BERT = ("norm_position", "token_types", "sentence_head")
