@@ -32,18 +32,27 @@ LAYOUTS = [
     ("gpt2", 2, 2, 1),
     ("qwen_moe", 2, 1, 2),
     ("latents", 2, 1, 2),
-    ("latent_experts", 2, 2, 1),
     ("deepseek", 2, 2, 1),
     ("sinks", 2, 1, 2),
-    ("gpt_oss", 1, 2, 2),
-    ("llama_mtp", 2, 2, 1),
     ("bert", 2, 2, 1),
-    *(pytest.param("qwen", *sizes, marks=pytest.mark.exhaustive) for sizes in [(1, 1, 1), (2, 2, 1), (1, 2, 2)]),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in [
+            ("latent_experts", 2, 2, 1),
+            ("gpt_oss", 1, 2, 2),
+            ("llama_mtp", 2, 2, 1),
+            *(("qwen", *sizes) for sizes in [(1, 1, 1), (2, 2, 1), (1, 2, 2)]),
+        ]
+    ),
 ]
 
 
 TE_DIST = ("sigmoids", "latent_experts", "deepseek", "sinks")
 """Shapes that are written to torch_dist with the names of Transformer Engine's layers."""
+DIST = [
+    *("gpt2", "llama", "sigmoids", "latent_experts", "deepseek", "alternating", "gpt_oss", "bert_alone"),
+    *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in ("sinks", "llama_mtp")),
+]
 
 
 @pytest.mark.parametrize(("shape", "tensor", "pipeline", "chunks"), LAYOUTS)
@@ -58,7 +67,7 @@ def test_torch_layout_there_and_back(shape: str, tensor: int, pipeline: int, chu
     source.close()
 
 
-@pytest.mark.parametrize("shape", [*TE_DIST, "gpt2", "llama", "alternating", "gpt_oss", "llama_mtp", "bert_alone"])
+@pytest.mark.parametrize("shape", DIST)
 def test_torch_dist_there_and_back(shape: str, tmp_path: Path) -> None:
     contents, values = drawn(MODELS[shape], dtype="BF16" if shape == "llama" else "F32")
     names = "transformer_engine" if shape in TE_DIST else "local"
