@@ -115,20 +115,24 @@ SHARD_BYTES = 5 * 10**9
 """Default size of the largest file of a Hugging Face folder."""
 
 
+LayerNames = Literal["local", "transformer_engine"]
+"""Implementation of Megatron-LM's layers, on which names depend."""
+
+
 @dataclass(frozen=True)
 class TargetOptions:
     """Options for formats that have several layouts.
 
     max_shard_bytes: largest file of weights (one tensor may exceed it). tensor, pipeline, chunks: tensor-parallel
-    ranks and pipeline stages of a Megatron-LM `torch` checkpoint, and model chunks per stage. layer_names: names of
-    norms, which depend on Megatron-LM's layer implementation.
+    ranks and pipeline stages of a Megatron-LM `torch` checkpoint, and model chunks per stage. layer_names: whose names
+    norms and experts have.
     """
 
     max_shard_bytes: int = SHARD_BYTES
     tensor: int = 1
     pipeline: int = 1
     chunks: int = 1
-    layer_names: Literal["local", "transformer_engine"] = "local"
+    layer_names: LayerNames = "local"
 
 
 class Target(Protocol):

@@ -10,11 +10,12 @@ import torch
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.field_types import Size, in_words, is_value_of
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling, yarn_growth
 from megapipe.conversion.formats import Contents
 from megapipe.conversion.megapipe_format import model_of
-from megapipe.conversion.megatron_model import VOCABULARY_DIVISOR, models_of_layers, padded_rows
+from megapipe.conversion.megatron_model import VOCABULARY_DIVISOR, models_of_layers, padded_rows, window_of
 from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.latent_attention import EPSILON
 from megapipe.layers.rotary import attention_factor
@@ -24,15 +25,21 @@ from megapipe.spec.family import FamilyError, known_word
 _UNSUPPORTED = (
     "experimental_attention_variant",
     "rotary_interleaved",
-    "mtp_num_layers",
+    "mtp_use_repeated_layer",
     "qk_l2_norm",
-    "window_attn_skip_freq",
     "heterogeneous_layers_config_path",
     "no_rope_freq",
     "attention_output_gate",
-    "quick_geglu",
 )
-_NOT_IN_BERT = ("multi_latent_attention", "num_experts", "qk_layernorm", "window_size")
+_NOT_IN_BERT = (
+    "multi_latent_attention",
+    "num_experts",
+    "qk_layernorm",
+    "window_size",
+    "mtp_num_layers",
+    "quick_geglu",
+    "enable_gpt_oss",
+)
 _UNSUPPORTED_EXPERTS = (
     "moe_expert_capacity_factor",
     "moe_apply_probs_on_input",
@@ -43,9 +50,16 @@ _UNSUPPORTED_EXPERTS = (
 """Arguments that change what experts compute in a way that the model configuration cannot express."""
 _NORMALIZATIONS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 _UNIT_OFFSET = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-_ACTIVATIONS = {"swiglu": "swiglu", "squared_relu": "relu_squared", "openai_gelu": "gelu_tanh"}
+_ACTIVATIONS = {
+    "swiglu": "swiglu",
+    "squared_relu": "relu_squared",
+    "openai_gelu": "gelu_tanh",
+    "quick_geglu": "swiglu_clamped",
+}
 """Activation by the argument that selects it; without one of them it is the exact GELU."""
-_POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "none": "none"}
+_QUICK_GELU, _OFFSET = 1.702, 1.0
+"""Factor of the gate in Megatron-LM's quick GELU, and what `swiglu_clamped` adds to the other half."""
+_POSITIONS = {"yarn": "rotary", "learned_absolute": "learned", "rope": "rotary", "none": "none"}
 _LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}
 """Constants of Megatron-LM's --use-rope-scaling."""
 
@@ -64,19 +78,11 @@ def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = 
     Raises CheckpointError for missing arguments, and for a model that the model configuration cannot express.
     """
     arguments = arguments_in(saved, origin)
-    unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
-    if arguments.get("normalization") != "RMSNorm":
-        unsupported += [f"{name} without RMSNorm" for name in _UNIT_OFFSET if arguments.get(name)]
-    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
-        unsupported.append("qk_layernorm without RMSNorm")
-    if kind == "bert":
-        unsupported += [f"{name} in a BERT" for name in _NOT_IN_BERT if arguments.get(name)]
-        if arguments.get("position_embedding_type", "learned_absolute") != "learned_absolute":
-            unsupported.append("position_embedding_type in a BERT")
-    elif arguments.get("num_experts"):
-        unsupported += _unsupported_experts(arguments)
-    if arguments.get("multi_latent_attention"):
-        unsupported += _unsupported_latents(arguments)
+    for name, hint in (("num_layers", Size), ("mtp_num_layers", Size | None)):
+        count = arguments.get(name) or None
+        if not is_value_of(hint, count):
+            raise CheckpointError(f"{origin}: {name} is {count!r}; it must be {in_words(hint)}")
+    unsupported = _unsupported(arguments, kind)
     if unsupported:
         raise CheckpointError(
             f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express"
@@ -89,10 +95,39 @@ def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = 
         raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
 
 
+def _unsupported(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> list[str]:
+    """Return the arguments that the model configuration cannot express."""
+    unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
+    if arguments.get("normalization") != "RMSNorm":
+        unsupported += [f"{name} without RMSNorm" for name in _UNIT_OFFSET if arguments.get(name)]
+    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
+        unsupported.append("qk_layernorm without RMSNorm")
+    softmax, limited = arguments.get("softmax_type", "vanilla"), arguments.get("activation_func_clamp_value")
+    if softmax not in ("vanilla", "learnable") or (kind == "bert" and softmax != "vanilla"):
+        unsupported.append(f"softmax_type {softmax}{' in a BERT' if kind == 'bert' else ''}")
+    if arguments.get("quick_geglu") and not (limited and arguments.get("glu_linear_offset") == _OFFSET):
+        unsupported.append(f"quick_geglu without activation_func_clamp_value and glu_linear_offset {_OFFSET}")
+    elif arguments.get("swiglu") and (limited or arguments.get("glu_linear_offset")):
+        unsupported.append("swiglu with activation_func_clamp_value or glu_linear_offset")
+    if kind == "bert":
+        unsupported += [f"{name} in a BERT" for name in _NOT_IN_BERT if arguments.get(name)]
+        if _positions(arguments) != "learned_absolute":
+            unsupported.append("position_embedding_type in a BERT")
+    elif arguments.get("num_experts"):
+        unsupported += _unsupported_experts(arguments)
+    if arguments.get("multi_latent_attention"):
+        unsupported += _unsupported_latents(arguments)
+    if _windows_of_layers(arguments) is None:
+        further = arguments.get("mtp_num_layers")
+        rule = f" with mtp_num_layers {further} (its blocks must have the window of the last layer)" if further else ""
+        unsupported.append(f"window_attn_skip_freq {arguments['window_attn_skip_freq']}{rule}")
+    return unsupported
+
+
 def _unsupported_experts(arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments of experts that the model configuration cannot express."""
     unsupported = [name for name in _UNSUPPORTED_EXPERTS if arguments.get(name)]
-    if _kinds_of_layers(arguments) is None:
+    if _experts_of_layers(arguments) is None:
         unsupported.append(f"moe_layer_freq {arguments['moe_layer_freq']}")
     balancing = arguments.get("moe_router_load_balancing_type")
     if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
@@ -104,20 +139,48 @@ def _unsupported_experts(arguments: Mapping[str, Any]) -> list[str]:
     return unsupported
 
 
-def _kinds_of_layers(arguments: Mapping[str, Any]) -> list[str] | None:
-    """Return the kind of each layer, base for those with experts and dense for others; of one period if it repeats.
-    None for an impossible moe_layer_freq."""
-    frequency, count = arguments.get("moe_layer_freq", 1), arguments.get("num_layers")
+def _experts_of_layers(arguments: Mapping[str, Any]) -> list[bool] | None:
+    """Return for each layer whether it has experts. None for an impossible moe_layer_freq."""
+    frequency, count = arguments.get("moe_layer_freq", 1), arguments["num_layers"]
     if isinstance(frequency, int) and frequency > 0:
-        return ["base", *["dense"] * (min(frequency, count if isinstance(count, int) else 1) - 1)]
+        return [index % frequency == 0 for index in range(count)]
     if not isinstance(frequency, list) or len(frequency) != count or any(each not in (0, 1) for each in frequency):
         return None
-    return ["base" if each else "dense" for each in frequency]
+    return [each == 1 for each in frequency]
+
+
+def _windows_of_layers(arguments: Mapping[str, Any]) -> list[bool] | None:
+    """Return for each layer whether it has the window. None for an impossible window_attn_skip_freq, or if blocks that
+    predict further tokens differ from the last layer."""
+    frequency, count = arguments.get("window_attn_skip_freq"), arguments["num_layers"]
+    blocks = count + (arguments.get("mtp_num_layers") or 0)
+    if frequency is None or not arguments.get("window_size"):
+        windows = [bool(arguments.get("window_size"))] * blocks
+    elif isinstance(frequency, int) and frequency > 0:
+        windows = [number % frequency != 0 for number in range(1, blocks + 1)]
+    elif isinstance(frequency, list) and len(frequency) >= blocks:
+        windows = [bool(each) for each in frequency[:blocks]]
+    else:
+        return None
+    return windows[:count] if len(set(windows[count - 1 :])) == 1 else None
+
+
+def _fields_of_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of layers without experts, if others have them, and of layers with a window."""
+    windows = _windows_of_layers(arguments) or []
+    experts = (_experts_of_layers(arguments) if arguments.get("num_experts") else None) or [True] * len(windows)
+    dense = {"num_experts": None, "ffn_hidden_size": arguments["ffn_hidden_size"]}
+    local = {"sliding_window": arguments["window_size"][0] + 1} if any(windows) else {}
+    kinds = [
+        "_".join([*["dense"] * (not expert), *["local"] * window]) or "base"
+        for expert, window in zip(experts, windows, strict=True)
+    ]
+    return layer_fields(kinds, {"dense": dense, "local": local, "dense_local": {**dense, **local}})
 
 
 def _unsupported_latents(arguments: Mapping[str, Any]) -> list[str]:
     """Return what of multi-latent attention the model configuration cannot express."""
-    epsilon, positions = _epsilon(arguments), arguments.get("position_embedding_type", "learned_absolute")
+    epsilon, positions = _epsilon(arguments), _positions(arguments)
     unsupported = {
         "without qk_layernorm": not arguments.get("qk_layernorm"),
         "with add_bias_linear": arguments.get("add_bias_linear", True),
@@ -126,6 +189,12 @@ def _unsupported_latents(arguments: Mapping[str, Any]) -> list[str]:
         f"with rotary_percent {arguments.get('rotary_percent')}": arguments.get("rotary_percent", 1.0) != 1.0,
     }
     return [f"multi_latent_attention {what}" for what, is_set in unsupported.items() if is_set]
+
+
+def _positions(arguments: Mapping[str, Any]) -> str:
+    if arguments.get("enable_gpt_oss"):
+        return "yarn"
+    return str(arguments.get("position_embedding_type", "learned_absolute"))
 
 
 def _epsilon(arguments: Mapping[str, Any]) -> float:
@@ -139,6 +208,12 @@ def notes_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"]) -
         notes.append(
             f"{origin}: Megatron-LM's head for hidden tokens has the exact GELU and its layers the approximation; "
             "here both have the approximation, so that logits differ by about 1e-3"
+        )
+    fused = arguments.get("bias_gelu_fusion") and not arguments.get("moe_grouped_gemm")
+    if arguments.get("quick_geglu") and fused and arguments.get("add_bias_linear", True):
+        notes.append(
+            f"{origin}: with bias_gelu_fusion and without moe_grouped_gemm, Megatron-LM limits the inputs of "
+            "quick_geglu before it adds the bias, megapipe after that, so that logits differ"
         )
     coefficient = arguments.get("moe_aux_loss_coeff")
     if arguments.get("num_experts") and any(coefficient if isinstance(coefficient, list) else [coefficient]):
@@ -162,7 +237,7 @@ def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"] = "gpt") 
     bias = "all" if arguments.get("add_bias_linear", True) else "qkv" if arguments.get("add_qkv_bias") else "none"
     norm = known_word(_NORMALIZATIONS, arguments.get("normalization", "LayerNorm"))
     offset = "_unit_offset" if any(map(arguments.get, _UNIT_OFFSET)) else ""
-    positions = arguments.get("position_embedding_type", "learned_absolute")
+    positions = _positions(arguments)
     experts = arguments.get("num_experts") if kind == "gpt" else None
     width = arguments.get("moe_ffn_hidden_size") if experts else None
     fields = {
@@ -180,43 +255,81 @@ def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"] = "gpt") 
         "positions": known_word(_POSITIONS, positions),
         "rotary_fraction": float(arguments.get("rotary_percent", 1.0)) if positions == "rope" else 1.0,
         "rope_theta": float(arguments.get("rotary_base", 10000)),
-        "rope_scaling": _rope_scaling(arguments) if positions == "rope" else {},
+        "rope_scaling": _rope_scaling(arguments) if positions in ("rope", "yarn") else {},
         "bias": bias,
         "qk_norm": bool(arguments.get("qk_layernorm")),
-        "sliding_window": arguments["window_size"][0] + 1 if arguments.get("window_size") else None,
         "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
     }
     if kind == "bert":
         pairs = bool(arguments.get("bert_binary_head", True))
         return {**fields, "norm_position": "pre", "token_types": 2 if pairs else 0, "sentence_head": pairs}
+    fields["attention_sinks"] = arguments.get("softmax_type") == "learnable"
+    if arguments.get("quick_geglu"):
+        fields["swiglu_limit"] = float(arguments["activation_func_clamp_value"])
+    if arguments.get("mtp_num_layers"):
+        fields["mtp_layers"] = arguments["mtp_num_layers"]
+        fields["mtp_loss_weight"] = float(arguments.get("mtp_loss_scaling_factor", 0.1))
     if arguments.get("multi_latent_attention"):
         fields |= _latent_fields(arguments)
     if experts:
-        dense = {"num_experts": None, "ffn_hidden_size": arguments["ffn_hidden_size"]}
-        kinds = layer_fields(_kinds_of_layers(arguments) or [], {"dense": dense})
-        fields |= {**_expert_fields(arguments, bias), **kinds}
-    return fields
+        fields |= _expert_fields(arguments, bias)
+    return {**fields, **_fields_of_layers(arguments)}
 
 
-_YARN = {"original_length": "original_max_position_embeddings", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
-"""Field of RopeScaling -> argument."""
-_YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+_LATENT_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_length": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+"""Field of RopeScaling -> argument with multi-latent attention."""
+_LATENT_DEFAULTS = {
+    "rotary_scaling_factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
 """Those of MLATransformerConfig, for arguments that a version of Megatron-LM does not have."""
+_YARN = {
+    **{ours: f"yarn_{theirs}" for ours, theirs in _LATENT_YARN.items()},
+    "truncate": "yarn_correction_range_round_to_int",
+}
+"""Field of RopeScaling -> argument with other attention."""
+_GPT_OSS = {
+    "yarn_rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 131072,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": False,
+}
+"""Constants of Megatron-LM's --enable-gpt-oss."""
+
+
+def _yarn_fields(arguments: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of YaRN. names: of arguments, by field. prefix: of the names of mscale and mscale_all_dim."""
+    scaling: dict[str, Any] = {"kind": "yarn", **{ours: arguments[theirs] for ours, theirs in names.items()}}
+    factor = scaling["factor"] = float(scaling["factor"])
+    weight, of_all = arguments.get(f"{prefix}mscale"), arguments.get(f"{prefix}mscale_all_dim")
+    weight, of_all = (1.0, 0.0) if weight is None or of_all is None else (float(weight), float(of_all))
+    if factor == 1:
+        return {}
+    if weight and of_all:
+        scaling |= {"mscale": weight, "mscale_all_dim": of_all}
+    elif weight != 1 or of_all:
+        scaling["attention_factor"] = yarn_growth(factor, weight) / yarn_growth(factor, of_all)
+    return scaling
 
 
 def _latent_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of multi-latent attention, with the scale of scores that mscale_all_dim changes."""
+    arguments = {**_LATENT_DEFAULTS, **arguments}
     own, rotated = arguments["qk_head_dim"], arguments["qk_pos_emb_head_dim"]
-    factor = float(arguments.get("rotary_scaling_factor", 40))
-    weight, of_all = float(arguments.get("mscale", 1.0)), float(arguments.get("mscale_all_dim", 0.0))
-    growth, scaling = yarn_growth(factor, of_all), {}
-    if (arguments.get("rope_type") or "yarn") == "yarn" and factor != 1:
-        known = {ours: arguments.get(theirs, _YARN_DEFAULTS[theirs]) for ours, theirs in _YARN.items()}
-        scaling = {"kind": "yarn", "factor": factor, **known}
-        if weight and of_all:
-            scaling |= {"mscale": weight, "mscale_all_dim": of_all}
-        elif weight != 1 or of_all:
-            scaling["attention_factor"] = yarn_growth(factor, weight) / growth
+    growth = yarn_growth(float(arguments["rotary_scaling_factor"]), float(arguments["mscale_all_dim"]))
+    stretched = (arguments.get("rope_type") or "yarn") == "yarn"
     plain: float = (own + rotated) ** -0.5
     return {
         "num_kv_heads": arguments["num_attention_heads"],
@@ -227,7 +340,7 @@ def _latent_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "value_head_size": arguments["v_head_dim"],
         "bias": "none",
         "qk_norm": False,
-        "rope_scaling": scaling,
+        "rope_scaling": _yarn_fields(arguments, _LATENT_YARN) if stretched else {},
         "attention_scale": None if growth == 1 else plain * growth * growth,
     }
 
@@ -255,6 +368,10 @@ def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
 
 
 def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if _positions(arguments) == "yarn":
+        preset = _GPT_OSS if arguments.get("enable_gpt_oss") else {}
+        given = {name: each for name, each in arguments.items() if each is not None}
+        return _yarn_fields({**preset, **given}, _YARN, "yarn_")
     if arguments.get("use_rope_scaling"):
         return {"kind": "llama3", "factor": float(arguments.get("rope_scaling_factor", 8.0)), **_LLAMA3}
     if arguments.get("rotary_seq_len_interpolation_factor"):
@@ -274,15 +391,18 @@ def _check_expressible(model: ModelConfig) -> None:
     latent = model.kv_latent_size is not None
     for field, value, possible in (
         ("bias", model.bias, ("all", "qkv", "none")),
-        ("rope_scaling.kind", model.rope_scaling.kind, ("none", "yarn") if latent else ("none", "linear", "llama3")),
+        (
+            "rope_scaling.kind",
+            model.rope_scaling.kind,
+            ("none", "yarn") if latent else ("none", "linear", "llama3", "yarn"),
+        ),
         *(_of_latents(model) if latent else [("attention_scale", model.attention_scale, (None, plain))]),
         ("attention_softcap", model.attention_softcap, (None,)),
-        ("attention_sinks", model.attention_sinks, (False,)),
-        ("mtp_layers", model.mtp_layers, (0,)),
         ("attention_chunk_size", model.attention_chunk_size, (None,)),
         ("positions", model.positions, ("learned", "rotary", "none")),
         ("qk_norm_over", model.qk_norm_over, ("head",)),
         ("activation", model.activation, ("gelu", *_ACTIVATIONS.values())),
+        ("swiglu_alpha", model.swiglu_alpha, (_QUICK_GELU,)),
         ("normalization", model.normalization, ("layer_norm", "rms_norm", "rms_norm_unit_offset")),
         ("norm_position", model.norm_position, ("pre",)),
         ("attention_norm", model.attention_norm, (True,)),
@@ -292,6 +412,7 @@ def _check_expressible(model: ModelConfig) -> None:
         ("residual_scale", model.residual_scale, (1.0,)),
         ("logit_scale", model.logit_scale, (1.0,)),
         ("logit_softcap", model.logit_softcap, (None,)),
+        *_of_yarn(model),
         *_of_bert(model),
         *_of_experts(model),
     ):
@@ -315,8 +436,18 @@ def _of_latents(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
         ("norm_epsilon", model.norm_epsilon, (EPSILON,)),
         ("normalization", model.normalization, ("rms_norm", "rms_norm_unit_offset")),
         ("rope_scaling.truncate", scaling.truncate, (True,)),
-        *([("rope_scaling.attention_factor", attention_factor(scaling), (1.0,))] if scaling.factor <= 1 else []),
     ]
+
+
+def _of_yarn(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Return (field, value, values that a model with YaRN can have)."""
+    scaling = model.rope_scaling
+    if scaling.kind != "yarn":
+        return []
+    fields: list[tuple[str, Any, tuple[Any, ...]]] = [("rotary_fraction", model.rotary_fraction, (1.0,))]
+    if scaling.factor <= 1:
+        fields.append(("rope_scaling.attention_factor", attention_factor(scaling), (1.0,)))
+    return fields
 
 
 def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
@@ -331,6 +462,7 @@ def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
         ("first_position", model.first_position, (0,)),
         ("qk_norm", model.qk_norm, (False,)),
         ("sliding_window", model.sliding_window, (None,)),
+        ("attention_sinks", model.attention_sinks, (False,)),
         ("transform_bias", model.transform_bias, (True,)),
         ("token_types", model.token_types, (2 if model.sentence_head else 0,)),
     ]
@@ -361,7 +493,6 @@ def _arguments_of_latents(model: ModelConfig) -> dict[str, Any]:
     if model.kv_latent_size is None:
         return {"multi_latent_attention": False, "kv_channels": model.head_dim, "qk_layernorm": model.qk_norm}
     scaling = model.rope_scaling if model.rope_scaling.kind == "yarn" else RopeScaling()
-    weight, of_all = _yarn_weights(scaling)
     return {
         "multi_latent_attention": True,
         "kv_channels": model.value_dim,
@@ -372,11 +503,15 @@ def _arguments_of_latents(model: ModelConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": model.rotary_dim,
         "v_head_dim": model.value_dim,
         "rope_type": "yarn" if scaling.kind == "yarn" else "rope",
-        "rotary_scaling_factor": scaling.factor,
-        "mscale": weight,
-        "mscale_all_dim": of_all,
-        **{theirs: getattr(scaling, ours) for ours, theirs in _YARN.items()},
+        **_arguments_of_yarn(scaling, _LATENT_YARN),
     }
+
+
+def _arguments_of_yarn(scaling: RopeScaling, names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+    """Return the arguments of YaRN; see `_yarn_fields`."""
+    weight, of_all = _yarn_weights(scaling)
+    known = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
+    return {**known, f"{prefix}mscale": weight, f"{prefix}mscale_all_dim": of_all}
 
 
 def _yarn_weights(scaling: RopeScaling) -> tuple[float, float]:
@@ -439,6 +574,9 @@ def arguments_of(
             "kind of norm in a model; only rms norms can be converted with model.qk_norm"
         )
     run = contents.run
+    window, windows = window_of(whole), [int(bool(each.sliding_window)) for each in models]
+    yarn = scaling.kind == "yarn" and model.kv_latent_size is None
+    clamped = model.activation == "swiglu_clamped"
     reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
     return Namespace(
         num_layers=model.num_layers,
@@ -449,9 +587,9 @@ def arguments_of(
         num_query_groups=model.kv_heads,
         seq_length=model.max_positions,
         max_position_embeddings=model.max_positions,
-        position_embedding_type=reverse[model.positions],
+        position_embedding_type="yarn" if yarn else reverse[model.positions],
         add_position_embedding=model.positions == "learned",
-        use_rotary_position_embeddings=model.positions == "rotary",
+        use_rotary_position_embeddings=model.positions == "rotary" and not yarn,
         rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
         rotary_percent=model.rotary_fraction,
         rotary_interleaved=False,
@@ -462,10 +600,16 @@ def arguments_of(
         norm_epsilon=model.norm_epsilon,
         apply_layernorm_1p=model.normalization == "rms_norm_unit_offset",
         **{theirs: model.activation == ours for theirs, ours in _ACTIVATIONS.items()},
+        activation_func_clamp_value=model.swiglu_limit if clamped else None,
+        glu_linear_offset=_OFFSET if clamped else 0.0,
         bias_gelu_fusion=False,
         add_bias_linear=model.bias == "all",
         add_qkv_bias=model.bias != "none",
-        window_size=None if model.sliding_window is None else (model.sliding_window - 1, 0),
+        softmax_type="learnable" if model.attention_sinks else "vanilla",
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=windows + windows[-1:] * whole.mtp_layers if window and 0 in windows else None,
+        mtp_num_layers=whole.mtp_layers or None,
+        mtp_loss_scaling_factor=whole.mtp_loss_weight,
         untie_embeddings_and_output_weights=not model.tie_embeddings,
         vocab_size=model.vocabulary_size,
         padded_vocab_size=padded_rows(model, tensor),
@@ -473,6 +617,7 @@ def arguments_of(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        **(_arguments_of_yarn(scaling, _YARN, "yarn_") if yarn else {}),
         **_arguments_of_latents(model),
         **_arguments_of_experts(model, layers, tensor, grouped),
         **({"bert_binary_head": model.sentence_head} if isinstance(model, BertModelConfig) else {}),

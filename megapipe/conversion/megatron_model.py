@@ -4,10 +4,12 @@ Its matrices are ours with merged leading axes. The rows of linear_qkv are group
 value of each group. The rows of a gated linear_fc1 are, for each tensor rank, the rows of the gate and then the rows
 of the other half. Each expert has its own matrices (SequentialMLP, TEGroupedMLP). In multi-latent attention
 (MLASelfAttention), rotated channels are the last ones of each head, in pairs, and the local layers, but not those of
-Transformer Engine, divide the down projections over tensor ranks.
+Transformer Engine, divide the down projections over tensor ranks. Blocks that predict further tokens are not among the
+numbered layers; they are on the last stage, which has a copy of the word embeddings for them.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,13 +23,14 @@ from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.storage import on_failure
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.formats import RELEASE, TRACKER
+from megapipe.conversion.formats import RELEASE, TRACKER, LayerNames
 from megapipe.conversion.megapipe_format import parameters_of
 from megapipe.spec.layers import tensor_problems
 from megapipe.spec.parameters import ParameterSpec
 
 VOCABULARY_DIVISOR = 128
 """By default, Megatron-LM rounds the vocabulary up to a multiple of this on each tensor rank."""
+WORDS = "embedding.word_embeddings.weight"
 _STACKS = {"gpt": "decoder", "bert": "encoder"}
 """Name of the module with the layers, by the kind of the model."""
 _OUTER = {
@@ -41,9 +44,20 @@ _OUTER = {
     "head.pooler.": "pooler.dense.",
     "head.sentence.": "binary_head.",
 }
+_FURTHER = re.compile(r"head\.mtp\.(\d+)\.(block\.)?(.+)")
+_OF_FURTHER = {
+    "embedding_norm.": "enorm.",
+    "hidden_norm.": "hnorm.",
+    "projection.": "eh_proj.",
+    "norm.": "final_layernorm.",
+}
+"""Modules that predict a further token, but for their block."""
+BLOCK_OF_FURTHER, NEWER_BLOCK = "transformer_layer.", "mtp_model_layer."
+"""Names of that block; the second one is that of later versions, in the torch layout only."""
 _BLOCK = {
     "attention_norm.": "input_layernorm.",
     "attention.qkv.": "self_attention.linear_qkv.",
+    "attention.sinks.weight": "self_attention.core_attention.softmax_offset",
     "attention.query_norm.": "self_attention.q_layernorm.",
     "attention.key_norm.": "self_attention.k_layernorm.",
     "attention.query.": "self_attention.linear_q_proj.",
@@ -66,8 +80,12 @@ _BLOCK = {
 }
 _ROTARY = ("attention.query.", "attention.query_up.", "attention.kv_down.")
 """Matrices with rows of rotated channels, in multi-latent attention."""
-_DOWN = ("attention.query_down.", "attention.kv_down.")
-"""Matrices whose rows the local layers divide over tensor ranks, although no rank uses its rows alone."""
+_DIVIDED: dict[str, tuple[LayerNames, ...]] = {
+    "attention.query_down.": ("local",),
+    "attention.kv_down.": ("local",),
+    "projection.": ("local", "transformer_engine"),
+}
+"""Matrices whose rows tensor ranks divide, although no rank uses its rows alone, and the layers that do so."""
 _FUSED_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 _FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", **_FUSED_MLP}
 """Names of norms that Transformer Engine fuses into the next layer, if that is not a mixture of experts."""
@@ -84,10 +102,11 @@ class ParameterLocation:
     """Location of a parameter.
 
     key: its name in the layer or model, with the local layers; for experts without the number of the expert. layer:
-    index from 0; None outside of layers. transformer_engine: the key with Transformer Engine's layers. local_dist: the
-    key in torch_dist with the local layers. expert: for parameters of experts, the part of one expert, which the
-    tensor ranks share like the parameter of an MLP. regrouped: what makes our rows of theirs, and its inverse; None
-    for the same rows. divided_locally: with the local layers only, each tensor rank has a part of the rows.
+    index from 0; None outside of the numbered layers. transformer_engine: the key with Transformer Engine's layers.
+    local_dist: the key in torch_dist with the local layers. expert: for parameters of experts, the part of one expert,
+    which the tensor ranks share like the parameter of an MLP. regrouped: what makes our rows of theirs, and its
+    inverse; None for the same rows. divided: the layers whose tensor ranks each have a part of the rows, although ours
+    have the whole.
     """
 
     spec: ParameterSpec
@@ -97,7 +116,7 @@ class ParameterLocation:
     local_dist: str
     expert: ParameterSpec | None = None
     regrouped: tuple[Join, Join] | None = None
-    divided_locally: bool = False
+    divided: tuple[LayerNames, ...] = ()
 
     @property
     def dist_keys(self) -> tuple[str, str]:
@@ -114,9 +133,9 @@ class ParameterLocation:
         """Return Megatron-LM's values of the whole parameter, of ours."""
         return values if self.regrouped is None else self.regrouped[1]([values])[0]
 
-    def shards(self, local: bool) -> ParameterSpec:
-        """Return `piece` with the axis that tensor ranks share. local: with the local layers."""
-        return replace(self.piece, partition_axis=0) if local and self.divided_locally else self.piece
+    def shards(self, divided: bool) -> ParameterSpec:
+        """Return `piece` with the axis that tensor ranks share. divided: by those of `divided`."""
+        return replace(self.piece, partition_axis=0) if divided and self.divided else self.piece
 
     @property
     def piece(self) -> ParameterSpec:
@@ -154,7 +173,12 @@ def layers_prefix(model: ModelConfig) -> str:
     return f"{_STACKS[model.kind]}.layers."
 
 
-def linear_layers(model: ModelConfig) -> tuple[str, ...]:
+def further_prefix(depth: int) -> str:
+    """Return what the names of the modules start with that predict a further token."""
+    return f"mtp.layers.{depth}."
+
+
+def stateful_modules(model: ModelConfig, names: LayerNames) -> tuple[str, ...]:
     """Return the modules of a layer that have an `_extra_state`, which is None without FP8. model: that of the layer's
     kind."""
     if model.kv_latent_size is None:
@@ -163,6 +187,8 @@ def linear_layers(model: ModelConfig) -> tuple[str, ...]:
         queries = ["q_proj"] if model.query_latent_size is None else ["q_down_proj", "q_up_proj"]
         projections = [*queries, "kv_down_proj", "kv_up_proj"]
     attention = [f"self_attention.linear_{name}" for name in (*projections, "proj")]
+    if model.attention_sinks and names == "transformer_engine":
+        attention.append("self_attention.core_attention")
     if model.num_experts is None:
         return *attention, "mlp.linear_fc1", "mlp.linear_fc2"
     shared = (
@@ -173,10 +199,11 @@ def linear_layers(model: ModelConfig) -> tuple[str, ...]:
 
 def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
     """Return the model of each layer's kind. Raises CheckpointError unless layers differ only in whether they have
-    experts, and in the width of their MLP then."""
+    experts, and in the width of their MLP then, and in whether they have a window."""
     kinds: dict[bool, ModelConfig] = {}
+    window = window_of(model)
     for own in model.kinds_of_layers.values():
-        own = replace(own, ffn_hidden_size=own.ffn_size)
+        own = replace(own, ffn_hidden_size=own.ffn_size, sliding_window=own.sliding_window or window)
         same = kinds.setdefault(own.num_experts is not None, own)
         other = _without_mlp(next(iter(kinds.values())))
         pairs = ((same, own), (other, _without_mlp(own)))
@@ -185,9 +212,15 @@ def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
                 if getattr(one, each.name) != getattr(two, each.name):
                     raise CheckpointError(
                         f"model.layer_pattern has blocks that differ in {each.name}; Megatron-LM's blocks can differ "
-                        "only in whether they have experts: write a Hugging Face folder instead (--to hf)"
+                        "only in whether they have experts, and in whether they have a window of one size: write a "
+                        "Hugging Face folder instead (--to hf)"
                     )
     return [model.of_kind(model.kind_of_layer(layer)) for layer in range(model.num_layers)]
+
+
+def window_of(model: ModelConfig) -> int | None:
+    """Return the window of the first layer that has one."""
+    return next((own.sliding_window for own in model.kinds_of_layers.values() if own.sliding_window), None)
 
 
 _OF_MLP = (
@@ -219,9 +252,34 @@ def places(model: ModelConfig) -> dict[str, ParameterLocation]:
                 found[name] = ParameterLocation(spec, key, None, key, key)
                 break
         else:
-            layer = int(name.removeprefix("blocks.").partition(".")[0])
-            found[name] = _in_layer(spec, layer, layers[layer], mlps[model.kind_of_layer(layer)])
+            match = _FURTHER.fullmatch(name)
+            if match is None:
+                layer, path = name.removeprefix("blocks.").split(".", 1)
+                kind = model.kind_of_layer(int(layer))
+                found[name] = _in_layer(spec, path, layers[int(layer)], mlps[kind], int(layer))
+            else:
+                found[name] = _of_further_token(spec, match, layers[-1], mlps[model.kind_of_head])
     return found
+
+
+def _of_further_token(
+    spec: ParameterSpec, name: re.Match[str], model: ModelConfig, mlps: Mapping[str, ParameterSpec]
+) -> ParameterLocation:
+    """Return the location of a parameter that predicts a further token. name: depth, whether it is in the block, and
+    path. model, mlps: those of the last layer, see `_in_layer`."""
+    prefix, path = further_prefix(int(name[1])), name[3]
+    if name[2] is None:
+        stem = next(ours for ours in _OF_FURTHER if path.startswith(ours))
+        key = prefix + _OF_FURTHER[stem] + path.removeprefix(stem)
+        return ParameterLocation(spec, key, None, key, key, divided=_DIVIDED.get(stem, ()))
+    prefix += BLOCK_OF_FURTHER
+    place = _in_layer(spec, path, model, mlps, None)
+    return replace(
+        place,
+        key=prefix + place.key,
+        transformer_engine=prefix + place.transformer_engine,
+        local_dist=prefix + place.local_dist,
+    )
 
 
 def _dense(model: ModelConfig) -> ModelConfig:
@@ -230,11 +288,10 @@ def _dense(model: ModelConfig) -> ModelConfig:
 
 
 def _in_layer(
-    spec: ParameterSpec, layer: int, model: ModelConfig, mlps: Mapping[str, ParameterSpec]
+    spec: ParameterSpec, path: str, model: ModelConfig, mlps: Mapping[str, ParameterSpec], layer: int | None
 ) -> ParameterLocation:
-    """Return the location of a parameter of a layer. model: that of its kind. mlps: parameters of that model with an
-    MLP in place of experts."""
-    path = spec.name.removeprefix(f"blocks.{layer}.")
+    """Return the location of a parameter of a layer. path: its name in the layer. model: that of the layer's kind.
+    mlps: parameters of that model with an MLP in place of experts."""
     stem = next(ours for ours in _BLOCK if path.startswith(ours))
     key = _BLOCK[stem] + path.removeprefix(stem)
     if spec.name in mlps and spec.shape != mlps[spec.name].shape:
@@ -250,7 +307,7 @@ def _in_layer(
         key if before_experts else fused,
         key if latent else fused,
         regrouped=rotary_last(model, spec) if stem in _ROTARY else None,
-        divided_locally=stem in _DOWN,
+        divided=_DIVIDED.get(stem, ()),
     )
 
 
@@ -261,7 +318,7 @@ def merged(spec: ParameterSpec, shard: Tensor) -> Tensor:
 
 def merged_shape(spec: ParameterSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the output of `merged` for a shard of this shape."""
-    if spec.name.endswith(".bias") or len(shape) == 1:
+    if spec.name.endswith((".bias", ".sinks.weight")) or len(shape) == 1:
         return (math.prod(shape),)
     return math.prod(shape[:-1]), shape[-1]
 

@@ -3,7 +3,8 @@
 `latest_checkpointed_iteration.txt` names the newest `iter_0000010/`. In it, `mp_rank_TT[_PPP]/model_optim_rng.pt`
 contains the arguments and the state of that rank's layers, as `model` or, in an interleaved schedule, as `model0`,
 `model1`..., with layers numbered from 0 in each. With expert parallelism, the folder's name ends with the expert rank,
-whose experts are numbered from 0, too.
+whose experts are numbered from 0, too. The last stage has copies of the word embeddings: for a tied output matrix, and
+for blocks that predict further tokens.
 """
 
 import itertools
@@ -38,6 +39,9 @@ from megapipe.conversion.megatron_arguments import (
     notes_of_arguments,
 )
 from megapipe.conversion.megatron_model import (
+    BLOCK_OF_FURTHER,
+    NEWER_BLOCK,
+    WORDS,
     IterationFolder,
     ParameterLocation,
     check_tensor_size,
@@ -53,7 +57,7 @@ from megapipe.conversion.sandbox import InertObject, Sandbox, TensorPlace
 from megapipe.spec.parameters import ParameterSpec
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-_EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(.+\D)(\d+))")
+_EXPERT = re.compile(r"(.*mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(.+\D)(\d+))")
 _TIED_COPY = "output_layer.weight"
 
 
@@ -179,6 +183,8 @@ class MegatronTorchSource:
                 if key == _TIED_COPY and model.tie_embeddings:
                     continue
                 name = by_key.get((layer, key))
+                if key == WORDS and model.mtp_layers and len(shards_of.get(by_key[None, key], [])) > tensor_rank:
+                    continue  # the copy of the last stage
                 if name is None:
                     raise CheckpointError(
                         f"{archive.path} contains {key!r}{'' if layer is None else f' in layer {layer}'}, which is "
@@ -208,6 +214,7 @@ class MegatronTorchSource:
                     if not isinstance(state, dict):
                         raise CheckpointError(f"{archive.path} has no {name!r}, but other ranks have it")
                     for key, place in state.items():
+                        key = key.replace(NEWER_BLOCK, BLOCK_OF_FURTHER)
                         match = in_layer.fullmatch(key)
                         if match is not None:
                             layers = max(layers, int(match[1]) + 1)
@@ -319,16 +326,17 @@ class MegatronTorchTarget:
         self._folder.abandon()
 
     def _spec(self, place: ParameterLocation) -> ParameterSpec:
-        return place.shards(self._options.layer_names == "local")
+        return place.shards(self._options.layer_names in place.divided)
 
     def _check_rows(self) -> None:
-        """Raise CheckpointError if the local layers cannot divide the rows of a down projection."""
+        """Raise CheckpointError if tensor ranks cannot divide the rows of a matrix that is whole on ours."""
         size = self._options.tensor
         for name, place in self._places.items():
-            if place.divided_locally and self._spec(place).partition_axis == 0 and place.spec.shape[0] % size:
+            if self._options.layer_names in place.divided and place.spec.shape[0] % size:
+                whole = "--layer-names transformer_engine, whose ranks all have the whole, or "
                 raise CheckpointError(
                     f"{name} has {place.spec.shape[0]} rows, which {size} tensor ranks cannot divide evenly; choose "
-                    "--layer-names transformer_engine, whose ranks all have the whole, or another --tensor"
+                    f"{whole if place.divided == ('local',) else ''}another --tensor"
                 )
 
     def _shard(self, spec: ParameterSpec, values: Tensor, tensor_rank: int) -> Tensor:
@@ -348,17 +356,20 @@ class MegatronTorchTarget:
     def _keys(self, place: ParameterLocation, piece: int) -> Iterator[tuple[int, int, str]]:
         """Yield (stage, chunk, key) of every copy of a piece of a parameter on a tensor rank."""
         last = self._options.pipeline - 1, self._options.chunks - 1
+        key = place.keys(piece)[self._options.layer_names == "transformer_engine"]
         if place.layer is not None:
             chunk, rest = divmod(place.layer, self._layers * self._options.pipeline)
             stage, local = divmod(rest, self._layers)
-            key = place.keys(piece)[self._options.layer_names == "transformer_engine"]
             yield stage, chunk, f"{layers_prefix(self._model)}{local}.{key}"
             return
         is_head = place.spec.name.startswith("head.")
-        yield *(last if is_head else (0, 0)), place.key
-        tied = place.spec.name == "embedding.word.weight" and self._model.tie_embeddings
-        if tied and last != (0, 0):
-            yield *last, "output_layer.weight"
+        yield *(last if is_head else (0, 0)), key
+        if key != WORDS or last == (0, 0):
+            return
+        if self._model.tie_embeddings:
+            yield *last, _TIED_COPY
+        if self._model.mtp_layers:
+            yield *last, WORDS
 
     def _writer(self, contents: Contents, tensor_rank: int, stage: int) -> ArchiveWriter:
         chunks: list[dict[str, Slot]] = [OrderedDict() for _ in range(self._options.chunks)]

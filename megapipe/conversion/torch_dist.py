@@ -12,6 +12,7 @@ from torch import Tensor
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.storage import on_failure, read_json
 from megapipe.checkpoint.tensor_file import DTYPES
+from megapipe.config.model import ModelConfig
 from megapipe.conversion.archive import Archive, ArchiveWriter
 from megapipe.conversion.dcp import DcpFiles, DcpWriter
 from megapipe.conversion.formats import (
@@ -31,15 +32,17 @@ from megapipe.conversion.megatron_arguments import (
     notes_of_arguments,
 )
 from megapipe.conversion.megatron_model import (
+    BLOCK_OF_FURTHER,
     IterationFolder,
     ParameterLocation,
+    further_prefix,
     kind_of_keys,
     layers_prefix,
-    linear_layers,
     models_of_layers,
     padded,
     padded_rows,
     places,
+    stateful_modules,
 )
 from megapipe.conversion.sandbox import Sandbox
 
@@ -100,7 +103,7 @@ class TorchDistSource:
     def _key(self, place: ParameterLocation, folder: Path) -> tuple[str, int | None]:
         """Return the key of a parameter, and its index on the first axis if layers are stacked."""
         shape, first = place.dist_shape, self._prefix
-        candidates: list[tuple[str, int | None]] = [(place.key, None)]
+        candidates: list[tuple[str, int | None]] = [(key, None) for key in place.dist_keys]
         if place.layer is not None:
             own = [(f"{first}{place.layer}.{key}", None) for key in place.dist_keys]
             candidates = [*((f"{first}{key}", place.layer) for key in place.dist_keys), *own]
@@ -144,12 +147,10 @@ class TorchDistTarget:
         rows = place.theirs(values).reshape(place.dist_shape)
         if place.spec.padded:
             rows = padded(rows, padded_rows(self._model, 1))
-        if place.layer is None:
-            self._writer.add(place.key, rows.shape, (0,) * rows.ndim, rows)
-            return
         key = place.dist_keys[self._names == "transformer_engine"]
-        if self._mixed:  # layers that differ are not stacked
-            self._writer.add(f"{self._prefix}{place.layer}.{key}", rows.shape, (0,) * rows.ndim, rows)
+        if place.layer is None or self._mixed:  # layers that differ are not stacked
+            first = "" if place.layer is None else f"{self._prefix}{place.layer}."
+            self._writer.add(first + key, rows.shape, (0,) * rows.ndim, rows)
             return
         shape, offsets = (self._model.num_layers, *rows.shape), (place.layer, *(0,) * rows.ndim)
         self._writer.add(f"{self._prefix}{key}", shape, offsets, rows[None])
@@ -158,14 +159,14 @@ class TorchDistTarget:
         # dist_checkpointing requires the extra state of every linear layer; without FP8 it is None.
         count = self._model.num_layers
         for layer, own in enumerate(self._layers):
-            prefix = f"{self._prefix}{layer}." if self._mixed else self._prefix
-            at, of = ((), ()) if self._mixed else ((layer,), (count,))
-            for module in linear_layers(own):
-                experts = own.num_experts if ".experts." in module else None
-                shards = [(at, of)] if experts is None else [((*at, each), (*of, experts)) for each in range(experts)]
-                for offsets, sizes in shards:
-                    first, all_of = (".".join(map(str, each)) for each in (offsets or (0,), sizes or (1,)))
-                    self._writer.add_object(f"{prefix}{module}._extra_state/shard_{first}_{all_of}", [None])
+            if self._mixed:
+                self._add_extra_states(f"{self._prefix}{layer}.", own)
+            else:
+                self._add_extra_states(self._prefix, own, (layer,), (count,))
+        for depth in range(self._model.mtp_layers):
+            prefix = further_prefix(depth)
+            self._writer.add_object(f"{prefix}eh_proj._extra_state/shard_0_1", [None])
+            self._add_extra_states(prefix + BLOCK_OF_FURTHER, self._layers[-1])
         if not self._model.tie_embeddings or self._model.kind == "bert":
             self._writer.add_object("output_layer._extra_state/shard_0_1", [None])
         self._writer.finish()
@@ -176,3 +177,15 @@ class TorchDistTarget:
     def abandon(self) -> None:
         self._writer.close()
         self._folder.abandon()
+
+    def _add_extra_states(
+        self, prefix: str, model: ModelConfig, at: tuple[int, ...] = (), of: tuple[int, ...] = ()
+    ) -> None:
+        """Write the extra states of a layer. model: that of its kind. at, of: its index, and the number of layers, if
+        layers are stacked."""
+        for module in stateful_modules(model, self._names):
+            experts = model.num_experts if ".experts." in module else None
+            shards = [(at, of)] if experts is None else [((*at, each), (*of, experts)) for each in range(experts)]
+            for offsets, sizes in shards:
+                first, all_of = (".".join(map(str, each)) for each in (offsets or (0,), sizes or (1,)))
+                self._writer.add_object(f"{prefix}{module}._extra_state/shard_{first}_{all_of}", [None])

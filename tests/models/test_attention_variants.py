@@ -222,10 +222,10 @@ def test_impossible_fields_are_refused(fields: dict[str, Any], message: str) -> 
         ({"bias": "attention"}, "model.bias is attention"),
         ({"attention_scale": 0.5}, "model.attention_scale is 0.5; Megatron-LM's arguments can express only null or"),
         ({"attention_softcap": 5.0}, "model.attention_softcap is 5.0"),
-        ({"attention_sinks": True}, "model.attention_sinks is True"),
         ({"attention_chunk_size": 4}, "model.attention_chunk_size is 4"),
         ({"positions": "alibi"}, "model.positions is alibi"),
-        ({"rope_scaling": YARN}, "model.rope_scaling.kind is yarn"),
+        ({"rope_scaling": RopeScaling(kind="dynamic", factor=2.0)}, "model.rope_scaling.kind is dynamic"),
+        ({"rope_scaling": YARN, "rotary_fraction": 0.5}, "model.rotary_fraction is 0.5"),
         ({"qk_norm": True, "qk_norm_over": "projection"}, "model.qk_norm_over is projection"),
     ],
 )

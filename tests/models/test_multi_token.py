@@ -23,7 +23,6 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import WEIGHTS, Contents, StoredTensor, TargetOptions
 from megapipe.conversion.hugging_face import HuggingFaceSource, HuggingFaceTarget
-from megapipe.conversion.megatron_arguments import arguments_of
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape, gradient_edge
 from megapipe.layout.validation import run_problems
@@ -204,8 +203,5 @@ def test_impossible_layouts_are_refused(changes: dict[str, dict[str, Any]], rank
     assert any(message in each for each in run_problems(config, ranks)), run_problems(config, ranks)
 
 
-def test_berts_and_megatron_have_no_further_tokens() -> None:
+def test_berts_have_no_further_tokens() -> None:
     assert any("only a GPT predicts further tokens" in each for each in BertModelConfig(mtp_layers=1).problems())
-    contents: Any = Contents(small_model(**LLAMA, mtp_layers=1), ())
-    with pytest.raises(CheckpointError, match=r"model\.mtp_layers is 1"):
-        arguments_of(contents, 1, 1, 1, torch.float32)

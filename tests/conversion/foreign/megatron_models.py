@@ -3,7 +3,7 @@ does.
 
 python -m tests.conversion.foreign.megatron_models FOLDER SHAPE...: of every SHAPE, FOLDER has `SHAPE-torch` and
 `SHAPE-dist`, and `tokens.pt` and `samples.pt`; it gets `SHAPE-saved-torch` and `SHAPE-saved-dist`, and logits in
-`SHAPE-logits.pt`. The same with `SHAPE-sharded` of tensor 2 x pipeline 2 on four ranks.
+`SHAPE-logits.pt`, those of further tokens last. The same with `SHAPE-sharded` of tensor 2 x pipeline 2 on four ranks.
 """
 
 import argparse
@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.activations import quick_gelu
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -62,7 +63,7 @@ def without_channels(build: Callable[..., None]) -> Callable[..., None]:
 
 def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
     """The model that Megatron-LM's arguments ask for."""
-    gelu = openai_gelu if told.openai_gelu else torch.nn.functional.gelu
+    gelu = quick_gelu if told.quick_geglu else openai_gelu if told.openai_gelu else torch.nn.functional.gelu
     kind = MLATransformerConfig if told.multi_latent_attention else TransformerConfig
     config = kind(
         num_layers=told.num_layers,
@@ -71,14 +72,20 @@ def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
         num_attention_heads=told.num_attention_heads,
         num_query_groups=told.num_query_groups,
         kv_channels=told.kv_channels,
-        gated_linear_unit=told.swiglu,
+        gated_linear_unit=told.swiglu or told.quick_geglu,
         activation_func=torch.nn.functional.silu if told.swiglu else gelu,
         normalization=told.normalization,
         layernorm_epsilon=told.norm_epsilon,
         add_bias_linear=told.add_bias_linear,
         add_qkv_bias=told.add_qkv_bias,
         qk_layernorm=told.qk_layernorm,
+        activation_func_clamp_value=told.activation_func_clamp_value,
+        glu_linear_offset=told.glu_linear_offset,
+        softmax_type=told.softmax_type,
         window_size=told.window_size,
+        window_attn_skip_freq=told.window_attn_skip_freq,
+        mtp_num_layers=told.mtp_num_layers,
+        mtp_loss_scaling_factor=told.mtp_loss_scaling_factor,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -102,9 +109,13 @@ def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
             add_binary_head=told.bert_binary_head,
             **how,  # type: ignore[arg-type]
         ).eval()
+    for name in (each for each in vars(told) if each.startswith("yarn_")):
+        setattr(config, name, getattr(told, name))
+    layers = get_gpt_decoder_block_spec(config, False, normalization=told.normalization)
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, False, normalization=told.normalization),
+        layers,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False),
         vocab_size=told.padded_vocab_size,
         max_sequence_length=told.max_position_embeddings,
         position_embedding_type=told.position_embedding_type,
@@ -117,8 +128,14 @@ def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
     ).eval()
 
 
+def sharded(model: GPTModel | BertModel) -> dict[str, object]:
+    """Its sharded state, with the metadata that Megatron-LM's own save gives."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return dict(model.sharded_state_dict(metadata={"dp_cp_group": group}))
+
+
 def logits(model: GPTModel | BertModel, folder: Path) -> tuple[torch.Tensor, ...]:
-    """[b, s, padded vocabulary], and those of a pair; hidden states of a first stage."""
+    """[b, s, padded vocabulary], and those of a pair or of further tokens; hidden states of a first stage."""
     if isinstance(model, BertModel):
         tokens, visible, types = torch.load(folder / "samples.pt")
         with torch.no_grad():
@@ -128,9 +145,19 @@ def logits(model: GPTModel | BertModel, folder: Path) -> tuple[torch.Tensor, ...
     batch, length = tokens.shape
     places = torch.arange(length).expand(batch, length)
     hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    if not model.mtp_process:
+        with torch.no_grad():
+            return (model(tokens, places, hidden),)
+    outputs: list[torch.Tensor] = []
+
+    def keep(layer: torch.nn.Module, given: object, made: tuple[torch.Tensor, ...]) -> None:
+        outputs.append(made[0].transpose(0, 1).clone())  # the loss changes them
+
+    handle = model.output_layer.register_forward_hook(keep)
     with torch.no_grad():
-        found: torch.Tensor = model(tokens, places, hidden)
-    return (found,)
+        model(tokens, places, hidden, labels=tokens)  # further tokens are predicted only with labels
+    handle.remove()
+    return outputs[-1], *outputs[:-1]
 
 
 def exchange(folder: Path, shape: str) -> None:
@@ -142,7 +169,7 @@ def exchange(folder: Path, shape: str) -> None:
     found["torch"] = logits(model, folder)
 
     other = build(told)
-    loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(folder / f"{shape}-dist/release"))
+    loaded = dist_checkpointing.load({"model": sharded(other)}, str(folder / f"{shape}-dist/release"))
     other.load_state_dict(loaded["model"], strict=True)
     assert loaded["args"].hidden_size == told.hidden_size
     found["dist"] = logits(other, folder)
@@ -156,7 +183,7 @@ def exchange(folder: Path, shape: str) -> None:
     (folder / f"{shape}-saved-torch/latest_checkpointed_iteration.txt").write_text("7")
     place = folder / f"{shape}-saved-dist/iter_0000007"
     place.mkdir(parents=True)
-    dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(place))
+    dist_checkpointing.save({**common, "model": sharded(model)}, str(place))
     (folder / f"{shape}-saved-dist/latest_checkpointed_iteration.txt").write_text("7")
 
 
@@ -176,7 +203,7 @@ def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
     found["torch"] = staged_logits(model, folder, rank, told.hidden_size)
 
     other = build(told, **ends)
-    loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(folder / f"{shape}-dist/release"))
+    loaded = dist_checkpointing.load({"model": sharded(other)}, str(folder / f"{shape}-dist/release"))
     other.load_state_dict(loaded["model"], strict=True)
     found["dist"] = staged_logits(other, folder, rank, told.hidden_size)
     if rank == 2:
@@ -184,7 +211,7 @@ def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
     saved = folder / f"{shape}-sharded-saved-dist"
     saved.mkdir(exist_ok=True)
     common = {"args": told, "checkpoint_version": 3.0, "iteration": 7}
-    dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(saved))
+    dist_checkpointing.save({**common, "model": sharded(model)}, str(saved))
     dist.barrier()
 
 

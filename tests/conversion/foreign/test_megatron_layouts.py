@@ -2,27 +2,56 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling
 from megapipe.conversion.formats import FORMATS, format_of
-from tests.conversion.foreign.weights import DECODER, LATENTS, MODELS, SIZES, assert_holds, drawn, opened, write
+from tests.conversion.foreign.weights import (
+    DECODER,
+    GPT_OSS,
+    LATENTS,
+    MODELS,
+    SIZES,
+    assert_holds,
+    drawn,
+    opened,
+    write,
+)
 
 LAYOUTS = [
     ("qwen", 2, 1, 2),
     ("gpt2", 2, 2, 1),
     ("qwen_moe", 2, 1, 2),
     ("latents", 2, 1, 2),
-    ("latent_experts", 2, 2, 1),
+    ("deepseek", 2, 2, 1),
+    ("sinks", 2, 1, 2),
     ("bert", 2, 2, 1),
-    *(pytest.param("qwen", *sizes, marks=pytest.mark.exhaustive) for sizes in [(1, 1, 1), (2, 2, 1), (1, 2, 2)]),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in [
+            ("latent_experts", 2, 2, 1),
+            ("gpt_oss", 1, 2, 2),
+            ("llama_mtp", 2, 2, 1),
+            *(("qwen", *sizes) for sizes in [(1, 1, 1), (2, 2, 1), (1, 2, 2)]),
+        ]
+    ),
+]
+
+
+TE_DIST = ("sigmoids", "latent_experts", "deepseek", "sinks")
+"""Shapes that are written to torch_dist with the names of Transformer Engine's layers."""
+DIST = [
+    *("gpt2", "llama", "sigmoids", "latent_experts", "deepseek", "alternating", "gpt_oss", "bert_alone"),
+    *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in ("sinks", "llama_mtp")),
 ]
 
 
@@ -38,10 +67,10 @@ def test_torch_layout_there_and_back(shape: str, tensor: int, pipeline: int, chu
     source.close()
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "sigmoids", "latent_experts", "alternating", "bert_alone"])
+@pytest.mark.parametrize("shape", DIST)
 def test_torch_dist_there_and_back(shape: str, tmp_path: Path) -> None:
     contents, values = drawn(MODELS[shape], dtype="BF16" if shape == "llama" else "F32")
-    names = "transformer_engine" if shape in ("sigmoids", "latent_experts") else "local"
+    names = "transformer_engine" if shape in TE_DIST else "local"
     write("megatron-dist", tmp_path / "run", contents, values, layer_names=names)
     assert format_of(tmp_path / "run") is FORMATS["megatron-dist"]
     source = opened("megatron-dist", tmp_path / "run")
@@ -94,6 +123,57 @@ def test_transformer_engine_fuses_norms_of_latents(tmp_path: Path) -> None:
     assert state["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape == (16, 32)
 
 
+def test_modules_that_predict_further_tokens_have_megatrons_names(tmp_path: Path) -> None:
+    """Compare with the names in megatron-core's get_mtp_layer_spec_for_backend. They are on the last stage, with a
+    copy of the word embeddings; each tensor rank has its rows of the projection."""
+    contents, values = drawn(MODELS["deepseek"])
+    ours = {tensor.name: value for tensor, value in values.items()}
+    write("megatron", tmp_path / "run", contents, values, tensor=2, pipeline=2, layer_names="transformer_engine")
+    folders = [tmp_path / "run" / "release" / f"mp_rank_01_00{stage}" for stage in range(2)]
+    first, last = (torch.load(each / "model_optim_rng.pt", weights_only=False)["model"] for each in folders)
+    assert not any(key.startswith("mtp.") for key in first)
+    found = {key.removeprefix("mtp.layers.0.") for key in last if key.startswith("mtp.")}
+    attention = (
+        "linear_q_down_proj. linear_q_up_proj. linear_q_up_proj.layer_norm_ linear_kv_down_proj. linear_kv_up_proj. "
+        "linear_kv_up_proj.layer_norm_ linear_proj."
+    )
+    expected = {f"self_attention.{name}weight" for name in attention.split()}
+    expected |= {"input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.router.expert_bias"}
+    expected |= {f"mlp.shared_experts.linear_fc{number}.weight" for number in (1, 2)}
+    expected |= {f"mlp.experts.linear_fc{number}.weight{expert}" for number in (1, 2) for expert in range(4)}
+    expected = {f"transformer_layer.{name}" for name in expected}
+    assert found == expected | {"enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight"}
+    assert torch.equal(last["mtp.layers.0.eh_proj.weight"], ours["head.mtp.0.projection.weight"][16:])
+    assert torch.equal(last["mtp.layers.0.enorm.weight"], ours["head.mtp.0.embedding_norm.weight"])
+    assert torch.equal(last["embedding.word_embeddings.weight"], first["embedding.word_embeddings.weight"])
+
+
+def test_experts_with_sinks_have_megatrons_names(tmp_path: Path) -> None:
+    """Compare with the names in megatron-core's get_gpt_layer_with_transformer_engine_spec; core attention with sinks
+    has an extra state."""
+    contents, values = drawn(MODELS["gpt_oss"])
+    ours = {tensor.name: value for tensor, value in values.items()}
+    write("megatron", tmp_path / "run", contents, values, layer_names="transformer_engine")
+    path = tmp_path / "run" / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)["model"]
+    found = {key.removeprefix("decoder.layers.1.") for key in state if key.startswith("decoder.layers.1.")}
+    expected = {
+        f"self_attention.{name}.{leaf}" for name in ("linear_qkv", "linear_proj") for leaf in ("weight", "bias")
+    }
+    expected |= {f"mlp.router.{leaf}" for leaf in ("weight", "bias")}
+    leaves = [f"{leaf}{expert}" for leaf in ("weight", "bias") for expert in range(4)]
+    expected |= {f"mlp.experts.linear_fc{number}.{leaf}" for number in (1, 2) for leaf in leaves}
+    expected |= {"self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"}
+    assert found == expected | {"self_attention.core_attention.softmax_offset"}
+    sinks = ours["blocks.1.attention.sinks.weight"]
+    assert torch.equal(state["decoder.layers.1.self_attention.core_attention.softmax_offset"], sinks.flatten())
+    for names in ("local", "transformer_engine"):
+        write("megatron-dist", tmp_path / names, contents, values, layer_names=names)
+        stored = FileSystemReader(tmp_path / names / "release").read_metadata().state_dict_metadata
+        extra = "decoder.layers.self_attention.core_attention._extra_state/shard_3_4"
+        assert (extra in stored) == (names == "transformer_engine")
+
+
 def changed(folder: Path, change: object) -> None:
     path = folder / "release" / "mp_rank_00" / "model_optim_rng.pt"
     value = torch.load(path, weights_only=False)
@@ -133,6 +213,10 @@ def with_uneven_layers(value: dict) -> None:
     value["args"].num_experts, value["args"].moe_layer_freq = 4, [1, 0]
 
 
+def with_arguments(**arguments: object) -> Callable[[dict], None]:
+    return lambda value: vars(value["args"]).update(arguments)
+
+
 def integer(value: dict) -> None:
     value["model"]["decoder.final_layernorm.weight"] = torch.ones(32, dtype=torch.int64)
 
@@ -149,6 +233,23 @@ def integer(value: dict) -> None:
         (integer, "int64"),
         (of_latents, "multi_latent_attention without qk_layernorm, multi_latent_attention with norm_epsilon 1e-05"),
         (with_uneven_layers, r"moe_layer_freq \[1, 0\]"),
+        (with_arguments(num_layers=10**12), "num_layers is 1000000000000; it must be a whole number from 1 to"),
+        (
+            with_arguments(mtp_num_layers=10**12),
+            "mtp_num_layers is 1000000000000; it must be a whole number from 1 to",
+        ),
+        (with_arguments(mtp_num_layers=2, mtp_use_repeated_layer=True), "mtp_use_repeated_layer"),
+        (with_arguments(softmax_type="off-by-one"), "softmax_type off-by-one"),
+        (
+            with_arguments(swiglu=False, quick_geglu=True),
+            "quick_geglu without activation_func_clamp_value and glu_lin",
+        ),
+        (with_arguments(activation_func_clamp_value=7.0), "swiglu with activation_func_clamp_value or glu_linear_off"),
+        (with_arguments(window_size=(8, 0), window_attn_skip_freq=[1, 0]), r"window_attn_skip_freq \[1, 0\] is set"),
+        (
+            with_arguments(window_size=(8, 0), window_attn_skip_freq=2, mtp_num_layers=1),
+            "window_attn_skip_freq 2 with mtp_num_layers 1 .its blocks must have the window of the last layer",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -158,6 +259,48 @@ def test_what_does_not_fit_is_named(change: object, message: str, tmp_path: Path
     changed(tmp_path / "run", change)
     with pytest.raises(CheckpointError, match=message):
         opened("megatron", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("frequency", "pattern"), [(3, ("local", "local", "base")), (1, ()), ([1, 1, 1, 0, 1], ("local",) * 3 + ("base",))]
+)
+def test_windows_of_megatrons_layers(frequency: object, pattern: tuple[str, ...], tmp_path: Path) -> None:
+    """Compare with is_layer_window_attention of megatron-core: in every third layer, none, or those of a list."""
+    contents, values = drawn(MODELS["mistral"])
+    write("megatron", tmp_path / "run", contents, values)
+    changed(tmp_path / "run", with_arguments(window_attn_skip_freq=frequency))
+    model = opened("megatron", tmp_path / "run").contents.model
+    assert (model.sliding_window, model.layer_pattern) == (None, pattern)
+    assert model.layer_kinds == ({"local": {"sliding_window": 9}} if pattern else {})
+
+
+def test_names_of_newer_versions_and_notes(tmp_path: Path) -> None:
+    """The block that predicts a further token has another name, experts a fused activation that limits first, and
+    --enable-gpt-oss sets YaRN itself."""
+    contents, values = drawn(MODELS["sinks"])
+    write("megatron", tmp_path / "run", contents, values, pipeline=2)
+    path = tmp_path / "run" / "release" / "mp_rank_00_001" / "model_optim_rng.pt"
+    value = torch.load(path, weights_only=False)
+    value["model"] = {
+        key.replace("transformer_layer", "mtp_model_layer"): each for key, each in value["model"].items()
+    }
+    torch.save(value, path)
+    source = opened("megatron", tmp_path / "run")
+    assert source.contents.notes == ()
+    assert_holds(source, contents, values)
+    contents, values = drawn(MODELS["gpt_oss"])
+    write("megatron", tmp_path / "preset", contents, values)
+
+    def with_preset(value: dict) -> None:
+        for name in [each for each in vars(value["args"]) if each.startswith("yarn_")]:
+            delattr(value["args"], name)
+        with_arguments(position_embedding_type="rope", enable_gpt_oss=True, bias_gelu_fusion=True)(value)
+
+    changed(tmp_path / "preset", with_preset)
+    read = opened("megatron", tmp_path / "preset").contents
+    assert read.model.rope_scaling == RopeScaling(kind="yarn", factor=32.0, original_length=131072, truncate=False)
+    (note,) = read.notes
+    assert "Megatron-LM limits the inputs of quick_geglu before it adds the bias" in note
 
 
 def test_other_saved_state_is_ignored(tmp_path: Path) -> None:
@@ -205,6 +348,18 @@ def test_what_megatron_cannot_express_is_refused(kind: str, tmp_path: Path) -> N
         contents, values = drawn(ModelConfig(**SIZES, **DECODER, **{**LATENTS, **fields}))
         with pytest.raises(CheckpointError, match=message):
             write(kind, tmp_path / "run", contents, values)
+    two_windows = {**GPT_OSS["layer_kinds"], "wide": {"sliding_window": 12}}
+    for fields, message in (
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        ({"bias": "mlp"}, "bias is mlp"),
+        ({"layer_kinds": two_windows, "layer_pattern": ("local", "wide")}, "differ in sliding_window"),
+    ):
+        contents, values = drawn(replace(MODELS["gpt_oss"], **fields))
+        with pytest.raises(CheckpointError, match=message):
+            write(kind, tmp_path / "run", contents, values)
+    contents, values = drawn(replace(MODELS["sinks"], hidden_size=30, num_kv_heads=4, head_size=8))
+    with pytest.raises(CheckpointError, match=r"projection\.weight has 30 rows, .* choose another --tensor"):
+        write("megatron", tmp_path / "run", contents, values, tensor=4)
     contents, values = drawn(replace(MODELS["latents"], query_latent_size=18))
     with pytest.raises(CheckpointError, match=r"query_down\.weight has 18 rows"):
         write("megatron", tmp_path / "run", contents, values, tensor=4)
@@ -241,10 +396,18 @@ def test_a_cut_distcp_file_is_damage(tmp_path: Path) -> None:
         source.read(source.contents.tensors[-1])
 
 
-@pytest.mark.parametrize("names", ["local", "transformer_engine"])
-def test_expert_ranks_are_read(names: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ("sigmoids", "local"),
+        ("sigmoids", "transformer_engine"),
+        ("deepseek", "local"),
+        ("gpt_oss", "transformer_engine"),
+    ],
+)
+def test_expert_ranks_are_read(shape: str, names: str, tmp_path: Path) -> None:
     """Two experts each on two ranks, made from one rank with four."""
-    contents, values = drawn(MODELS["sigmoids"])
+    contents, values = drawn(MODELS[shape])
     write("megatron", tmp_path / "run", contents, values, layer_names=names)
     whole = tmp_path / "run" / "release" / "mp_rank_00"
     value = torch.load(whole / "model_optim_rng.pt", weights_only=False)
@@ -253,7 +416,7 @@ def test_expert_ranks_are_read(names: str, tmp_path: Path) -> None:
     for rank in range(2):
         value["model"] = {}
         for key, tensor in state.items():
-            match = re.fullmatch(r"(.*(?:local_experts\.|experts\.linear_fc.\.weight))(\d)(.*)", key)
+            match = re.fullmatch(r"(.*(?:local_experts\.|experts\.linear_fc.\.(?:weight|bias)))(\d)(.*)", key)
             if match is None:
                 value["model"][key] = tensor
             elif int(match[2]) // 2 == rank:

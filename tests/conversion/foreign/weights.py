@@ -14,7 +14,10 @@ from megapipe.conversion.megapipe_format import parameters_of
 
 SIZES = {"vocabulary_size": 97, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "max_positions": 48}
 DECODER = {"normalization": "rms_norm", "activation": "swiglu", "positions": "rotary", "ffn_hidden_size": 48}
-OTHERS = ("norm_epsilon", "rope_theta", "rope_scaling", "bias", "qk_norm", "sliding_window", "tie_embeddings")
+OTHERS = (
+    "norm_epsilon", "rope_theta", "rope_scaling", "bias", "qk_norm", "sliding_window", "tie_embeddings",
+    "attention_sinks", "swiglu_limit", "mtp_layers",
+)  # fmt: skip
 OF_EXPERTS = (
     "num_experts", "experts_per_token", "normalize_expert_shares", "expert_balance_rate", "router_scores",
     "router_bias", "router_scale", "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
@@ -27,6 +30,17 @@ FIRST_DENSE = {
 }
 _GROWTH = 0.1 * 0.7 * math.log(4.0) + 1.0
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 12, "beta_fast": 4.0, "beta_slow": 0.5}
+GPT_OSS = {
+    **DECODER,
+    "activation": "swiglu_clamped",
+    "swiglu_limit": 1.25,
+    "attention_sinks": True,
+    "num_kv_heads": 2,
+    "tie_embeddings": False,
+    "rope_theta": 500.0,
+    "rope_scaling": RopeScaling(**{**YARN, "original_length": 40, "beta_fast": 2.0}, truncate=False),
+    "layer_kinds": {"local": {"sliding_window": 9}},
+}
 OF_BERT = ("norm_position", "token_types", "sentence_head")
 SIGMOIDS = {"num_experts": 4, "router_scores": "sigmoid", "router_scale": 2.5, "router_groups": 2}
 GATED = {"shared_expert_size": 24, "shared_expert_gate": True, "normalize_expert_shares": False}
@@ -56,6 +70,18 @@ MODELS = {
         attention_scale=12**-0.5 * _GROWTH * _GROWTH,
         rope_scaling=RopeScaling(**YARN, mscale=1.0, mscale_all_dim=0.7),
     ),
+    "deepseek": ModelConfig(
+        **SIZES,
+        **DECODER,
+        **LATENTS,
+        **FIRST_DENSE,
+        **SIGMOIDS,
+        tie_embeddings=False,
+        query_latent_size=20,
+        value_head_size=6,
+        shared_expert_size=24,
+        mtp_layers=1,
+    ),
     "alternating": ModelConfig(
         **SIZES,
         **DECODER,
@@ -64,6 +90,26 @@ MODELS = {
         expert_balance_rate=0.0,
         layer_kinds=FIRST_DENSE["layer_kinds"],
         layer_pattern=("base", "dense"),
+    ),
+    "gpt_oss": ModelConfig(
+        **SIZES,
+        **GPT_OSS,
+        layer_pattern=("local", "base"),
+        num_experts=4,
+        expert_balance_rate=0.0,
+        router_bias=True,
+    ),
+    "sinks": ModelConfig(
+        **SIZES, **GPT_OSS, layer_pattern=("local", "base", "local"), mtp_layers=1, mtp_loss_weight=0.3
+    ),
+    "llama_mtp": ModelConfig(
+        **SIZES,
+        **DECODER,
+        num_kv_heads=2,
+        bias="qkv",
+        qk_norm=True,
+        rope_scaling=RopeScaling(**YARN, mscale=1.0, mscale_all_dim=0.7),
+        mtp_layers=2,
     ),
     "bert": BertModelConfig(**SIZES, norm_position="pre"),
     "bert_alone": BertModelConfig(
@@ -127,6 +173,7 @@ def resolved(model: ModelConfig) -> ModelConfig:
     """The fields that shape weights and logits, optional sizes spelled out, the rest at their defaults."""
     own: tuple[str, ...] = OF_BERT if model.kind == "bert" else () if model.num_experts is None else OF_EXPERTS
     own += OF_LATENTS if model.kv_latent_size else ()
+    own += ("mtp_loss_weight",) if model.mtp_layers else ()
     shaped = {name: getattr(model, name) for name in (*SIZES, *DECODER, *OTHERS, *FIRST_DENSE, *own)}
     sizes = {"num_kv_heads": model.kv_heads, "head_size": model.own_head_size, "ffn_hidden_size": model.ffn_size}
     return type(model)(**{**shaped, **sizes})
