@@ -46,6 +46,15 @@ def configurations(
         (SCALED, {"pipeline": 2, "tensor": 2}, {"schedule": {"name": "zb_v"}}),
         (SCALED, {"pipeline": 2}, {**SECOND, "schedule": {"name": "zb_v"}}),
         (GPT2_SHAPE, {"pipeline": 2}, {"schedule": {"name": "zb_h1"}}),
+        pytest.param(
+            replace(SCALED, num_layers=6), {"pipeline": 4}, {"schedule": {"name": "zb_v"}}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            replace(SCALED, num_layers=6),
+            {"pipeline": 4},
+            {"schedule": {"name": "v_half"}},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(GPT2_SHAPE, {"pipeline": 4}, SECOND, marks=pytest.mark.slow),
         pytest.param(
             GPT2_SHAPE, {"pipeline": 2, "data": 2}, {"zero": {"stage": 1}, **SECOND}, marks=pytest.mark.exhaustive
