@@ -193,10 +193,10 @@ class LayoutCosts:
         self, layer: LayerSpec, predictions: int | None = None, *, split: bool = False, alone: bool = False
     ) -> int:
         """Return the bytes of one micro-batch's activations from a layer's forward to its backward, which may be split
-        in two halves. alone: no other layer is in its stage."""
+        in two halves. alone: no other layer holds the layer's input."""
         shape = self.shape(layer, predictions)
         saved = saved_bytes(_ops(layer.kind, shape), shape.recompute, split=split)
-        # A stage keeps its input until it returns the input's gradient. A block would save the sum of words itself.
+        # The engine keeps a unit's input until it returns the input's gradient. A block saves the sum of words itself.
         return max(saved, shape.own_stream) if alone and layer.kind == "positions" else saved
 
     def handed(self, layer: LayerSpec) -> tuple[int, int]:

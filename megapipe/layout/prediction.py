@@ -156,8 +156,7 @@ class RankPrediction:
             for (stage, unit), layer in self.layers.items():
                 place, stream = walk.place(stage, unit), costs.stream
                 split = walk.calls[Kind.BACKWARD_INPUT, stage, unit] > 0
-                alone = len(self.stages[stage]) == 1
-                kept = costs.kept(layer, predictions, split=split, alone=alone)
+                kept = costs.kept(layer, predictions, split=split)
                 held = kept, costs.pending(layer, predictions), stream
                 arrives = unit == 0 and stage < routed and stage - 1 not in (-1, *self.own_stages)
                 sizes.of[: Tensor.BACKWARD, place, variant] = [
@@ -171,6 +170,7 @@ class RankPrediction:
                     received = stream if layer.kind == "words" and 0 not in self.own_stages else 0
                     sizes.of[NEEDED[kind], place, variant] = costs.temporaries(layer, phase, predictions) + received
                 sizes.of[[Tensor.HANDED, Tensor.HANDED_GRADIENTS], place, variant] = costs.handed(layer)
+                sizes.of[Tensor.ALONE, place, variant] = costs.kept(layer, predictions, split=split, alone=True)
         for (stage, unit), own in self.units.items():
             elements = units.elements(own)
             sizes.of[Tensor.WEIGHTS : Tensor.HANDED, walk.place(stage, unit), 0] = (

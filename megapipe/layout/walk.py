@@ -45,7 +45,8 @@ class Tensor(IntEnum):
     bytes within such an action beyond those before it. WEIGHTS, GRADIENTS: whole ones, where they are sharded or in
     host memory. SUMMANDS: memory of a sum of gradients until it ends. STATE: optimizer state that an update reads
     from host memory. HANDED: what later slices of a sample read, which a recomputed layer keeps from its forward to
-    its recomputation. HANDED_GRADIENTS: what they add to, from the last slice's backward to the slice's own.
+    its recomputation. HANDED_GRADIENTS: what they add to, from the last slice's backward to the slice's own. ALONE:
+    what is kept of a layer that may hand on its input as it came, once nothing else holds that.
     """
 
     KEPT = 0
@@ -60,6 +61,7 @@ class Tensor(IntEnum):
     STATE = 9
     HANDED = 10
     HANDED_GRADIENTS = 11
+    ALONE = 12
 
 
 NOTHING, SENT, STREAM = 0, 1, 2
@@ -312,7 +314,24 @@ class Walk:
         again = (kind == Kind.FORWARD) & inside[self._place[rows]]
         new[again] = np.where(opens[self._place[rows[again]]], self._symbol(Tensor.INPUT, rows[again]), NOTHING)
         own = rows, self._place[rows] * count + self._microbatch[rows], new
-        return self._changes([own, moved, *self._passed_on(), *self._handed_on(inside)])
+        return self._changes([own, moved, self._outlived(moved), *self._passed_on(), *self._handed_on(inside)])
+
+    def _outlived(self, moved: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
+        """Return what the first stage's first unit keeps of the sum of words when nothing else holds it: the message
+        to the next stage has left, or the next unit's activations have gone, by its backward or to host memory. The
+        weight half of a split backward still has its input."""
+        if not self._header.vocabulary:
+            return self._listed([])
+        count, first = self._num_microbatches, self._header.routes[0][0]
+        one = self._header.units_per_stage[first] == 1
+        rows = self._rows(Kind.SEND_ACTIVATION if one else Kind.BACKWARD)
+        rows = rows[(self._stage[rows] == first) & (one | (self._unit[rows] == 1))]
+        left = (moved[1] // count == self.place(first, 1)) & (moved[2] == NOTHING)
+        at = np.concatenate([rows, moved[0][left]])
+        microbatch = np.concatenate([self._microbatch[rows], moved[1][left] % count])
+        variant = self._variant_of[microbatch % len(self._variant_of)]
+        alone = self._symbols[Tensor.ALONE] + self.place(first, 0) * self.num_variants + variant
+        return at, self.place(first, 0) * count + microbatch, alone
 
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all

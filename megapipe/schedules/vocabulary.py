@@ -17,23 +17,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
+from math import inf
 from typing import Final
 
 import numpy as np
 
 from megapipe.schedules.actions import GROUP, KIND, MICROBATCH, STAGE, Action, Ints, Kind, Rows
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import Schedule, Sections, StagePlace
+from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
 
 PASSES: Final = {1: (Kind.BACKWARD,), 2: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
 """A shard's backward, by the variant."""
 BARRIERS: Final = {1: 2, 2: 1}
-"""Micro-batches by which backwards are delayed, one for each barrier (section 5.1: 1F1B keeps p + 2 or p + 1
+"""Micro-batches by which backwards are delayed at most, one for each barrier (section 5.1: 1F1B keeps p + 2 or p + 1
 micro-batches)."""
 SECONDS: Final = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 PASS_SECONDS: Final = 0.25
 """Time of a pass of a shard of the output layer, where the forward of all layers of a rank takes 1: by these times
 passes are placed. Those of the input embedding, which read a few rows, take no time."""
+COLLECTIVE_SECONDS: Final = 0.25
+"""Time from the last rank's pass to the result of its collective, in the same unit, for which an order has to leave
+room: one that is only just in time without it would wait in every micro-batch on a real network."""
+COMPARED: Final = 3
+"""Times the number of ranks: micro-batches on which orders are compared."""
 LOOKED_UP: Final = 2
 """Micro-batches whose embeddings are summed before the first stage needs them: one repeating interval before their
 turn."""
@@ -50,9 +56,10 @@ def vocabulary_shards(num_routed: int, num_ranks: int) -> tuple[StagePlace, ...]
 def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
     """Return a schedule of compute actions with the passes of the shards of the vocabulary, which its header names.
 
-    variant: a key of `PASSES`. Backwards are delayed by its barriers; then the passes take the first free time on
-    each rank, in one order on all of them. Raises ScheduleError for a schedule that never flushes, has several routes,
-    slices or overlapped pairs, or whose order leaves no time for the passes.
+    variant: a key of `PASSES`. Forwards run up to as many micro-batches earlier as it has barriers, as few as hide the
+    collectives. The passes take the first free time on each rank, in one order on all of them. Raises ScheduleError
+    for a schedule that never flushes, has several routes, slices or overlapped pairs, or whose order leaves no time
+    for the passes.
     """
     header, body = schedule.header, schedule.sections.body
     for wrong, what in (
@@ -66,11 +73,56 @@ def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
                 f"{header.name} {what}, so its output layer cannot be sharded over pipeline ranks; set "
                 "parallel.vocabulary tensor, or use a schedule such as 1f1b"
             )
-    delay = BARRIERS[variant]
-    rows = [_delayed(each, delay * (len(header.stages_on(rank)) - 2)) for rank, each in enumerate(body)]
     kinds = (Kind.FORWARD,), PASSES[variant], (Kind.FORWARD,), (Kind.BACKWARD,)
-    placed = _Placing(Schedule(header, Sections.flushing(tuple(rows))), kinds)
-    return replace(schedule, sections=Sections.flushing(tuple(placed.rows())))
+
+    def placed(rows: Sequence[Rows], collective: float = 0.0) -> _Placing:
+        return _Placing(Schedule(header, Sections.flushing(tuple(rows))), kinds, collective)
+
+    def hurried(rows: Sequence[Rows]) -> float:
+        few = [each[each[:, MICROBATCH] < COMPARED * header.num_ranks] for each in rows]
+        return round(placed(few, COLLECTIVE_SECONDS).makespan, 6)
+
+    *others, plainest = orders = _orders(header, body, BARRIERS[variant])
+    chosen = min(orders, key=hurried) if others else plainest
+    found = [placed(each) for each in ((chosen, plainest) if chosen is not plainest else (chosen,))]
+    best = min(found, key=lambda each: round(each.makespan, 6))
+    if best.makespan == inf:
+        raise ScheduleError(
+            f"{header.name} leaves no time for the passes of an output layer that is sharded over pipeline ranks; set "
+            "parallel.vocabulary tensor, or use a schedule such as 1f1b"
+        )
+    return replace(schedule, sections=Sections.flushing(tuple(best.rows())))
+
+
+def _orders(header: Header, body: Sequence[Rows], most: int) -> list[tuple[Rows, ...]]:
+    """Return orders that leave time for barriers: with forwards of more and more whole micro-batches before the first
+    backward, and last the one in which each backward comes after the same number of further forwards.
+
+    most: micro-batches that a rank may hold more.
+    """
+    numbers = range(most + 1) if header.mode == "train" else ()
+    found = [tuple(_ahead(rows, number) for rows in body) for number in numbers]
+    last = tuple(_delayed(rows, most * (len(header.stages_on(rank)) - 2)) for rank, rows in enumerate(body))
+    different = [each for each in found if not all(map(np.array_equal, each, last))]
+    return [*different, last]
+
+
+def _ahead(rows: Rows, number: int) -> Rows:
+    """Return a rank's rows with forwards of a number of whole micro-batches more before the first backward, in turn
+    on its stages. Later forwards are of micro-batches that come that much later."""
+    forward = rows[:, KIND] == Kind.FORWARD
+    first = int(np.argmin(forward))
+    stages = sorted({*rows[forward, STAGE].tolist()}, key=lambda stage: (stage == rows[first - 1, STAGE], stage))
+    added = np.repeat(rows[:1], number * len(stages), axis=0)
+    added[:, STAGE] = stages * number
+    moved, kept = np.concatenate([rows[:first], added, rows[first:]]), []
+    for stage in stages:
+        places = np.flatnonzero((moved[:, KIND] == Kind.FORWARD) & (moved[:, STAGE] == stage))
+        microbatches = rows[forward & (rows[:, STAGE] == stage), MICROBATCH]
+        kept.append(places[: len(microbatches)])
+        moved[kept[-1], MICROBATCH] = microbatches
+    found: Rows = moved[np.sort(np.concatenate([*kept, np.flatnonzero(moved[:, KIND] != Kind.FORWARD)]))]
+    return found
 
 
 def _delayed(rows: Rows, delay: int) -> Rows:
@@ -94,7 +146,7 @@ class _Line:
 
     rows: with the event that each needs, the event that it is, and its seconds. shards: of output layer and input
     embedding. found: rows that the rank has run. done: how many of `rows` are among them. passed: the number of passes
-    among them. version: of its latest offer.
+    among them. began: start of the first of its own. version: of its latest offer.
     """
 
     rows: list[tuple[list[int], Event | None, Event, float]]
@@ -102,6 +154,7 @@ class _Line:
     found: list[list[int]] = field(default_factory=list)
     done: int = 0
     passed: int = 0
+    began: float = 0.0
     free: float = 0.0
     version: int = 0
 
@@ -118,11 +171,11 @@ class _Placing:
     layer, after the last one, and where the first stage waits.
 
     passes: kind and micro-batch of each, with those that follow it directly, in their order; with the ranks that have
-    not run it, and its end.
+    not run it, and its end. collective: seconds from that to its result.
     """
 
-    def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]]) -> None:
-        header = self._header = schedule.header
+    def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]], collective: float) -> None:
+        header, self._collective = schedule.header, collective
         training = header.mode == "train"
         self._kinds = dict(enumerate(kinds)) if training else {each: kinds[each] for each in (OUTPUT, INPUT)}
         self._first, self._last = header.routes[0][0], header.routes[0][-1]
@@ -148,20 +201,25 @@ class _Placing:
         self._passes: list[list[tuple[int, int]]] = []
         self._left: list[int] = []
         self._ends: list[float] = []
+        self._run()
 
-    def rows(self) -> Iterator[Rows]:
-        """Yield each rank's rows with the passes. Raises ScheduleError where ranks wait for one another."""
+    def _run(self) -> None:
         for rank in range(len(self._lines)):
             self._offer(rank)
         while self._heap:
             start, own, rank, version = heappop(self._heap)
             if version == self._lines[rank].version:
                 (self._run_own if own else self._run_pass)(rank, start)
-        if any(line.done < len(line.rows) for line in self._lines):
-            raise ScheduleError(
-                f"{self._header.name} leaves no time for the passes of an output layer that is sharded over pipeline "
-                "ranks; set parallel.vocabulary tensor, or use a schedule such as 1f1b"
-            )
+
+    @property
+    def makespan(self) -> float:
+        """Longest time on any one rank from the start of its first own row to its end; inf if ranks wait for one
+        another."""
+        done = all(line.done == len(line.rows) for line in self._lines)
+        return max(line.free - line.began for line in self._lines) if done else inf
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield each rank's rows with the passes."""
         yield from (np.array(line.found, dtype=np.int32) for line in self._lines)
 
     def _offer(self, rank: int) -> None:
@@ -247,7 +305,8 @@ class _Placing:
         self._ends[number] = max(self._ends[number], start if len(kinds) > 1 else line.free)
         self._left[number] -= 1
         for each, of in () if self._left[number] else self._passes[number]:
-            self._end((each % INPUT, ALL_INPUTS if each >= INPUT else ALL_OUTPUTS, of), self._ends[number])
+            event = each % INPUT, ALL_INPUTS if each >= INPUT else ALL_OUTPUTS, of
+            self._end(event, self._ends[number] + self._collective)
         for other in (rank,) if self._left[number] else range(len(self._lines)):
             self._offer(other)
 
@@ -255,6 +314,7 @@ class _Placing:
         line = self._lines[rank]
         row, _, event, seconds = line.rows[line.done]
         line.found.append(row)
+        line.began = line.began if line.done else start
         line.done += 1
         line.free = start + seconds
         self._offer(rank)

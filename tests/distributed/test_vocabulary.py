@@ -5,20 +5,28 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.walk import ACTING
+from megapipe.schedules.actions import KIND, Kind, kind_mask
 from megapipe.training.validation import validate
 from tests.distributed.test_slices import evaluated
 from tests.support.equality import check_close
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, run_gpt, write_shard
+from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.meshes import run_mesh, run_threads
+from tests.support.patience import undisturbed
 
 DROPPING = replace(GPT2_SHAPE, tie_embeddings=False, embedding_dropout=0.1, hidden_dropout=0.1)
 SCALED = replace(LLAMA_SHAPE, tie_embeddings=False, logit_scale=0.7, logit_softcap=3.0)
 SECOND = {"parallel": {"vocabulary": "pipeline_2"}}
+NUMBERS = 512
+"""Bytes of a step's own numbers, which no layer declares."""
 
 
 def configurations(
@@ -38,6 +46,15 @@ def configurations(
         (SCALED, {"pipeline": 2, "tensor": 2}, {"schedule": {"name": "zb_v"}}),
         (SCALED, {"pipeline": 2}, {**SECOND, "schedule": {"name": "zb_v"}}),
         (GPT2_SHAPE, {"pipeline": 2}, {"schedule": {"name": "zb_h1"}}),
+        pytest.param(
+            replace(SCALED, num_layers=6), {"pipeline": 4}, {"schedule": {"name": "zb_v"}}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            replace(SCALED, num_layers=6),
+            {"pipeline": 4},
+            {"schedule": {"name": "v_half"}},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(GPT2_SHAPE, {"pipeline": 4}, SECOND, marks=pytest.mark.slow),
         pytest.param(
             GPT2_SHAPE, {"pipeline": 2, "data": 2}, {"zero": {"stage": 1}, **SECOND}, marks=pytest.mark.exhaustive
@@ -64,6 +81,40 @@ def test_shards_of_the_vocabulary_train_as_one_process(
     validate(config, prod(sizes.values()))
     (oracle,) = run_threads({}, run_gpt, whole, 2)
     check_close(run_mesh(sizes, run_gpt, config, 2), oracle, first_loss=5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "sizes", "groups"),
+    [
+        (replace(LLAMA_SHAPE, num_layers=4), {"pipeline": 2}, {}),
+        (replace(LLAMA_SHAPE, num_layers=3), {"pipeline": 2}, {**SECOND, "schedule": {"name": "zb_v"}}),
+    ],
+)
+def test_every_action_leaves_the_bytes_of_the_walk(
+    tmp_path: Path, model: ModelConfig, sizes: dict[str, int], groups: dict[str, dict[str, Any]]
+) -> None:
+    _, config = configurations(tmp_path, model, sizes, **groups)
+    ranks = undisturbed(
+        lambda: run_mesh(sizes, run_layout, config, timeout=120.0),
+        lambda ranks: all(most_wrong(config, *each) <= NUMBERS for each in enumerate(ranks)),
+    )
+    assert [most_wrong(config, *each) for each in enumerate(ranks)] == pytest.approx([0] * len(ranks), abs=NUMBERS)
+
+
+def most_wrong(config: PretrainConfig, number: int, rank: LayoutRun) -> int:
+    """Return the largest difference of counted and predicted bytes after any action, of any part or of all."""
+    predicted = predict_rank(config, rank.schedule, number)
+    kinds = rank.schedule.sections.body[predicted.pipeline_rank][:, KIND]
+    kinds = kinds[kind_mask(kinds, *ACTING)]
+    compared = [kind for kind in ACTING if kind != Kind.UPDATE]  # several of these are one instruction
+    walked = np.stack(predicted.timeline[:5], axis=1)[kind_mask(kinds, *compared)]
+    counted = np.array([sample for action, sample in rank.samples if action.kind in compared])
+    assert [action.kind for action, _ in rank.samples if action.kind in compared] == [
+        kind for kind in kinds.tolist() if kind in compared
+    ]
+    wrong = counted - walked
+    return int(max(np.abs(wrong).max(), np.abs(wrong.sum(axis=1)).max()))
 
 
 @pytest.mark.parametrize(

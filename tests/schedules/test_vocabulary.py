@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
+from megapipe.schedules import (
+    GENERATORS,
+    ScheduleError,
+    build,
+    dumps,
+    loads,
+    rank_costs,
+    simulate,
+    validate,
+    vocabulary,
+)
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
 from megapipe.schedules.schedule import Schedule
 from tests.schedules.support import NEVER_FLUSHING, TRAINED, layouts
@@ -73,6 +83,37 @@ def test_passes_fill_idle_time(name: str, variant: int) -> None:
     before, after = (simulate(each, rank_costs(each.header)) for each in (plain, shared))
     assert after.ideal == before.ideal + 32 * 2 * 0.25
     assert after.makespan - after.ideal <= before.makespan - before.ideal + 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=6, deadline=None)
+@given(ranks=st.integers(2, 8), data=st.data(), variant=st.sampled_from([1, 2]))
+def test_forwards_that_come_earlier_never_add_idle_time(
+    name: str, ranks: int, data: st.DataObject, variant: int
+) -> None:
+    """Beside the order in which each backward comes after the same number of further forwards."""
+    count = data.draw(st.integers(1, 4 * ranks))
+    orders = vocabulary._orders
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "_orders", lambda *given: orders(*given)[-1:])
+        before = build(name, ranks, count, vocabulary=variant)
+    after, plain = (build(name, ranks, count, vocabulary=number) for number in (variant, 0))
+    assert after == build(name, ranks, count, vocabulary=variant)
+    old, new = (simulate(each, rank_costs(each.header)) for each in (before, after))
+    assert new.makespan <= old.makespan + 1e-9
+    more = np.subtract(validate(after).peak_activations, validate(plain).peak_activations)
+    assert more.max() <= BARRIERS[variant] + 1e-9
+
+
+@pytest.mark.parametrize("variant", [1, 2])
+def test_orders_in_a_v_hold_what_hides_the_barriers(variant: int) -> None:
+    """Of eight ranks: one micro-batch more for zb_v and v_min, none for v_half, which has gaps between its blocks. A
+    micro-batch more costs v_min a forward and both halves of a backward at the start of a step."""
+    for name, held, idle in (("zb_v", 8 + 1, 0.0), ("v_half", 5, 10.5), ("v_min", 3 + 1, 13.5 + 3.0)):
+        schedule = build(name, 8, 32, vocabulary=variant)
+        result = simulate(schedule, rank_costs(schedule.header))
+        assert (max(validate(schedule).peak_activations), result.makespan - result.ideal) == (held, idle)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "chimera"])

@@ -22,6 +22,7 @@ from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
+from megapipe.schedules.actions import Action
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import Traffic, counted, counted_exchanges, counted_links
@@ -58,6 +59,7 @@ class LayoutRun:
     schedule: what the engine ran. traffic: of one step. state: bytes of the unit states between steps, on the device
     or not. lasting: all bytes that live then. host: those of them in buffers for activations that are away. peak: of
     each part of a `Sample` the most that any action of the step left. together: the most of all parts at once.
+    samples: every action of the step, with what it left.
     predictions: of each micro-batch, hidden tokens of a sample that a BERT's head works on; None for other models.
     """
 
@@ -69,6 +71,7 @@ class LayoutRun:
     host: int
     peak: Sample
     together: int
+    samples: list[tuple[Action, Sample]]
     predictions: list[int] | None
 
 
@@ -106,11 +109,12 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             if scaler is not None:
                 scaler.observe(step, results[-1].skipped)
             if step == COUNTED_STEP:
-                peak, together = Sample(*map(max, zip(*samples, strict=True))), max(map(sum, samples))
+                found = [sample for _, sample in samples]
+                peak, together = Sample(*map(max, zip(*found, strict=True))), max(map(sum, found))
                 counted_traffic, hidden = traffic.copy(), hidden_tokens(batch.contexts)
     states = replica.states()
     run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
-    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak, together, hidden)
+    return LayoutRun(run, replica.schedule, counted_traffic, state, lasting, host, peak, together, samples, hidden)
 
 
 def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
@@ -134,14 +138,14 @@ def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
     replica.optimizer.update = recording  # type: ignore[method-assign]
 
 
-def sampled(replica: Replica, live: LiveBytes) -> list[Sample]:
+def sampled(replica: Replica, live: LiveBytes) -> list[tuple[Action, Sample]]:
     """Where the bytes alive behind every action from here on are put, once its messages have left.
 
     That waiting cannot hang: schedules are proved free of deadlock where every send waits for its receive.
     """
     engine, swaps, states = replica.engine, replica.assembly.swaps, replica.states()
     senders = [*engine._transfers.send_activation.values(), *engine._transfers.send_gradient.values()]
-    samples: list[Sample] = []
+    samples: list[tuple[Action, Sample]] = []
 
     def now(reductions: Sequence[Work]) -> list[int]:
         kept = held(states)
@@ -150,19 +154,19 @@ def sampled(replica: Replica, live: LiveBytes) -> list[Sample]:
 
     before = now([])
 
-    def sampling(run: Any) -> Any:
+    def sampling(run: Any, action: Action) -> Any:
         def sampled_run(step: Any) -> None:
             run(step)
             for sender in senders:
                 sender.drain()
             sleep(SETTLING_SECONDS)
             *parts, total = (found - first for found, first in zip(now(step.reductions), before, strict=True))
-            samples.append(Sample(*parts, total - sum(parts)))
+            samples.append((action, Sample(*parts, total - sum(parts))))
 
         return sampled_run
 
     engine._sections = {
-        name: [replace(each, run=sampling(each.run)) for each in instructions]
+        name: [replace(each, run=sampling(each.run, each.action)) for each in instructions]
         for name, instructions in engine._compiled.items()
     }
     return samples

@@ -209,11 +209,13 @@ class Simulation:
     @property
     def makespan(self) -> float:
         """Longest time on any one rank from its first forward's start to the end of its last action that takes time
-        (the cost of the zero-bubble paper, arXiv 2401.10241: waiting for the first forward does not count)."""
-        spans = []
+        (the cost of the zero-bubble paper, arXiv 2401.10241: waiting for the first forward does not count, nor does a
+        pass of a shard before it that takes no time)."""
+        spans, forwards = [], self.table.is_kind(Kind.FORWARD)
+        forwards &= self.working | ~self.table.header.is_shard[self.table.stage]
         for first, last in zip(self.table.offsets, self.table.offsets[1:], strict=False):
             working = self.working[first:last]
-            begins = self.start[first:last][self.table.kind[first:last] == Kind.FORWARD].min(initial=np.inf)
+            begins = self.start[first:last][forwards[first:last]].min(initial=np.inf)
             if working.any():
                 spans.append(float(self.end[first:last][working].max() - begins))
         return max(spans, default=0.0)
