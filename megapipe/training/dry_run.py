@@ -44,9 +44,10 @@ META = torch.device("meta")
 class Coordinate:
     """Layers and memory of the ranks of one pipeline coordinate.
 
-    ranks: their number. stages: of the schedule. layers: names. parameters: elements in the buffers of one rank, with
-    padding. state_bytes: persistent state, also in host memory. message_bytes: buffers in which messages of other
-    stages arrive, and stay until their backward. peak_bytes: peak of a step on the device, with these buffers.
+    ranks: number of these ranks. stages: their stages in the schedule. layers: names. parameters: elements in the
+    buffers of one rank, with padding. state_bytes: persistent state, also in host memory. message_bytes: buffers in
+    which messages of other stages arrive, and stay until their backward. peak_bytes: peak of a step on the device,
+    with these buffers.
     kernel_calls: calls of one step, by op of the kernel registry and phase.
     """
 
@@ -89,7 +90,8 @@ class DryRun:
 
 
 class ShapeError(RuntimeError):
-    """Stages do not fit together, or need other bytes than predicted: a defect of megapipe, not of a configuration."""
+    """Stages do not fit together, or their bytes differ from the prediction: a defect of megapipe, not of a
+    configuration."""
 
 
 def dry_run(
@@ -232,8 +234,8 @@ def _bytes(state: UnitState) -> dict[str, int]:
 
 
 def _message_bytes(header: Header, stages: Mapping[int, Stage]) -> int:
-    """Return the bytes of these stages' receive slots for stages of other ranks, as `engine.transfers.connect` makes
-    them. Shards of the vocabulary have none."""
+    """Return the bytes of the slots in which these stages receive from other ranks, as `engine.transfers.connect`
+    allocates them. Vocabulary shards have no slots."""
     total, ranks = 0, header.stage_ranks
     for number, stage in stages.items():
         if number >= header.num_routed:

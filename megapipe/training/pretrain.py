@@ -64,11 +64,12 @@ from megapipe.training.validation import (
 
 Say = Callable[[str], None]
 ChooseRecompute = Callable[[PretrainConfig, Mesh, Say], PretrainConfig]
-"""Replaces recompute.method auto, a collective call; raises ConfigError, the same on every rank, if nothing fits."""
+"""A collective call that replaces recompute.method auto. It raises the same ConfigError on every rank if nothing
+fits."""
 
 
 def named_recompute(config: PretrainConfig, mesh: Mesh, say: Say) -> PretrainConfig:
-    """Return the configuration. Raises ConfigError for recompute.method auto, which needs a planner."""
+    """Return the configuration unchanged. Raises ConfigError for recompute.method auto, which needs a planner."""
     if config.recompute.method == "auto":
         raise ConfigError(
             "recompute.method auto is chosen by megapipe train; set none, selective or "
@@ -180,7 +181,7 @@ def _run(
     run: str,
     heartbeat: Heartbeat,
 ) -> int:
-    """Run the loop from `position` on. run: id of this start."""
+    """Run the loop, starting at `position`. run: id of this start."""
     say = listeners.say
     meter = _meter(config, mesh, say)
     if config.schedule.update == "eager":
@@ -238,8 +239,8 @@ def rehearse(
     step: int,
     say: Say,
 ) -> None:
-    """Run every kernel of a step, and of an evaluation, before the first message between stages is under way, and have
-    the allocator hold their memory. A collective call. step: the next one, from 0.
+    """Run every kernel of a step and of an evaluation before any message between stages is in flight, so that kernels
+    are loaded and their memory is allocated. A collective call. step: the next one, from 0.
     """
     start, size = time.perf_counter(), config.batch.global_size
     batch = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0)).load(consumed=0)

@@ -199,7 +199,7 @@ def _why(choice: Choice) -> str:
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
-    """Raise one ConfigError with every problem; return quietly when all can run on `world_size` ranks."""
+    """Check that the run can start on `world_size` ranks. Raises one ConfigError that lists all problems."""
     problems = config.model.problems() + config.problems()
     problems += learning_rate_problems(config.optimizer, config.training.steps)
     problems += kernel_problems(config)

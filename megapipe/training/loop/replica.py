@@ -46,8 +46,8 @@ GIB = 2**30
 def layout_table(
     config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Callable[[], Schedule]
 ) -> tuple[LayoutTable, tuple[str, ...]]:
-    """Return the layout table of a run, and remarks: what offload.activations auto decided and on which figures. A
-    collective call under offload.activations auto.
+    """Return the layout table of a run, and remarks: the decisions of offload.activations auto, with the figures that
+    they follow from. A collective call under offload.activations auto.
 
     Args:
         layout: layers of each stage.
@@ -103,8 +103,8 @@ def _decided(
 def _least_recomputed(
     treated: Callable[[int], dict[int, Treatments]], prefetches: Iterable[int]
 ) -> tuple[int, dict[int, Treatments]]:
-    """Return the prefetch, and its treatments by stage, whose slowest stage recomputes least; the smallest of
-    equals."""
+    """Return the prefetch for which the slowest stage recomputes least, and its treatments by stage. Of equally good
+    ones, return the smallest."""
     found: dict[int, dict[int, Treatments]] = {}
     refused: ConfigError | None = None
     for prefetch in prefetches:
@@ -236,7 +236,7 @@ class Replica:
         return self.schedule.header.num_routed - 1 in self.stages or bool(self.schedule.header.vocabulary)
 
     def states(self) -> list[UnitState]:
-        """Return the unit states of this rank, tied ones once."""
+        """Return the unit states of this rank, each tied state once."""
         return self.assembly.states
 
     def forward_engine(self) -> Engine:

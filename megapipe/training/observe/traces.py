@@ -1,4 +1,4 @@
-"""Steps recorded action by action: profile.trace, one file per rank, and a search for ranks that are slow."""
+"""Steps recorded action by action: the traces of profile.trace, one file per rank, and the detection of slow ranks."""
 
 import platform
 import resource

@@ -39,11 +39,11 @@ ADVICE = (
 )
 
 Row = tuple[str, tuple[int, ...]]
-"""A name, and its bytes by column."""
+"""Row of a table: a name and the bytes in each column."""
 
 
 class OutOfMemory(RuntimeError):
-    """A step did not fit in memory. The message names the unit, and lists the tensors that were alive on this rank."""
+    """A step ran out of memory. The message names the unit, and lists the tensors that were alive on this rank."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""The heartbeat of a rank: its current activity is in shared memory, and a process of its own watches it.
+"""The heartbeat of a rank: its current activity is in shared memory, and a separate process watches it.
 
 A rank can hang where no Python code runs: stopped, in a collective that its peers never enter, or in a call that keeps
 the interpreter lock. Therefore the watcher is another process, and the rank's part is two signal handlers in C: one
@@ -108,7 +108,7 @@ class Heartbeat:
         self.memory[PLACE] = _padded(words)
 
     def told(self, instruction: Instruction, words: str) -> Instruction:
-        """Return the same instruction, which records its action before it runs."""
+        """Return `instruction`, extended to record its action before it runs."""
         memory, run, place = self.memory, instruction.run, _padded(words)
 
         def run_told(step: StepState) -> None:
