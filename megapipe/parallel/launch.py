@@ -93,7 +93,7 @@ def set_gpu_variables(
     return dict(_variables_set)
 
 
-def gpu_variables_told(variables: Mapping[str, str]) -> str:
+def described_gpu_variables(variables: Mapping[str, str]) -> str:
     """Return the line that says which variables megapipe has set."""
     return f"set for the GPU (docs/nccl.md): {' '.join(f'{name}={value}' for name, value in variables.items())}"
 
@@ -201,7 +201,7 @@ def initialize(
     before = dict(_variables_set)
     variables = set_gpu_variables(device, environment.local_rank, sizes, zero_stage)
     if variables != before and environment.rank == 0:
-        sys.stderr.write(f"{gpu_variables_told(variables)}\n")
+        sys.stderr.write(f"{described_gpu_variables(variables)}\n")
     place = choose_device(device, environment.local_rank)
     if environment.world_size > 1:
         if start is None:

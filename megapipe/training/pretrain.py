@@ -19,7 +19,7 @@ from megapipe.models.families import family_of
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,
-    gpu_variables_told,
+    described_gpu_variables,
     initialize,
     set_gpu_variables,
     shutdown,
@@ -40,7 +40,7 @@ from megapipe.training.observe.display import LOG, LogFile, UtilisationMeter, de
 from megapipe.training.observe.listeners import TERMINAL, Listeners, add_trackers
 from megapipe.training.observe.metrics import LOSS_CURVE, METRICS, RUN, LossCurve, MetricsFile
 from megapipe.training.observe.traces import Profiler
-from megapipe.training.resilience.failures import out_of_memory_told
+from megapipe.training.resilience.failures import out_of_memory_reported
 from megapipe.training.resilience.guards import Guards
 from megapipe.training.resilience.run_identity import (
     RunFolder,
@@ -55,10 +55,10 @@ from megapipe.training.resilience.run_identity import (
 from megapipe.training.resilience.watchdog import Heartbeat, Watchdog
 from megapipe.training.validation import (
     attention_kept,
+    described_choices,
     document_attention,
     fp8_products,
     kernel_choices,
-    told,
     validate,
 )
 
@@ -145,7 +145,7 @@ def _train(
     with _listeners(config, mesh, run) as listeners, Checkpointer(config, mesh, listeners.say, lock) as checkpointer:
         say = listeners.say
         if variables:
-            say(gpu_variables_told(variables))
+            say(described_gpu_variables(variables))
         config = choose_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)
@@ -160,7 +160,7 @@ def _train(
             )
             return 0
         evaluation = None if validation is None else Evaluator(config, mesh, replica, validation)
-        for line in told(choices, config.kernels.backends):
+        for line in described_choices(choices, config.kernels.backends):
             say(line)
         remarks = [find(config, mesh.device) for find in (document_attention, attention_kept, fp8_products)]
         for remark in (*remarks, *replica.remarks, muon_shards(replica.states())):
@@ -214,7 +214,7 @@ def _run(
         listeners.event("other_data", step=change.step, differences=list(change.differences))
     if mesh.device.type == "cuda" and mesh.size("pipeline") > 1:
         heartbeat.outside("the rehearsal of a step")
-        with out_of_memory_told(replica.stages):
+        with out_of_memory_reported(replica.stages):
             rehearse(config, mesh, replica, samples, evaluation, position.step, say)
     with Profiler(config, mesh, say, position.step) as profiler:
         guards = Guards(config, mesh, heartbeat, listeners)

@@ -171,7 +171,7 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
     return f"recompute.parts attention: attention runs {how} here and saves no weights to recompute"
 
 
-def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
+def described_choices(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
     """Return the choices in words: a line for each backend with the reason why no preferred one was chosen; on GPUs
     also measured preferences and NVIDIA's apex, if there are any.
 

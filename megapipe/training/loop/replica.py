@@ -85,19 +85,19 @@ def _decided(
     prefetch, chosen = _least_recomputed(treated, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
     without = replace(config, offload=replace(offload, activations="none"))
     table = LayoutTable.of(without, layout)
-    strategies, told = list(table.strategies), []
+    strategies, remarks = list(table.strategies), []
     for stage, treatments in chosen.items():
         for unit, name in zip(blocks[stage], treatments.of_blocks, strict=True):
             layer = layout.ranges[stage][unit]
             strategies[layer] = strategies[layer]._replace(
                 recompute="full" if name == "recompute" else "none", offload=name == "move"
             )
-        told.append(_told(treatments, costs[stage], stage, held[stage], bandwidth))
+        remarks.append(_treatments_text(treatments, costs[stage], stage, held[stage], bandwidth))
     remark = (
         f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} "
         f"GB/s each way, {offload.memory:g} GiB of activations per rank, prefetch {prefetch}"
     )
-    return replace(table, strategies=tuple(strategies), prefetch=prefetch), (remark, *told)
+    return replace(table, strategies=tuple(strategies), prefetch=prefetch), (remark, *remarks)
 
 
 def _least_recomputed(
@@ -137,15 +137,18 @@ def _treated(
         ) from None
 
 
-def _told(found: Treatments, costs: Sequence[BlockCost], stage: int, held: float, bandwidth: float) -> str:
-    count = {name: found.of_blocks.count(name) for name in ("keep", "move", "recompute")}
+def _treatments_text(
+    treatments: Treatments, costs: Sequence[BlockCost], stage: int, held: float, bandwidth: float
+) -> str:
+    count = {name: treatments.of_blocks.count(name) for name in ("keep", "move", "recompute")}
     block = costs[0]
     return (
         f"offload auto: stage {stage}: of {len(costs)} blocks {count['keep']} keep, {count['move']} move, "
-        f"{count['recompute']} recompute ({''.join(name[0] for name in found.of_blocks)}); {held:g} micro-batches "
-        f"hold {found.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, copied in "
-        f"{1e3 * block.kept / bandwidth:.3g} ms, its forward takes {1e3 * block.forward:.3g} ms and its backward "
-        f"{1e3 * block.backward:.3g} ms; recomputation adds {1e3 * found.recomputed:.3g} ms to a micro-batch"
+        f"{count['recompute']} recompute ({''.join(name[0] for name in treatments.of_blocks)}); {held:g} "
+        f"micro-batches hold {treatments.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, "
+        f"copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward takes {1e3 * block.forward:.3g} ms and its "
+        f"backward {1e3 * block.backward:.3g} ms; recomputation adds {1e3 * treatments.recomputed:.3g} ms to a "
+        "micro-batch"
     )
 
 
@@ -179,10 +182,10 @@ def muon_shards(states: Sequence[UnitState]) -> str | None:
     buffers = sum(state.table.num_elements for state in shared)
     cut = sum(len(state.table.cut) for state in shared)
     gathered = sum(state.table.num_elements * state.accumulate_dtype.itemsize for state in shared if state.table.cut)
-    told = f"muon over {count} shards: {buffers / held - 1:.1%} of padding in addition to the parameters"
+    padding = f"muon over {count} shards: {buffers / held - 1:.1%} of padding in addition to the parameters"
     if not cut:
-        return f"{told}; every matrix is whole on one rank"
-    return f"{told}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"
+        return f"{padding}; every matrix is whole on one rank"
+    return f"{padding}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"
 
 
 class Replica:
@@ -260,10 +263,10 @@ class Replica:
         )
 
     def _engine(self, schedule: Schedule) -> Engine:
-        return self.assembly.engine(schedule, wrap=self._teller(schedule))
+        return self.assembly.engine(schedule, wrap=self._recording(schedule))
 
-    def _teller(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
+    def _recording(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
         heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
         if heartbeat is None:
             return None
-        return lambda instruction: heartbeat.told(instruction, places.words(instruction))
+        return lambda instruction: heartbeat.recording(instruction, places.words(instruction))

@@ -28,7 +28,7 @@ from megapipe.training.observe.display import UtilisationMeter
 from megapipe.training.observe.listeners import Listeners
 from megapipe.training.observe.records import SAVE_WAIT, EvaluationRecord, StepRecord
 from megapipe.training.observe.traces import Profiler
-from megapipe.training.resilience.failures import out_of_memory_told
+from megapipe.training.resilience.failures import out_of_memory_reported
 from megapipe.training.resilience.guards import Guards, Spike, spike_limit
 from megapipe.training.resilience.signals import SignalRequests
 
@@ -220,7 +220,7 @@ class TrainingLoop:
         two steps.
         """
         self._checkpointer.saves.plan(self._replica.states())
-        with out_of_memory_told(self._replica.stages), SignalRequests() as signals:
+        with out_of_memory_reported(self._replica.stages), SignalRequests() as signals:
             while True:
                 status = self._run_until_spike(position, signals)
                 if self._spike is None:

@@ -56,7 +56,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def out_of_memory_told(stages: Mapping[int, Stage]) -> Iterator[None]:
+def out_of_memory_reported(stages: Mapping[int, Stage]) -> Iterator[None]:
     """Turn an EngineError in the block into OutOfMemory if an allocator failed. stages: of this rank."""
     try:
         yield

@@ -46,7 +46,7 @@ class ActionPlaces:
         action = instruction.action
         fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
         ranks = self._awaited(action)
-        peers = f" (may wait for {told(ranks)})" if ranks else ""
+        peers = f" (may wait for {described_ranks(ranks)})" if ranks else ""
         return f"{action.kind.name} {' '.join(fields)}".rstrip() + peers
 
     def _awaited(self, action: Action) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class ActionPlaces:
         return tuple(sorted(found - {own}))
 
 
-def told(ranks: tuple[int, ...]) -> str:
+def described_ranks(ranks: tuple[int, ...]) -> str:
     """Return ranks in words: all of up to 16, else their number and range."""
     if len(ranks) > 16:
         return f"any of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
@@ -107,15 +107,15 @@ class Heartbeat:
         self.memory[STEP] = OUTSIDE
         self.memory[PLACE] = _padded(words)
 
-    def told(self, instruction: Instruction, words: str) -> Instruction:
+    def recording(self, instruction: Instruction, words: str) -> Instruction:
         """Return `instruction`, extended to record its action before it runs."""
         memory, run, place = self.memory, instruction.run, _padded(words)
 
-        def run_told(step: StepState) -> None:
+        def run_and_record(step: StepState) -> None:
             memory[PLACE] = place
             run(step)
 
-        return replace(instruction, run=run_told)
+        return replace(instruction, run=run_and_record)
 
     def _beat(self) -> None:
         self._beats += 1
