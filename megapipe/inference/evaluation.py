@@ -21,7 +21,7 @@ def score(
 ) -> list[tuple[float, bool]]:
     """Return for each continuation its log probability, and whether all of its tokens are the most likely ones.
 
-    A collective call. pairs: a context and its continuation, as at least one token each. If both together are longer
+    A collective call. pairs: a context and its continuation, of at least one token each. If both together are longer
     than model.max_positions + 1, the start of the context is left out. batch_size: number of pairs per pass.
 
     Raises ValueError for an empty context or continuation, and for a continuation above model.max_positions.
@@ -78,7 +78,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class TaskAnswers:
     """The methods of lm-eval's `TemplateLM` that need the model. Every rank must get the same requests.
 
-    As in training, no token for the beginning of a text is added. What has no context follows an end of document.
+    As in training, no token for the beginning of a text is added. A text without a context follows an end-of-document
+    token.
     """
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer, batch_size: int) -> None:
@@ -96,7 +97,7 @@ class TaskAnswers:
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a document."""
+        """The id of the end-of-document token."""
         return self._end_of_document
 
     @property

@@ -361,8 +361,8 @@ class Passes:
         tokens, positions: int64 [n, s], the s new tokens of each of the n texts, and their positions; the earlier
         tokens of a text were in earlier passes. last: int64 [n], index within s of the token whose logits are
         returned; tokens after it are padding. Below 0 for a text that ended in an earlier pass, whose logits mean
-        nothing; s or more if it goes on. targets: int64 [n, s]; with them, the result is float32 [n, s, 2] (see
-        `DecodingHead`).
+        nothing; s or more if the text continues. targets: int64 [n, s]; with them, the result is float32 [n, s, 2]
+        (see `DecodingHead`).
         """
         num_texts, width = tokens.shape
         split = self._splits[width]
