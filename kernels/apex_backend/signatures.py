@@ -1,7 +1,7 @@
 """The functions of NVIDIA's apex that megapipe calls, with the arguments of every supported build.
 
-apex has no version numbers: a form is named by a commit of github.com/NVIDIA/apex, or of a fork of it, whose sources
-have it, and by what introduced it. pybind11 checks arguments only when a function is called, and some are first called
+apex has no version numbers: a form is identified by a commit of github.com/NVIDIA/apex, or of a fork, that has it, and
+by the change that introduced it. pybind11 checks arguments only when a function is called, and some are first called
 in the backward of the first step, so a build is compared with this table when a backend is chosen (`why_unsupported`).
 """
 
@@ -39,9 +39,10 @@ class Function:
     forms: tuple[Form, ...]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it with the leading arguments that the installed build takes, on the device of the first tensor.
+        """Call the function with the leading arguments that the installed build takes, on the device of the first
+        tensor.
 
-        Raises ImportError without the extension, ValueError when the build is not in the table.
+        Raises ImportError without the extension, and ValueError if the build is not in the table.
         """
         found = getattr(importlib.import_module(self.extension), self.name)
         count = _count(found)

@@ -1,4 +1,5 @@
-"""Kernels in CUDA C++ (csrc/), called through ctypes. This file loads nothing, so that the registry may ask it."""
+"""Kernels in CUDA C++ (csrc/), called through ctypes. This file loads no library, so that the registry can import it
+anywhere."""
 
 import torch
 
@@ -8,7 +9,7 @@ _LOWEST_CAPABILITY = (8, 0)
 
 
 def unavailable(device: str) -> str | None:
-    """Why no CUDA C++ kernel can run on this type of device; None where they can."""
+    """Return why no CUDA C++ kernel can run on this type of device; None if they can."""
     if device == "cpu":
         return "needs a GPU"
     if device != "cuda":

@@ -147,9 +147,7 @@ class Norm(SplitModule, OnShards):
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         weight: Tensor = self.weight
-        if (
-            weight.untyped_storage().nbytes() == 0
-        ):  # it may be sharded and released, but only its shape and dtype are read
+        if weight.untyped_storage().nbytes() == 0:  # released, but only its shape and dtype are read
             weight = torch.zeros_like(weight)
         return zip(self._parameters_in_order(), self.weight_gradients(gradient, *saved, weight), strict=True)
 

@@ -41,9 +41,10 @@ class RankPrediction:
     """One rank of a run. Only its pipeline coordinate matters, and under Muon its shard of the state.
 
     costs: sizes. schedule: lowered, of the run. stages: layers of every stage. recomputed: per stage, spans of units
-    that are recomputed together. pipeline_rank: the rank's coordinate. predictions: by micro-batch, the hidden tokens
-    of a sample on this rank that a BERT's head predicts. By default it is the maximum, which is too many under context
-    parallelism: the data decides how many are on which rank. over_gloo: gradients are summed over gloo, not over NCCL.
+    that are recomputed together. pipeline_rank: the rank's coordinate. predictions: by micro-batch, the masked tokens
+    of a sample on this rank that a BERT's head predicts. By default it is the maximum, which is too large under
+    context parallelism, where the data decides how many are on which rank. over_gloo: whether gradients are summed
+    over gloo and not over NCCL.
     """
 
     costs: LayoutCosts
@@ -186,8 +187,9 @@ class RankPrediction:
         return round(float(np.sum(self.timeline, axis=0).max()))
 
     def temporaries(self) -> int:
-        """Return by how much a step peaks higher within an action than after any action: all parts of its memory, or
-        activations and sends alone if that is less. Either way the peaks of all parts add up to at least the peak."""
+        """Return by how many bytes the peak within an action exceeds the peak after any action: for all parts of
+        memory, or only for activations and sends if that is less. In both cases the peaks of all parts add up to at
+        least the peak."""
         held = self.timeline
         each = np.stack([np.sum(held[:-1], axis=0), held.activations + held.sent])
         return round(float(((each + held.temporaries).max(axis=1) - each.max(axis=1)).min()))
@@ -229,7 +231,7 @@ class RankPrediction:
 
     @cached_property
     def _of_slices(self) -> tuple[LayoutCosts, ...]:
-        """Costs of each slice of a sample; of whole samples where the schedule passes these."""
+        """Costs of each slice of a sample; of whole samples if the schedule does not use slices."""
         if self.schedule.header.vocabulary:
             return (replace(self.costs, pipeline_rank=self.pipeline_rank),)
         if self.schedule.header.slices == 1:
@@ -314,7 +316,7 @@ def _times(by_group: Mapping[str, list[Exchange]], times: int) -> dict[str, list
 def gradient_buffers(
     header: Header, costs: UnitCosts, units: Mapping[tuple[int, int], Unit]
 ) -> GradientBuffers | None:
-    """Return how gradients of these units (by stage and unit) are summed; None if no sum holds memory."""
+    """Return how gradients of these units (by stage and unit) are summed; None if no sum needs memory."""
     shards = {costs.shards_of(unit) for unit in units.values()}
     if shards <= {1}:
         return None
