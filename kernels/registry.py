@@ -83,7 +83,7 @@ class Backend:
 
     @property
     def at_hand(self) -> bool:
-        """Whether the module has already been imported."""
+        """Whether the module is available without an import."""
         return not isinstance(self._source, str)
 
     def refusal(self, op: str, device: str, dtype: torch.dtype, width: int) -> str | None:
