@@ -114,12 +114,10 @@ class Pipeline:
             schedule: a registered name, or the path of a schedule file, with a suffix or a folder (docs/schedules.md).
             optimizer: its settings, including clipping; default: AdamW with its defaults.
             layers_per_stage: number of layers of each stage; default: as even as possible.
-            count: targets of a micro-batch -> its contribution to the number that the loss sum is divided by; default:
-                number of rows.
+            count: targets of a micro-batch -> its part of the number that the loss sum is divided by; default: rows.
             seed: for layers that are created by functions.
             timeout: seconds that a rank waits for another one.
-            zero: what replicas shard: 0 for nothing, 1 optimizer state, 2 gradients too, 3 weights too; or a
-                ZeroConfig.
+            zero: what replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; or a ZeroConfig.
             recompute: layers whose forward is rerun before their backward, from their saved inputs; True for all.
                 Random numbers are the same both times.
             offload: what is moved to host memory: activations "blocks" (here every layer that is not recomputed),
