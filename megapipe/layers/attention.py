@@ -28,7 +28,7 @@ from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, empty_parameter, within
 from megapipe.layers.norms import Norm, ProjectionNorm
 from megapipe.layers.rotary import RotaryAngles, rotated
-from megapipe.layers.split import Remade, SplitModule, SplitTape, run_again
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_in_backward
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
 from megapipe.spec.token_order import Share
@@ -236,18 +236,18 @@ class Attention(nn.Module):
             self.query_norm = Norm(op, within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
             self.key_norm = Norm(op, within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
 
-    def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
-        """Map hidden states [b, s, h] to [b, s, h]. again: recomputes x in the backward, so that x is not saved."""
-        query, key, value = self._projected(x, context, again)
+    def forward(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward, so that x is not saved."""
+        query, key, value = self._projected(x, context, rerun)
         if context.slice is not None:
             mixed = context.slice.mix(self, query, key, value, context)
         else:
             mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
         return self.project(mixed, context.tape)
 
-    def _projected(self, x: Tensor, context: MicrobatchContext, again: Remade | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [b, s, kv groups, heads, d], key [b, s, kv groups, 1, d] and value [b, s, kv groups, 1, d']."""
-        projected = self.qkv(x, context.tape, again)
+        projected = self.qkv(x, context.tape, rerun)
         batch, length, _ = projected.shape  # number of all tokens; x may be only this rank's
         heads = self.heads_per_group
         qkv = projected.view(batch, length, self.kv_groups, heads + 2, self.head_dim)
@@ -407,7 +407,7 @@ class Attention(nn.Module):
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
         key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, -1) for part in (key, value))
         mix = partial(self._mixed, context=context)
-        mixed = run_again(mix, rows, key, value) if self.recompute else mix(rows, key, value)
+        mixed = rerun_in_backward(mix, rows, key, value) if self.recompute else mix(rows, key, value)
         return mixed.view(batch, groups, heads, length, -1).permute(0, 3, 1, 2, 4)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:

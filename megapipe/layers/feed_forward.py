@@ -31,7 +31,7 @@ from megapipe.layers.linear import (
     empty_parameter,
     within,
 )
-from megapipe.layers.split import Remade, SplitModule, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import (
     copy_to_group,
     gather_tokens,
@@ -66,19 +66,19 @@ class Router(SplitModule, OnShards):
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
         self.model = model
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> tuple[Tensor, Tensor]:
         """Return (shares, experts) [b, s, choices] for x [b, s, h]: the experts of each token, int64, best first, ties
         by number, and their weights in the result, fp32 (fp64 for fp64).
 
-        again: recomputes x in the backward, so that x is not saved.
+        rerun: recomputes x in the backward, so that x is not saved.
         """
         score_bias = self.score_bias
         record = None
         if tape is None:
-            scores = _FusedRouter.apply(x, self.weight, score_bias, again)
+            scores = _FusedRouter.apply(x, self.weight, score_bias, rerun)
         else:
             record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
-            record.keep_input(x, again)
+            record.keep_input(x, rerun)
             bias = None if score_bias is None else score_bias.detach()
             scores = _ProbedRouter.apply(x, record.probe, self.weight.detach(), bias)
         experts = self._choices(scores.detach())
@@ -176,8 +176,8 @@ class _Loaded(torch.autograd.Function):
 
 class _FusedRouter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: Remade | None) -> Tensor:
-        save_input(ctx, x, again, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rerun: Rerun | None) -> Tensor:
+        save_input(ctx, x, rerun, weight)
         ctx.dtype = x.dtype
         return _scores(x, weight, bias)
 
@@ -310,16 +310,16 @@ class GroupedLinear(SplitModule):
         self.weight = empty_parameter(shapes["weight"])
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
 
-    def forward(self, x: Tensor, counts: Counts, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+    def forward(self, x: Tensor, counts: Counts, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
         """Map rows [n, in] to [n, out], with output axes flattened into one.
 
-        again: recomputes x for the gradient of W, so that x is not saved.
+        rerun: recomputes x for the gradient of W, so that x is not saved.
         """
         if tape is None:
-            return _FusedGroupedLinear.apply(x, self.weight, self.bias, counts, again)
+            return _FusedGroupedLinear.apply(x, self.weight, self.bias, counts, rerun)
         width = self.weight[0].numel() // self.weight.shape[-1]
         record = tape.record(self, (len(x), width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         record.beside = (torch.tensor(counts),)
         bias = None if self.bias is None else self.bias.detach()
         return _ProbedGroupedLinear.apply(x, record.probe, self.weight.detach(), bias, counts)
@@ -379,9 +379,9 @@ def _spans(counts: Counts) -> Iterator[tuple[int, slice]]:
 class _FusedGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, again: Remade | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, rerun: Rerun | None
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.counts = counts
         ctx.bias_shape = None if bias is None else bias.shape
         return outputs(x, weight, bias, counts)
@@ -437,15 +437,15 @@ class Experts(nn.Module, OnShards):
         self.group = group
         self.kernels = kernels
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Map hidden states [b, s, h] to [b, s, h]. again: recomputes x in the backward; the rows picked from it are
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward; the rows picked from it are
         saved.
 
         Gradients of tokens and of shares are summed over the ranks, each of which has those of its own experts; so
         gradients of the scores and of the router are the same on every rank.
         """
         own_x = x
-        shares, chosen = self.router(x, tape, again)
+        shares, chosen = self.router(x, tape, rerun)
         if self.sequence is None:
             x, shares = copy_to_group(x, self.group), copy_to_group(shares, self.group)
         else:
@@ -459,15 +459,15 @@ class Experts(nn.Module, OnShards):
         rows = pick_rows(x.flatten(0, -2), assignment)
         inner = self.up(rows, assignment.counts, tape)
         activate = self._activation(inner)
-        made_again = Remade(activate, (inner.detach(),)) if self.recompute else None
-        rows = self.down(activate(inner), assignment.counts, tape, made_again)
+        rerun_activation = Rerun(activate, (inner.detach(),)) if self.recompute else None
+        rows = self.down(activate(inner), assignment.counts, tape, rerun_activation)
         weights = shares.flatten().index_select(0, assignment.pairs).unsqueeze(-1)
         y = sum_rows(rows * weights.to(rows.dtype), assignment).view(x.shape)
         y = reduce_from_group(y, self.group) if self.sequence is None else scatter_sum(y, self.group)
         if self.shared is None:
             return y
         self.shared.recompute = self.recompute
-        return y + self.shared(own_x, tape, again)
+        return y + self.shared(own_x, tape, rerun)
 
     def _activation(self, inner: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the activation; the reference for a rank without rows, because kernels do not support empty
@@ -492,14 +492,14 @@ class MLP(nn.Module):
         self.recompute = False
         self.kernels = kernels
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Map hidden states [b, s, h] to [b, s, h]. again: recomputes x in the backward, so that x is not saved."""
-        inner, activate = self._before_activation(x, tape, again)
-        made_again = Remade(activate, (inner.detach(),)) if self.recompute else None
-        return self.down(activate(inner), tape, made_again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward, so that x is not saved."""
+        inner, activate = self._before_activation(x, tape, rerun)
+        rerun_activation = Rerun(activate, (inner.detach(),)) if self.recompute else None
+        return self.down(activate(inner), tape, rerun_activation)
 
     def _before_activation(
-        self, x: Tensor, tape: SplitTape | None, again: Remade | None
+        self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the input of the activation, and the activation, which adds the bias if its kernel can."""
         kind, arguments = self.activation, self.activation.arguments
@@ -510,11 +510,11 @@ class MLP(nn.Module):
             if op is not self.kernels.reference(kind.biased):
                 if self.recompute and tape is not None:  # sharded weights may be released before the weight half
                     bias = bias.clone()
-                return self.up.without_bias(x, tape, again), lambda inner: op.apply(inner, bias, *arguments)
+                return self.up.without_bias(x, tape, rerun), lambda inner: op.apply(inner, bias, *arguments)
             # Without a fused kernel, adding the bias within the product is cheapest.
             alone = self.kernels.reference(kind.op)
-            return self.up(x, tape, again), lambda inner: alone.apply(inner, *arguments)
-        inner = self.up(x, tape, again)
+            return self.up(x, tape, rerun), lambda inner: alone.apply(inner, *arguments)
+        inner = self.up(x, tape, rerun)
         plain = self.kernels.pick(kind.op, inner)
         return inner, lambda inner: plain.apply(inner, *arguments)
 
@@ -524,9 +524,9 @@ class TokenGate(Linear, OnShards):
 
     partial = ("weight",)
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None) -> Tensor:
-        """Map hidden states [b, s, h] to [b, s, 1]. again: as in `MLP`."""
-        return self.local_product(x, tape, add_bias=True, again=again).sigmoid()
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, 1]. rerun: as in `MLP`."""
+        return self.local_product(x, tape, add_bias=True, rerun=rerun).sigmoid()
 
 
 class SharedExpert(MLP):
@@ -539,7 +539,7 @@ class SharedExpert(MLP):
         super().__init__(model, shapes, group, kernels)
         self.gate = TokenGate(within(shapes, "gate"), group) if "gate.weight" in shapes else None
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Map hidden states [b, s, h] to [b, s, h]. again: as in `MLP`."""
-        y = super().forward(x, tape, again)
-        return y if self.gate is None else y * self.gate(x, tape, again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: as in `MLP`."""
+        y = super().forward(x, tape, rerun)
+        return y if self.gate is None else y * self.gate(x, tape, rerun)

@@ -16,7 +16,7 @@ from megapipe.layers.attention import Attention
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.linear import ColumnParallelLinear, OnShards, OwnTokensLinear, Shapes, within
 from megapipe.layers.norms import Norm
-from megapipe.layers.split import Remade, SplitTape
+from megapipe.layers.split import Rerun, SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 
@@ -49,10 +49,10 @@ class MultiLatentAttention(Attention, OnShards):
         self.kv_latent_norm = _latent_norm(model, within(shapes, "kv_latent_norm"), kernels)
         self.kv_up = ColumnParallelLinear(within(shapes, "kv_up"), group)
 
-    def _projected(self, x: Tensor, context: MicrobatchContext, again: Remade | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None) -> tuple[Tensor, Tensor, Tensor]:
         tape = context.tape
-        query = self._prepare(self.queries(x, tape, again), None, context)
-        latent, shared = self.latents(x, tape, again)
+        query = self._prepare(self.queries(x, tape, rerun), None, context)
+        latent, shared = self.latents(x, tape, rerun)
         own, value = (
             self.kv_up(latent, tape)
             .unflatten(-1, (self.kv_groups, 1, -1))
@@ -62,17 +62,17 @@ class MultiLatentAttention(Attention, OnShards):
         rotated = self._prepare(whole[:, :, None, None], None, context)
         return query, torch.cat([rotated.expand(-1, -1, self.kv_groups, -1, -1), own], dim=-1), value
 
-    def queries(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+    def queries(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
         """Return queries [b, s, heads, 1, d], before rotation, for hidden states [b, s, h]."""
         if self.query_down is None:
-            query = self.query(x, tape, again)
+            query = self.query(x, tape, rerun)
         else:
-            query = self.query_up(self.query_latent_norm(self.query_down(x, tape, again), tape), tape)
+            query = self.query_up(self.query_latent_norm(self.query_down(x, tape, rerun), tape), tape)
         return query.unflatten(-1, (self.kv_groups, 1, self.head_dim))
 
-    def latents(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
+    def latents(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> tuple[Tensor, Tensor]:
         """Return normalised latents [b, s, c] of keys and values, and shared keys [b, s, r] before rotation."""
-        down = self.kv_down(x, tape, again)
+        down = self.kv_down(x, tape, rerun)
         latent, shared = down.split([self.latent_size, down.shape[-1] - self.latent_size], dim=-1)
         return self.kv_latent_norm(latent, tape), shared
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.registry import Registry
-from megapipe.layers.split import Remade, SplitModule, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import copy_to_group, gather_tokens, largest_in_group, reduce_from_group
 from megapipe.parallel.groups import Group
 
@@ -206,10 +206,10 @@ class _FusedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         add_bias: bool,
-        again: Remade | None,
+        rerun: Rerun | None,
         products: Products,
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.products = products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
@@ -259,18 +259,18 @@ class Linear(SplitModule):
         self.products = PLAIN
 
     def local_product(
-        self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None = None
+        self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None = None
     ) -> Tensor:
         """Return x W^T [..., out], with output axes flattened into one. The bias gets its gradient here even if it is
         added later.
 
-        again: recomputes x for the gradient of W, so that x is not saved.
+        rerun: recomputes x for the gradient of W, so that x is not saved.
         """
         if tape is None:
-            return _FusedLinear.apply(x, self.weight, self.bias, add_bias, again, self.products)
+            return _FusedLinear.apply(x, self.weight, self.bias, add_bias, rerun, self.products)
         width = self.weight.numel() // self.weight.shape[-1]
         record = tape.record(self, (*x.shape[:-1], width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         bias = self.bias.detach() if self.bias is not None and add_bias else None
         return _ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
@@ -292,19 +292,19 @@ class ColumnParallelLinear(Linear, OnShards):
     Under sequence parallelism a rank has only its own tokens of x, which are gathered first.
     """
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Map [..., in] to this rank's [..., out / size], with output axes flattened. again: as in `local_product`."""
-        return self._shared_product(x, tape, add_bias=True, again=again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map [..., in] to this rank's [..., out / size], with output axes flattened. rerun: as in `local_product`."""
+        return self._shared_product(x, tape, add_bias=True, rerun=rerun)
 
-    def without_bias(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
+    def without_bias(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
         """Return the result of `forward` without the bias. The caller adds the detached bias, whose gradient is
         computed here."""
-        return self._shared_product(x, tape, add_bias=False, again=again)
+        return self._shared_product(x, tape, add_bias=False, rerun=rerun)
 
-    def _shared_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None) -> Tensor:
+    def _shared_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None) -> Tensor:
         if self.sequence is not None:
-            return self.sequence.column(self, x, tape, add_bias=add_bias, again=again)
-        return self.local_product(copy_to_group(x, self.group), tape, add_bias=add_bias, again=again)
+            return self.sequence.column(self, x, tape, add_bias=add_bias, rerun=rerun)
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=add_bias, rerun=rerun)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         if self.sequence is not None:
@@ -320,14 +320,14 @@ class RowParallelLinear(Linear, OnShards):
 
     partial = ("bias",)
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Map this rank's [..., in / size] to the whole [..., out]. again: as in `local_product`."""
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map this rank's [..., in / size] to the whole [..., out]. rerun: as in `local_product`."""
         if self.group.size == 1:
-            return self.local_product(x, tape, add_bias=True, again=again)
+            return self.local_product(x, tape, add_bias=True, rerun=rerun)
         if self.sequence is not None:
-            y = self.sequence.row(self, x, tape, again=again)
+            y = self.sequence.row(self, x, tape, rerun=rerun)
         else:
-            y = reduce_from_group(self.local_product(x, tape, add_bias=False, again=again), self.group)
+            y = reduce_from_group(self.local_product(x, tape, add_bias=False, rerun=rerun), self.group)
         return y if self.bias is None else y + self.bias.detach()
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
@@ -339,9 +339,9 @@ class RowParallelLinear(Linear, OnShards):
 class ReplicatedLinear(Linear):
     """A linear layer that every rank computes whole, on the same x; for small layers that are not worth sharding."""
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Map [..., in] to [..., out]. again: as in `local_product`."""
-        return self.local_product(x, tape, add_bias=True, again=again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map [..., in] to [..., out]. rerun: as in `local_product`."""
+        return self.local_product(x, tape, add_bias=True, rerun=rerun)
 
 
 class OwnTokensLinear(ReplicatedLinear, OnShards):

@@ -10,7 +10,7 @@ from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.norms import to_dtype, wide
 from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter
-from megapipe.layers.split import Remade, SplitModule, SplitTape
+from megapipe.layers.split import Rerun, SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
 
@@ -69,7 +69,7 @@ class Norm(SplitModule, OnShards):
     (mean square). kernels: runs the op.
     gradient_group: ranks that normalise different rows with the same weight, so that its gradient is a sum over them.
     If tokens are sharded, this is true for every norm, and the step computes the sum. recompute: the layers after the
-    norm recompute its result, see `again`.
+    norm recompute its result, see `recomputation`.
     """
 
     partial: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -109,16 +109,16 @@ class Norm(SplitModule, OnShards):
         record.saved = (total.detach(), *statistics)
         return y, total
 
-    def again(self, x: Tensor, tape: SplitTape | None) -> Remade | None:
+    def recomputation(self, x: Tensor, tape: SplitTape | None) -> Rerun | None:
         """Return how to recompute the norm of x (or of the sum in `add`); None if it is saved instead."""
         if not self.recompute:
             return None
         parameters = [parameter.detach() for parameter in self._parameters_in_order()]
         if tape is None:
-            return Remade(lambda x: self.run(x, None, *parameters)[0], (x.detach(),))
+            return Rerun(lambda x: self.run(x, None, *parameters)[0], (x.detach(),))
         # The weight half may run after sharded weights have been released, so copy these few numbers.
         copies = [parameter.clone() for parameter in parameters]
-        return Remade(lambda x, *copies: self.run(x, None, *copies)[0], (x.detach(), *copies))
+        return Rerun(lambda x, *copies: self.run(x, None, *copies)[0], (x.detach(), *copies))
 
     def implementation(self, x: Tensor) -> Implementation:
         """The functions that compute the norm of x and its gradients."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.linear import Linear, Products, SequenceShards, bias_gradient
-from megapipe.layers.split import Remade, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import by_rank, joined, start_gather, start_scatter
 
 Multiply = Callable[[Tensor], Tensor]
@@ -27,25 +27,25 @@ class SequenceProducts(SequenceShards):
     """Products of linear layers between shards of the tokens and whole samples."""
 
     def column(
-        self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None
+        self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None
     ) -> Tensor:
         """Map x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in
         `local_product`."""
         if tape is None:
-            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, again, self, linear.products)
+            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, rerun, self, linear.products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] * self.group.size, width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         bias = linear.bias.detach() if linear.bias is not None and add_bias else None
         return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, self, linear.products)
 
-    def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, again: Remade | None) -> Tensor:
+    def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, rerun: Rerun | None) -> Tensor:
         """Map this rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
         if tape is None:
-            return _RowFused.apply(x, linear.weight, linear.bias, again, self, linear.products)
+            return _RowFused.apply(x, linear.weight, linear.bias, rerun, self, linear.products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] // self.group.size, width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         return _RowProbed.apply(x, record.probe, linear.weight.detach(), self, linear.products)
 
     def column_weight_half(
@@ -107,11 +107,11 @@ class _ColumnFused(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         add_bias: bool,
-        again: Remade | None,
+        rerun: Rerun | None,
         sequence: SequenceProducts,
         products: Products,
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.sequence, ctx.products = sequence, products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
@@ -171,11 +171,11 @@ class _RowFused(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        again: Remade | None,
+        rerun: Rerun | None,
         sequence: SequenceProducts,
         products: Products,
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.sequence, ctx.products = sequence, products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape

@@ -10,7 +10,7 @@ argument before they call the engine. Between two waits for another rank, when c
 a small backward's CPU time (measured). A pipeline does not need these checks: it passes one gradient of the right
 shape for each edge, and the engine itself refuses others.
 
-A backward may recompute tensors instead of saving them (Korthikanti et al. 2022, 2205.05198, section 5): `Remade`.
+A backward may recompute tensors instead of saving them (Korthikanti et al. 2022, 2205.05198, section 5): `Rerun`.
 """
 
 import warnings
@@ -78,19 +78,19 @@ class SplitError(RuntimeError):
 class Record:
     """One use of a module: the probe of its output, and the detached tensors that its weight half needs.
 
-    probe: a leaf, or the output's own edge in the autograd graph. again: recomputes, from `saved`, the one tensor that
+    probe: a leaf, or the output's own edge in the autograd graph. rerun: recomputes, from `saved`, the one tensor that
     the weight half needs. beside: small integer tensors that are passed to it after these.
     """
 
     module: SplitModule
     probe: Tensor | GradientEdge
     saved: tuple[Tensor, ...] = ()
-    again: Callable[[], Tensor] | None = None
+    rerun: Callable[[], Tensor] | None = None
     beside: tuple[Tensor, ...] = ()
 
-    def keep_input(self, x: Tensor, again: "Remade | None") -> None:
-        """Save the input x for the weight half, or the sources from which `again` recomputes it."""
-        self.saved, self.again = ((x.detach(),), None) if again is None else (again.sources, again)
+    def keep_input(self, x: Tensor, rerun: "Rerun | None") -> None:
+        """Save the input x for the weight half, or the sources from which `rerun` recomputes it."""
+        self.saved, self.rerun = ((x.detach(),), None) if rerun is None else (rerun.sources, rerun)
 
 
 def unsplit_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -157,7 +157,7 @@ class SplitTape:
     def emptied(self) -> "SplitTape":
         """Return this tape without its tensors; only `fresh_probes` can be called on it."""
         for record in self._records:
-            record.saved, record.again = (), None
+            record.saved, record.rerun = (), None
         return self
 
     @property
@@ -231,7 +231,7 @@ def _add_gradients(record: Record, gradient: Tensor, uses_left: Counter[int], su
 
     gradient: of the module's output. uses_left, sums: by the id of the parameter.
     """
-    saved = record.saved if record.again is None else (record.again(),)
+    saved = record.saved if record.rerun is None else (record.rerun(),)
     for parameter, contribution in record.module.weight_half((*saved, *record.beside), gradient):
         key = id(parameter)
         uses_left[key] -= 1
@@ -254,7 +254,7 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Remade:
+class Rerun:
     """How to recompute a tensor, with the same bits.
 
     make: a pure function. sources: its arguments, detached from the graph; other ops save them for their own backward.
@@ -269,22 +269,22 @@ class Remade:
             return self.make(*self.sources)
 
 
-def save_input(ctx: Any, x: Tensor, again: Remade | None, *others: Tensor) -> None:
+def save_input(ctx: Any, x: Tensor, rerun: Rerun | None, *others: Tensor) -> None:
     """Save the tensors of an operation's backward for `saved_input`: `others`, and x or the sources that recompute it.
 
     Autograd frees saved tensors directly after the operation's backward; all else that a node refers to lives as long
     as the graph.
     """
-    ctx.make = None if again is None else again.make
-    ctx.save_for_backward(*others, *((x,) if again is None else again.sources))
+    ctx.make = None if rerun is None else rerun.make
+    ctx.save_for_backward(*others, *((x,) if rerun is None else rerun.sources))
 
 
 def saved_input(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
     """Return the input x, from the tensors that `save_input` saved after `others`."""
-    return saved[0] if ctx.make is None else Remade(ctx.make, tuple(saved))()
+    return saved[0] if ctx.make is None else Rerun(ctx.make, tuple(saved))()
 
 
-class _RunAgain(torch.autograd.Function):
+class _RerunFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
@@ -299,10 +299,10 @@ class _RunAgain(torch.autograd.Function):
         return None, *torch.autograd.grad(output, leaves, gradient)
 
 
-def run_again(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def rerun_in_backward(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Call `function` on tensors that all require grad, and save only these: the backward reruns it.
 
     function: has no parameters, and returns the same bits every time.
     """
-    output: Tensor = _RunAgain.apply(function, *tensors)
+    output: Tensor = _RerunFunction.apply(function, *tensors)
     return output
