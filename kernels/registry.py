@@ -214,10 +214,10 @@ class Registry:
     def choice(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
         """Return the decision that `pick` makes for such tensors."""
         key = (op, device, dtype, width)
-        found = self._choices.get(key)
-        if found is None:
-            found = self._choices[key] = self._decide(*key)
-        return found
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self._decide(*key)
+        return choice
 
     def report(self) -> str:
         """Return one line per kind of tensor used so far: the backend, and why each preferred one was refused."""

@@ -44,15 +44,15 @@ class Function:
 
         Raises ImportError without the extension, and ValueError if the build is not in the table.
         """
-        found = getattr(importlib.import_module(self.extension), self.name)
-        count = _count(found)
+        function = getattr(importlib.import_module(self.extension), self.name)
+        count = _count(function)
         if count not in self.counts:
             raise ValueError(f"apex: {self.flaw()}")
         device = next(tensor.device for tensor in _tensors(arguments))
         if device.type != "cuda":
-            return found(*arguments[:count])
+            return function(*arguments[:count])
         with torch.cuda.device(device):
-            return found(*arguments[:count])
+            return function(*arguments[:count])
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -61,12 +61,12 @@ class Function:
 
     def flaw(self) -> str | None:
         """Return why the installed extension cannot be called; None if it can. Raises ImportError."""
-        found = getattr(importlib.import_module(self.extension), self.name, None)
-        if found is None:
+        function = getattr(importlib.import_module(self.extension), self.name, None)
+        if function is None:
             return f"{self.extension} has no function {self.name}; build an apex that has it ({self.forms[0].since})"
-        if _count(found) in self.counts:
+        if _count(function) in self.counts:
             return None
-        known, taken = " or ".join(map(str, self.counts)), _count(found) or "unknown"
+        known, taken = " or ".join(map(str, self.counts)), _count(function) or "unknown"
         return (
             f"{self.extension}.{self.name} takes {taken} arguments instead of {known}; build apex at commit "
             f"{self.forms[-1].commit[:9]}"
@@ -92,11 +92,11 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
 def _function(extension: str, name: str, *forms: tuple[tuple[str, str], str]) -> Function:
     """Return a function, and add it to `FUNCTIONS`. Each form adds its arguments to those of the one before."""
     arguments: tuple[str, ...] = ()
-    found = []
+    forms_so_far = []
     for source, more in forms:
         arguments += tuple(more.split())
-        found.append(Form(*source, arguments))
-    FUNCTIONS.append(Function(extension, name, tuple(found)))
+        forms_so_far.append(Form(*source, arguments))
+    FUNCTIONS.append(Function(extension, name, tuple(forms_so_far)))
     return FUNCTIONS[-1]
 
 

@@ -16,7 +16,7 @@ def unavailable(device: str) -> str | None:
         return f"runs on NVIDIA GPUs, not on {device}"
     if not library.PATH.exists():
         return "was not built; install megapipe with nvcc on the PATH and MEGAPIPE_CUDA=1"
-    found = torch.cuda.get_device_capability()
-    if found < _LOWEST_CAPABILITY:
-        return f"needs compute capability 8.0 or above, not {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability()
+    if capability < _LOWEST_CAPABILITY:
+        return f"needs compute capability 8.0 or above, not {capability[0]}.{capability[1]}"
     return None

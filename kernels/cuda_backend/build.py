@@ -30,9 +30,9 @@ def find_nvcc() -> str | None:
     """Return the path of nvcc: on the PATH, under CUDA_HOME, or in the folder of NVIDIA's installer."""
     folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     for folder in (None, *folders, "/usr/local/cuda/bin"):
-        found = shutil.which("nvcc", path=folder)
-        if found is not None:
-            return found
+        nvcc = shutil.which("nvcc", path=folder)
+        if nvcc is not None:
+            return nvcc
     return None
 
 

@@ -71,9 +71,9 @@ class CudaNormBackward:
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of x, including dx."""
-        found = torch.empty_like(self.x)
-        self._launch(found, None, [None for _ in self.statistics])
-        return found
+        dx = torch.empty_like(self.x)
+        self._launch(dx, None, [None for _ in self.statistics])
+        return dx
 
     def weight_gradients(self) -> list[Tensor]:
         """Return the gradients of weight and, for layer_norm, bias."""
@@ -82,14 +82,14 @@ class CudaNormBackward:
     def gradients(self) -> list[Tensor]:
         """Return the gradients of x, including dx, of weight and, for layer_norm, of bias, in one pass, with the bits
         of both halves."""
-        found = torch.empty_like(self.x)
-        return [found, *self._with_weights(found)]
+        dx = torch.empty_like(self.x)
+        return [dx, *self._with_weights(dx)]
 
     def _with_weights(self, dx: Tensor | None) -> list[Tensor]:
         slabs = library.current().norm_slabs(*sizes(self.x)[:2])
-        found = [torch.empty_like(self.weight) for _ in self.statistics]
-        self._launch(dx, self.x.new_empty(len(found), slabs, self.x.shape[-1], dtype=torch.float32), found)
-        return found
+        gradients = [torch.empty_like(self.weight) for _ in self.statistics]
+        self._launch(dx, self.x.new_empty(len(gradients), slabs, self.x.shape[-1], dtype=torch.float32), gradients)
+        return gradients
 
     def _launch(self, dx: Tensor | None, partial: Tensor | None, gradients: Sequence[Tensor | None]) -> None:
         tensors = (self.dy, self.x, *self.statistics, self.weight, self.dx, dx, partial, *gradients)

@@ -105,8 +105,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
         gate, up = _clamped(gate_up, ctx.limit)
         weight = (gate * ctx.alpha).sigmoid_()
         slope = weight * (1 + ctx.alpha * gate * (1 - weight))
-        found = torch.cat([gradient * (up + 1) * slope, gradient * gate * weight], dim=-1)
-        return found.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0), None, None
+        gradients = torch.cat([gradient * (up + 1) * slope, gradient * gate * weight], dim=-1)
+        return gradients.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0), None, None
 
 
 def _clamped(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:

@@ -163,10 +163,10 @@ def linear_cross_entropy_statistics_and_gradient(
     """
     gradient = x.new_empty(x.shape[0], weight.shape[0])
     gradient[:, num_columns:].zero_()
-    found = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient, cap=cap)
+    statistics = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient, cap=cap)
     if alone:
-        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, slope_at(found[2], cap))
-    return found, gradient
+        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, slope_at(statistics[2], cap))
+    return statistics, gradient
 
 
 @opaque(

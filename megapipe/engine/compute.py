@@ -92,9 +92,9 @@ def backward_input(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Te
     """
     assert piece.tape is not None
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
-    found = piece.tape.backward_input(piece.edges, gradients, inputs)
+    input_gradients = piece.tape.backward_input(piece.edges, gradients, inputs)
     lent = {gradient.untyped_storage()._cdata for gradient in gradients}
-    return tuple(_own(_or_zeros(gradient, leaf), lent) for gradient, leaf in zip(found, inputs, strict=True))
+    return tuple(_own(_or_zeros(gradient, leaf), lent) for gradient, leaf in zip(input_gradients, inputs, strict=True))
 
 
 def _own(gradient: Tensor, lent: set[int]) -> Tensor:

@@ -118,19 +118,19 @@ class TwoStreams:
         """Return the instructions of a section, each on its stream. A pair becomes one instruction, whose second half
         is its `partner`. in_order: keep the halves separate, one after the other."""
         actions = [each.action for each in compiled]
-        side, found = on_side_stream(actions), list[Instruction]()
+        side, on_streams = on_side_stream(actions), list[Instruction]()
         is_side = [(action.stage, action.microbatch) in side for action in actions]
         firsts = {first for first in pairs_of(actions) if is_side[first] != is_side[first + 1] and not in_order}
         for index, (instruction, action) in enumerate(zip(compiled, actions, strict=True)):
             if index in firsts:
-                found.append(self._pair(instruction, compiled[index + 1], is_side[index]))
+                on_streams.append(self._pair(instruction, compiled[index + 1], is_side[index]))
             elif index - 1 in firsts:
                 continue
             elif action.kind in COMPUTE_STREAM:
-                found.append(replace(instruction, run=self._alone(instruction, is_side[index])))
+                on_streams.append(replace(instruction, run=self._alone(instruction, is_side[index])))
             else:
-                found.append(instruction)
-        return found
+                on_streams.append(instruction)
+        return on_streams
 
     def _alone(self, instruction: Instruction, is_side: bool) -> Callable[[StepState], None]:
         action, run = instruction.action, instruction.run

@@ -58,10 +58,10 @@ class Turns:
             self._stream = torch.cuda.Stream(device)
 
         def run() -> Result:
-            found = find()
+            result = find()
             if before is not None:
                 wait([before])
-            return share(found)
+            return share(result)
 
         future = run_beside(run, self._stream)
         self._last = future  # type: ignore[assignment]
@@ -326,9 +326,9 @@ class Reductions:
         flags = [float(step.input.stop), float(step.input.save), float(step.input.save_failed)]
         counts = [0.0] * step.updates * self._loss_terms + flags
         if self._communicators.counts_loss:
-            for microbatch, found in enumerate(step.input.token_counts):
+            for microbatch, numbers in enumerate(step.input.token_counts):
                 first = step.update_of(microbatch) * self._loss_terms
-                for term, count in enumerate([found] if isinstance(found, float | int) else found):
+                for term, count in enumerate([numbers] if isinstance(numbers, float | int) else numbers):
                     counts[first + term] += count
         step.counts = tensor_on(np.array(counts), self.device)
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
@@ -440,22 +440,22 @@ class Reductions:
     def _local_scalars(self, step: StepState, update: int) -> Tensor:
         """Return this rank's squared norms by parameter, and its sum of losses by term; float64."""
         self._await_gradients(step)
-        found: list[Tensor] = []
+        values: list[Tensor] = []
         places: list[int] = []
         counted = [state for state in self._counted_states if self._communicators.replica < state.sharding.count]
         if counted:
             for name, square in squared_norms(counted, update, self._squared_norm).items():
-                found.append(square)
+                values.append(square)
                 places.append(self._positions[name])
             for name, flaw in uncounted_flaw(counted, update).items():
-                found.append(flaw)
+                values.append(flaw)
                 places.append(self._positions[name])
         if self._communicators.counts_loss and step.loss_sums:
-            found += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
+            values += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
             places += range(len(self._positions), len(self._positions) + self._loss_terms)
         scalars = torch.zeros(len(self._positions) + self._loss_terms, dtype=torch.float64, device=self.device)
-        if found:  # one operation for all: the overhead of an operation exceeds the cost of adding numbers
-            scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(found))
+        if values:  # one operation for all: the overhead of an operation exceeds the cost of adding numbers
+            scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(values))
         return scalars
 
     def _on_device(self, places: tuple[int, ...]) -> Tensor:
@@ -476,7 +476,7 @@ class Reductions:
         norm = squares.sum().sqrt() / scale
         coefficient = (self._clip(norm) / scale).to(torch.float32)
         read = torch.cat([losses, norm.view(1), loads, step.global_counts()]).tolist()
-        sums, found, rest = read[: self._loss_terms], read[self._loss_terms], read[self._loss_terms + 1 :]
+        sums, gradient_norm, rest = read[: self._loss_terms], read[self._loss_terms], read[self._loss_terms + 1 :]
         counts = Counted.of(rest[len(loads) :], step.updates)
         means = tuple(loss / (count or 1.0) for loss, count in zip(sums, counts.by_term, strict=True))
-        return Scalars(means, found, coefficient, counts, tuple(rest[: len(loads)]))
+        return Scalars(means, gradient_norm, coefficient, counts, tuple(rest[: len(loads)]))

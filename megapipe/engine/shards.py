@@ -47,8 +47,8 @@ class Shards:
 
     def broadcast(self, step: StepState, microbatch: int, own: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Return the tensors of the stage at the end of the route: `own` on its rank, otherwise those that arrive."""
-        found = tuple(spec.allocate(self.device) for spec in self.specs) if own is None else own
-        for each in found:
+        tensors = tuple(spec.allocate(self.device) for spec in self.specs) if own is None else own
+        for each in tensors:
             work = self.group.broadcast(each, self.source, async_op=True)
             if self.group.rank == self.source:
                 step.handed_out[self.stage, microbatch] = each, work
@@ -56,7 +56,7 @@ class Shards:
                 work.wait()
                 if self.is_home:
                     step.handed_out[self.stage, microbatch] = each, None
-        return found
+        return tensors
 
     def start_sum(self, step: StepState, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         """Start summing tensors of a micro-batch over all shards."""

@@ -214,14 +214,14 @@ class Recorder:
     def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
         """Return the instructions, extended to record their times."""
         actions, position = self._actions(section), 0
-        found = []
+        recorded = []
         for instruction in instructions:
             # Adjacent updates are one instruction: skip the actions of the others.
             while not self._is_at(actions[position], instruction):
                 position += 1
-            found.append(replace(instruction, run=self._noted(instruction, section, position)))
+            recorded.append(replace(instruction, run=self._noted(instruction, section, position)))
             position += 1
-        return found
+        return recorded
 
     def _actions(self, section: SectionName) -> list[Action]:
         return list(self._schedule.actions(section, self._rank))

@@ -117,10 +117,10 @@ class ModuleUnit(nn.Module):
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     """Return the output of a module as a tuple of tensors. Raises TypeError for anything else."""
-    found = (outputs,) if isinstance(outputs, Tensor) else outputs
-    if not isinstance(found, tuple | list) or not all(isinstance(each, Tensor) for each in found):
+    results = (outputs,) if isinstance(outputs, Tensor) else outputs
+    if not isinstance(results, tuple | list) or not all(isinstance(each, Tensor) for each in results):
         raise TypeError(f"a layer returned {type(outputs).__name__}; it must return a tensor or a tuple of tensors")
-    return tuple(found)
+    return tuple(results)
 
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -340,14 +340,14 @@ def _behind(outputs: Sequence[Tensor]) -> set[int]:
 
 
 def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
-    found: dict[torch.dtype, str] = {}
+    names: dict[torch.dtype, str] = {}
     for index, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            found.setdefault(parameter.dtype, f"{index}.{name}")
-    if len(found) > 1:
-        each = ", ".join(f"{name} {short(dtype)}" for dtype, name in found.items())
+            names.setdefault(parameter.dtype, f"{index}.{name}")
+    if len(names) > 1:
+        each = ", ".join(f"{name} {short(dtype)}" for dtype, name in names.items())
         raise PipelineError(f"parameters have several dtypes ({each}); convert the layers to one of them")
-    dtype = next(iter(found), torch.float32)
+    dtype = next(iter(names), torch.float32)
     if dtype not in DTYPES:
         raise PipelineError(
             f"parameters are {short(dtype)}; convert the layers to one of {', '.join(map(short, DTYPES))}"

@@ -382,7 +382,7 @@ class Passes:
                 )
             )
         result = self._engine(width).run(StepInput(0, contexts, token_counts=()))
-        return torch.cat([found for (found,) in result.outputs])[:num_texts] if result.outputs else None
+        return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None
 
     def _engine(self, width: int) -> Engine:
         """Return the engine for `width` new tokens of every text. It is connected at its first use."""

@@ -103,10 +103,10 @@ def piece_backward(
     """
     if not how.is_fused(query, seen):
         return _unfused_backward(gradient, query, key, value, mixed, log_sum, seen, how)
-    found: Any
+    gradients: Any
     if query.device.type == "cuda":
         none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout of 0
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient,
             query,
             key,
@@ -125,7 +125,7 @@ def piece_backward(
         )
     else:
         addend = _addend(query, key, seen, how)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient,
             query,
             key,
@@ -137,7 +137,7 @@ def piece_backward(
             attn_mask=addend,
             scale=how.scale,
         )
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def with_sinks(mixed: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

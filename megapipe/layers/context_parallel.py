@@ -170,7 +170,7 @@ class _Ring(torch.autograd.Function):
         arriving: Work | None = None
         group = once.group
         for key_rank, (keys, values) in _blocks_in_turn(key, value, group):
-            found = own if key_rank == group.rank else torch.zeros_like(own)
+            partial = own if key_rank == group.rank else torch.zeros_like(own)
             for piece, seen, weighing in once.work(key_rank, query.device):
                 rows, columns = _slice(piece.queries), _slice(piece.keys)
                 part = piece_backward(
@@ -184,14 +184,14 @@ class _Ring(torch.autograd.Function):
                     weighing,
                 )
                 dquery[:, :, rows] += part[0]
-                found[0][:, :, columns] += part[1]
-                found[1][:, :, columns] += part[2]
+                partial[0][:, :, columns] += part[1]
+                partial[1][:, :, columns] += part[2]
             if key_rank == group.rank:
                 continue
             if arriving is not None:
                 arriving.wait()
-                found += travelling
-            arriving = group.shift(found, travelling)
+                partial += travelling
+            arriving = group.shift(partial, travelling)
         if arriving is not None:
             arriving.wait()
             own += travelling

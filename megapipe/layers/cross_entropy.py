@@ -379,8 +379,10 @@ class _Recomputed(torch.autograd.Function):
         op = head.loss_op(rows)
         scale = dloss.expand(len(rows)).contiguous() if row_weight is None else dloss * row_weight
         columns, owned = head.columns_of(labels)
-        found = op.backward(rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias, **head.capped)
-        return (*found, *[None] * (7 - len(found)))
+        gradients = op.backward(
+            rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias, **head.capped
+        )
+        return (*gradients, *[None] * (7 - len(gradients)))
 
 
 class _ProbedCrossEntropy(torch.autograd.Function):
@@ -448,8 +450,8 @@ class MaskedTokenHead(VocabParallelHead):
         else:  # a rank may only have padding
             best = columns.new_full((len(columns),), -torch.inf)
             place = torch.zeros_like(best, dtype=torch.int64)
-        found = torch.stack([best.double(), (place + self.first_column).double()]).unsqueeze(0)
-        by_rank = gather_from_group(found, self.group, dim=0)
+        candidates = torch.stack([best.double(), (place + self.first_column).double()]).unsqueeze(0)
+        by_rank = gather_from_group(candidates, self.group, dim=0)
         winner = by_rank[:, 0].argmax(dim=0, keepdim=True)
         predicted = by_rank[:, 1].gather(0, winner).squeeze(0)
         return ((predicted == labels.flatten()) * weights.flatten().float()).sum()

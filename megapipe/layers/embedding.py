@@ -51,8 +51,8 @@ class _Rows(NamedTuple):
     def look_up(self, table: Tensor, numbers: Tensor, starts: Tensor | None) -> Tensor:
         """Return the rows [..., h] of the table [number, h]; zeros for rows on other ranks."""
         rows, absent = self.of(numbers, starts)
-        found = nn.functional.embedding(rows, table)
-        return found if absent is None else found.masked_fill_(absent.unsqueeze(-1), 0.0)
+        looked_up = nn.functional.embedding(rows, table)
+        return looked_up if absent is None else looked_up.masked_fill_(absent.unsqueeze(-1), 0.0)
 
     def gradient(self, numbers: Tensor, starts: Tensor | None, dy: Tensor) -> Tensor:
         """Return the table's gradient [number, h] for dy [..., h]."""
@@ -129,10 +129,14 @@ class VocabParallelEmbedding(_Table, OnShards):
 
         Raises ValueError as `own_rows`.
         """
-        found = self.own_rows(tokens, tape)
+        embeddings = self.own_rows(tokens, tape)
         if self.group.size > 1:
-            found = reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
-        return scaled(found, self.scale)
+            embeddings = (
+                reduce_from_group(embeddings, self.group)
+                if self.sequence is None
+                else scatter_sum(embeddings, self.group)
+            )
+        return scaled(embeddings, self.scale)
 
     def own_rows(self, tokens: Tensor, tape: SplitTape | None) -> Tensor:
         """Return embeddings [b, s, h] of tokens int64 [b, s]; zeros for rows on other ranks.

@@ -264,8 +264,8 @@ def _picked(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
 
 def _summed(values: Tensor, rows: Tensor, choices: int) -> Tensor:
     elsewhere = values.new_zeros(1, values.shape[-1])
-    found = torch.cat([values, elsewhere]).index_select(0, rows)
-    return found.view(-1, choices, values.shape[-1]).sum(1)
+    by_choice = torch.cat([values, elsewhere]).index_select(0, rows)
+    return by_choice.view(-1, choices, values.shape[-1]).sum(1)
 
 
 class _Pick(torch.autograd.Function):
@@ -353,18 +353,18 @@ def input_gradients(dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
 
 def weight_gradients(x: Tensor, dy: Tensor, counts: Counts) -> Tensor:
     """Return gradients [experts, out, in]; zeros for an expert without rows."""
-    found = x.new_zeros(len(counts), dy.shape[-1], x.shape[-1])
+    gradients = x.new_zeros(len(counts), dy.shape[-1], x.shape[-1])
     for expert, rows in _spans(counts):
-        torch.mm(dy[rows].t(), x[rows], out=found[expert])
-    return found
+        torch.mm(dy[rows].t(), x[rows], out=gradients[expert])
+    return gradients
 
 
 def bias_gradients(dy: Tensor, counts: Counts) -> Tensor:
     """Return gradients [experts, out]; zeros for an expert without rows."""
-    found = dy.new_zeros(len(counts), dy.shape[-1])
+    gradients = dy.new_zeros(len(counts), dy.shape[-1])
     for expert, rows in _spans(counts):
-        torch.sum(dy[rows], 0, out=found[expert])
-    return found
+        torch.sum(dy[rows], 0, out=gradients[expert])
+    return gradients
 
 
 def _spans(counts: Counts) -> Iterator[tuple[int, slice]]:

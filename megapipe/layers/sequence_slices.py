@@ -106,14 +106,14 @@ class SlicePass:
     def gradients(self, block: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
         """Return the gradients of keys and values so far, by slice, up to this one; this slice's are removed from the
         cache."""
-        number, found = self.slice.number, self._of(self.slice.cache.gradients)
+        number, by_slice = self.slice.number, self._of(self.slice.cache.gradients)
         if self.slice.is_last:
             shape = (2, *block.shape[1:3])
             for earlier, places in enumerate(self.slice.ranges[:-1]):
-                found[earlier] = block.new_zeros((*shape, len(places), block.shape[-1]), dtype=dtype)
+                by_slice[earlier] = block.new_zeros((*shape, len(places), block.shape[-1]), dtype=dtype)
         self._of(self.slice.cache.blocks).pop(number, None)
-        own = found.pop(number, None)
-        return {**found, number: torch.zeros_like(block, dtype=dtype) if own is None else own}
+        own = by_slice.pop(number, None)
+        return {**by_slice, number: torch.zeros_like(block, dtype=dtype) if own is None else own}
 
     def _of(self, kept: dict[Attention, dict[int, Tensor]]) -> dict[int, Tensor]:
         return kept.setdefault(self.attention, {})
@@ -149,15 +149,15 @@ class _Sliced(torch.autograd.Function):
         once: SlicePass = ctx.once
         dquery = torch.zeros_like(query, dtype=log_sum.dtype)
         pieces = list(once.work(block))
-        found = once.gradients(block, log_sum.dtype)
+        by_slice = once.gradients(block, log_sum.dtype)
         for number, (keys, values), piece, seen, weighing in pieces:
             rows = slice(piece.queries.start, piece.queries.stop)
             parts = [each[:, :, rows] for each in (gradient, query, mixed, log_sum)]
             part = piece_backward(parts[0], parts[1], keys, values, parts[2], parts[3], seen, weighing)
             dquery[:, :, rows] += part[0]
-            found[number][0] += part[1]
-            found[number][1] += part[2]
-        dkey, dvalue = found[once.slice.number].to(block.dtype)
+            by_slice[number][0] += part[1]
+            by_slice[number][1] += part[2]
+        dkey, dvalue = by_slice[once.slice.number].to(block.dtype)
         dsinks = None if sinks is None else sink_gradient(gradient, mixed, log_sum, sinks)
         return dquery.to(query.dtype), dkey, dvalue, dsinks, None
 
@@ -167,7 +167,7 @@ def sliced(context: MicrobatchContext, ranges: Sequence[range]) -> list[Microbat
     slice."""
     if len(ranges) == 1:
         return [context]
-    cache, found = SliceCache(), []
+    cache, contexts = SliceCache(), []
     device = None if context.ordinals is None else context.ordinals.device
     for number, places in enumerate(ranges):
         numbers = torch.arange(places.start, places.stop, device=device)
@@ -176,5 +176,5 @@ def sliced(context: MicrobatchContext, ranges: Sequence[range]) -> list[Microbat
             if (whole := getattr(context, name)) is not None:
                 # Contiguous, because otherwise ops would copy them and save the copies for the backward.
                 setattr(part, name, whole[:, places.start : places.stop].contiguous())
-        found.append(part)
-    return found
+        contexts.append(part)
+    return contexts

@@ -97,8 +97,8 @@ def unsplit_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
     """Return the parameters whose gradients autograd may compute in a forward of `module`, even if it records on a
     tape."""
     owners = (part for part in module.modules() if not (isinstance(part, SplitModule) and part.exclusive))
-    found = {id(own): own for owner in owners for own in owner.parameters(recurse=False) if own.requires_grad}
-    return tuple(found.values())
+    parameters = {id(own): own for owner in owners for own in owner.parameters(recurse=False) if own.requires_grad}
+    return tuple(parameters.values())
 
 
 def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -186,19 +186,19 @@ class SplitTape:
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         probes = [record.probe for record in self._records]
         sought: list[Place] = [*wanted, *probes, *self._unsplit]
-        found: Sequence[Tensor | None] = [None] * len(sought)
+        gradients: Sequence[Tensor | None] = [None] * len(sought)
         if outputs and sought:
-            found = gradients_of(sought, outputs, grad_outputs)
-        self._gradients = tuple(found[len(wanted) : len(wanted) + len(probes)])
-        self._add_unsplit(found[len(wanted) + len(probes) :])
-        of_wanted = iter(found)
+            gradients = gradients_of(sought, outputs, grad_outputs)
+        self._gradients = tuple(gradients[len(wanted) : len(wanted) + len(probes)])
+        self._add_unsplit(gradients[len(wanted) + len(probes) :])
+        of_wanted = iter(gradients)
         return tuple(next(of_wanted) if tensor.requires_grad else None for tensor in inputs)
 
     def _add_unsplit(self, gradients: Sequence[Tensor | None]) -> None:
-        found = [(p, gradient) for p, gradient in zip(self._unsplit, gradients, strict=True) if gradient is not None]
-        for parameter, gradient in found:
+        pairs = [(p, gradient) for p, gradient in zip(self._unsplit, gradients, strict=True) if gradient is not None]
+        for parameter, gradient in pairs:
             _accumulate(parameter, gradient)
-        if found:
+        if pairs:
             warnings.warn(
                 "some parameters are used by modules without a weight half (SplitModule): their gradients are "
                 "computed in the input half, so less work is left to fill bubbles with; "

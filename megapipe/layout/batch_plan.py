@@ -64,15 +64,15 @@ def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
     sizes = {"batch.global_size": batch.global_size}
     if batch.ramp_start is not None:
         sizes["batch.ramp_start"] = batch.ramp_start
-    found = []
+    problems = []
     for name, size in sizes.items():
         if size % share:
             near = " or ".join(str(each) for each in (size // share * share, (size // share + 1) * share) if each)
-            found.append(
+            problems.append(
                 f"{name} {size} is not divisible by batch.micro_size {batch.micro_size} x data-parallel size "
                 f"{share // batch.micro_size}; use {near}, for example"
             )
-    return found
+    return problems
 
 
 def data_parallel_size(config: PretrainConfig, world_size: int) -> int:

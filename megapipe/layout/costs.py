@@ -263,11 +263,11 @@ def scalar_exchanges(num_parameters: int, loss_terms: int = 1, updates: int = 1)
 
 def merged(exchanges: Iterable[Exchange]) -> dict[Operation, tuple[int, int, int]]:
     """Return the calls, elements and bytes of all exchanges, by operation."""
-    found: dict[Operation, tuple[int, int, int]] = {}
+    totals: dict[Operation, tuple[int, int, int]] = {}
     for each in exchanges:
-        calls, elements, total = found.get(each.operation, (0, 0, 0))
-        found[each.operation] = (calls + each.calls, elements + each.calls * each.elements, total + each.bytes)
-    return found
+        calls, elements, total = totals.get(each.operation, (0, 0, 0))
+        totals[each.operation] = (calls + each.calls, elements + each.calls * each.elements, total + each.bytes)
+    return totals
 
 
 def repeated(exchanges: Sequence[Exchange], times: int) -> list[Exchange]:

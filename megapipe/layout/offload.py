@@ -62,12 +62,12 @@ class _Partial(NamedTuple):
 
     def of_blocks(self) -> tuple[Treatment, ...]:
         """Return all treatments, in order."""
-        found: list[Treatment] = []
+        treatments: list[Treatment] = []
         partial = self
         while partial.before is not None:
-            found.append(partial.last)
+            treatments.append(partial.last)
             partial = partial.before
-        return tuple(reversed(found))
+        return tuple(reversed(treatments))
 
 
 def treat(

@@ -46,8 +46,8 @@ class Order(NamedTuple):
     @property
     def given(self) -> Options:
         """The options as the schedule takes them."""
-        found: Options = Options(**dict(self.options))  # type: ignore[typeddict-item]
-        return found
+        options: Options = Options(**dict(self.options))  # type: ignore[typeddict-item]
+        return options
 
     @classmethod
     def of(cls, config: PretrainConfig, num_microbatches: int) -> "Order":
@@ -322,13 +322,13 @@ def _few_ranks(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...]) -> 
     number[list(stages)] = range(len(stages))
 
     def renumbered(rows: Rows) -> Rows:
-        found = rows.copy()
-        found[:, STAGE] = number[rows[:, STAGE]]
-        return found
+        result = rows.copy()
+        result[:, STAGE] = number[rows[:, STAGE]]
+        return result
 
     sections = Sections(*(tuple(renumbered(schedule.sections[name][rank]) for rank in ranks) for name in SECTIONS))
     places = tuple(StagePlace(new, 0, ranks.index(header.stages[stage].rank)) for new, stage in enumerate(stages))
-    found = replace(
+    header = replace(
         header,
         num_ranks=len(ranks),
         stages=places,
@@ -337,4 +337,4 @@ def _few_ranks(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...]) -> 
         versions_per_stage=tuple(header.versions_per_stage[stage] for stage in stages),
         data_parallel=True,
     )
-    return Schedule(found, sections), stages
+    return Schedule(header, sections), stages

@@ -39,7 +39,7 @@ def equal_work(costs: np.ndarray, count: int, multiple: int) -> tuple[range, ...
 
 def token_flops(config: PretrainConfig) -> np.ndarray:
     """Return the FLOPs of a forward for each token of a sample, float64 [s]; attention counts the keys seen."""
-    length, found = config.data.sequence_length, np.zeros(config.data.sequence_length)
+    length, flops = config.data.sequence_length, np.zeros(config.data.sequence_length)
     for layer in layers_of(config):
         model = config.model.of_kind(layer.variant)
         window = model.sliding_window or length
@@ -47,8 +47,8 @@ def token_flops(config: PretrainConfig) -> np.ndarray:
             each: float | np.ndarray = total_flops([op]).forward / length
             if op.name == "attention":  # it counts the whole window, or all keys, for every query
                 each = each / min(window, length) * np.minimum(np.arange(1, length + 1), window)
-            found += each
-    return found
+            flops += each
+    return flops
 
 
 def unplanned(config: PretrainConfig) -> list[str]:
@@ -102,11 +102,13 @@ def slice_problems(config: PretrainConfig) -> list[str]:
             f"use {max(unit * count, length // even * even)} or {max(unit * count, -(-length // even) * even)}",
         ),
     ]
-    found = [(reason, fix) for wrong, reason, fix in refused if wrong]
-    if not found and min(map(len, slice_ranges(config))) < unit:
-        found = [(f"equal work leaves less than {unit} tokens for one of them", "use longer samples or fewer slices")]
+    problems = [(reason, fix) for wrong, reason, fix in refused if wrong]
+    if not problems and min(map(len, slice_ranges(config))) < unit:
+        problems = [
+            (f"equal work leaves less than {unit} tokens for one of them", "use longer samples or fewer slices")
+        ]
     return [
         f"schedule {name} passes sequences in {count} slices, but {reason}; {fix}, or use a schedule of whole "
         "sequences, such as 1f1b"
-        for reason, fix in found
+        for reason, fix in problems
     ]

@@ -133,15 +133,15 @@ class LayoutTable:
     def _named_strategies(self) -> list[tuple[str, str, LayerChoice]]:
         """Return name, kind and strategy of each layer; adjacent blocks of the same strategy are combined to a
         range."""
-        found = []
+        rows = []
         layers = self.stages.layers[: self._num_named]
         named = zip(layers, self.strategies[: self._num_named], strict=True)
         for (kind, strategy), members in groupby(named, lambda pair: (pair[0].kind, pair[1]._replace(joined=False))):
             indices = [layer.index for layer, _ in members]
             at_the_start = kind in ("embedding", "positions")
             name = f"blocks.{indices[0]}" if kind == "block" else "embedding" if at_the_start else "head"
-            found.append((name if len(indices) == 1 else f"{name}-{indices[-1]}", kind, strategy))
-        return found
+            rows.append((name if len(indices) == 1 else f"{name}-{indices[-1]}", kind, strategy))
+        return rows
 
 
 def moves_to_host(config: PretrainConfig) -> bool:
@@ -182,12 +182,12 @@ def _stage_strategies(config: PretrainConfig, stages: StageLayout, members: rang
     if config.offload.activations == "blocks":
         chosen = kept[:: config.offload.every][: config.offload.num_blocks]
         moved = {unit for unit in kept if (unit in chosen if own[unit].offload is None else own[unit].offload)}
-    found: list[LayerChoice] = []
+    choices: list[LayerChoice] = []
     length = 0
     for unit, layer in enumerate(layers):
         length = length + 1 if unit in rerun else 0
         selective = unit in kept and recompute_method(config, layer.name) == "selective"
-        found.append(
+        choices.append(
             LayerChoice(
                 zero_stage_of(config, layer.name),
                 "full" if unit in rerun else "selective" if selective else "none",
@@ -196,32 +196,32 @@ def _stage_strategies(config: PretrainConfig, stages: StageLayout, members: rang
                 fp8=layer.kind == "block" and is_fp8(config, layer.index),
             )
         )
-    return found
+    return choices
 
 
 def _stretches(strategies: Sequence[LayerChoice]) -> list[range]:
     """Return the units that are rerun together."""
-    found: list[range] = []
+    stretches: list[range] = []
     for unit, strategy in enumerate(strategies):
         if strategy.recompute == "full":
-            first = found.pop().start if strategy.joined else unit
-            found.append(range(first, unit + 1))
-    return found
+            first = stretches.pop().start if strategy.joined else unit
+            stretches.append(range(first, unit + 1))
+    return stretches
 
 
 def _own_fields(config: PretrainConfig, kind: str, strategy: LayerChoice) -> dict[str, Any]:
     """Return the fields of a layer in `parallel.layers`, for a file that does not itself set which blocks are
     recomputed, moved or kept out of fp8."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if strategy.zero != config.zero.stage:
-        found["zero"] = strategy.zero
+        fields["zero"] = strategy.zero
     if kind == "block" and strategy.recompute != config.recompute.method:
-        found["recompute"] = strategy.recompute
+        fields["recompute"] = strategy.recompute
     if kind == "block" and config.offload.activations == "blocks" and strategy.recompute != "full":
-        found |= {} if strategy.offload else {"offload": False}
+        fields |= {} if strategy.offload else {"offload": False}
     if kind == "block" and config.training.fp8 != "none" and not strategy.fp8:
-        found["fp8"] = False
-    return found
+        fields["fp8"] = False
+    return fields
 
 
 def _changed(group: Any, **fixed: Any) -> dict[str, Any]:

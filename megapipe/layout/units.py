@@ -221,19 +221,19 @@ class UnitCosts:
     def update(self, unit: Unit) -> dict[str, list[Exchange]]:
         """Return the exchanges of one update. Muon gathers the momentum of each matrix of which this rank has elements
         over the tensor ranks. If the shards cut a matrix, it gathers that of the whole unit over the shards first."""
-        config, found = self.config, dict[str, list[Exchange]]()
+        config, exchanges = self.config, dict[str, list[Exchange]]()
         if config.optimizer.name != "muon":
-            return found
+            return exchanges
         matrices = [spec for spec in unit.specs if spec.matrix]
         if self._whole_matrices:
             placement = self._placement(unit)
             matrices = [spec for spec in matrices if placement.has_some(spec.name, self.shard)]
             if placement.cut:
-                found[self.shard_group(unit)] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
+                exchanges[self.shard_group(unit)] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
         if config.parallel.tensor > 1:
             shared = [spec for spec in matrices if spec.partition_axis is not None]
-            found["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]
-        return found
+            exchanges["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]
+        return exchanges
 
 
 GIB = 1 << 30
@@ -291,7 +291,7 @@ class StateUnits:
 
     def problems(self) -> list[str]:
         """Return one message for each limit in GiB that is smaller than a layer."""
-        config, width, found = self.config, self._weight_width, list[str]()
+        config, width, messages = self.config, self._weight_width, list[str]()
         for name, limit, pool, size in (
             ("zero.weight_memory", config.zero.weight_memory, self.weight_pool, width),
             ("zero.gradient_memory", config.zero.gradient_memory, self.gradient_pool, FULL_BYTES),
@@ -299,8 +299,10 @@ class StateUnits:
         ):
             if limit is not None and pool < self._largest:
                 needed = f"{self._largest * size / GIB:.4g}"
-                found.append(f"{name} is {limit:g} GiB, but the largest layer needs {needed}; set it to at least that")
-        return found
+                messages.append(
+                    f"{name} is {limit:g} GiB, but the largest layer needs {needed}; set it to at least that"
+                )
+        return messages
 
     @property
     def _weight_width(self) -> int:

@@ -77,13 +77,13 @@ def place(
     order = sorted(whole, key=lambda name: -whole[name])
     behind = sum(long.values())
 
-    def found(shard_size: int) -> list[int] | None:
+    def place_at(shard_size: int) -> list[int] | None:
         stop = num_shards * shard_size - behind
         bins = [(max(i * shard_size, position), min((i + 1) * shard_size, stop)) for i in range(num_shards)]
         return _packed([whole[name] for name in order], bins)
 
-    shard_size = _smallest(found, -(-total // num_shards), max(whole.values(), default=0))
-    packed = found(shard_size)
+    shard_size = _smallest(place_at, -(-total // num_shards), max(whole.values(), default=0))
+    packed = place_at(shard_size)
     assert packed is not None
     starts |= dict(zip(order, packed, strict=True))
     first = num_shards * shard_size - behind
@@ -97,13 +97,13 @@ def place(
     return MatrixPlacement(shard_size, num_shards, starts, stops, decayed, position, cut)
 
 
-def _smallest(found: Callable[[int], list[int] | None], share: int, longest: int) -> int:
+def _smallest(place_at: Callable[[int], list[int] | None], share: int, longest: int) -> int:
     """Return the smallest shard size, by bisection, for which `found` returns positions; `share` plus `longest` always
     suffices."""
     low, high = (-(-size // SEGMENT_ALIGNMENT) for size in (max(share, longest), share + longest))
     while low < high:
         middle = (low + high) // 2
-        if found(middle * SEGMENT_ALIGNMENT) is None:
+        if place_at(middle * SEGMENT_ALIGNMENT) is None:
             low = middle + 1
         else:
             high = middle

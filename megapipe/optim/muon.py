@@ -57,11 +57,11 @@ def separate_matrices(whole: Tensor) -> Iterator[Tensor]:
 def update_of(whole: Tensor, config: MuonConfig) -> Tensor:
     """Return the fp32 factor of the learning rate, for a whole parameter's momentum in canonical shape."""
     update = torch.empty_like(whole, dtype=torch.float32)
-    for given, found in zip(separate_matrices(whole), separate_matrices(update), strict=True):
+    for given, part in zip(separate_matrices(whole), separate_matrices(update), strict=True):
         matrix = given.reshape(-1, given.shape[-1])
         rows, columns = matrix.shape
         scale = 0.2 * sqrt(max(rows, columns)) if config.scale == "match_rms" else sqrt(max(1.0, rows / columns))
-        found.copy_(orthogonalised(matrix, config.newton_schulz_steps).view(given.shape)).mul_(scale)
+        part.copy_(orthogonalised(matrix, config.newton_schulz_steps).view(given.shape)).mul_(scale)
     return update
 
 

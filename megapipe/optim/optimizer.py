@@ -165,12 +165,16 @@ class FlatOptimizer(ABC):
             [state.reduced_gradient(state.newest)[part] for state, part in filled],
             {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,
-            [found[part] for state, part in filled if (found := self._copied(state)) is not None],
+            [copied[part] for state, part in filled if (copied := self._copied(state)) is not None],
         )
 
     def _copied(self, state: UnitState) -> Tensor | None:
-        found = state.working_copy
-        return found if self.writes_copies and found is not None and found.dtype == torch.bfloat16 else None
+        working_copy = state.working_copy
+        return (
+            working_copy
+            if self.writes_copies and working_copy is not None and working_copy.dtype == torch.bfloat16
+            else None
+        )
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Return the decayed elements, or the others, of this rank's part of a unit's buffers."""

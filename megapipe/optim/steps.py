@@ -39,8 +39,8 @@ def check_flat(optimizer: str, tensors: Iterable[Tensor]) -> None:
                 "views (or fp64 ones)"
             )
     if len(dtypes) > 1:
-        found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ValueError(f"{optimizer} got {found} tensors in one step; pass parameters, gradients and moments of one")
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"{optimizer} got {names} tensors in one step; pass parameters, gradients and moments of one")
 
 
 def blocks(lists: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, ...]]:

@@ -126,14 +126,14 @@ class LaunchEnvironment:
         Raises:
             LaunchError: some are set and some are missing, or one has an impossible value.
         """
-        found = [name for name in _VARIABLES if name in environment]
+        present = [name for name in _VARIABLES if name in environment]
         missing = [name for name in _VARIABLES if name not in environment]
-        if not found:
+        if not present:
             return cls()
         if missing:
             raise LaunchError(
-                f"{', '.join(missing)} not set, but {', '.join(found)} is: start with torchrun, which sets all of "
-                f"them, or unset {', '.join(found)} to run as one process"
+                f"{', '.join(missing)} not set, but {', '.join(present)} is: start with torchrun, which sets all of "
+                f"them, or unset {', '.join(present)} to run as one process"
             )
         rank, world_size, local_rank, port = (
             _integer(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")

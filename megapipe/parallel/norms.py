@@ -39,13 +39,13 @@ def squared_norms(
 
     update: number of the update whose gradients are used. squared_norm: of one parameter's owned elements.
     """
-    found = {}
+    squares = {}
     for state in states:
         gradient = state.reduced_gradient(update)
         for segment in state.table.counted():
             if state.held(segment):
-                found[segment.spec.name] = squared_norm(state.in_shard(gradient, segment))
-    return found
+                squares[segment.spec.name] = squared_norm(state.in_shard(gradient, segment))
+    return squares
 
 
 def uncounted_flaw(states: Iterable[UnitState], update: int = 0) -> dict[str, Tensor]:
@@ -55,17 +55,17 @@ def uncounted_flaw(states: Iterable[UnitState], update: int = 0) -> dict[str, Te
     Each tensor rank computes the gradients of replicated parameters itself, so a fault on one rank would otherwise
     change only its copy.
     """
-    found = {}
+    gradients = {}
     for state in states:
         gradient = state.reduced_gradient(update)
         counted = {segment.spec.name for segment in state.table.counted()}
         for segment in state.table:
             if segment.spec.name not in counted and state.held(segment) and not segment.spec.balance_rate:
-                found[segment.spec.name] = state.in_shard(gradient, segment)
-    if not found:
+                gradients[segment.spec.name] = state.in_shard(gradient, segment)
+    if not gradients:
         return {}
-    norms = torch.stack(torch._foreach_norm(list(found.values())))
-    return {next(iter(found)): norms.sum().double() * 0.0}
+    norms = torch.stack(torch._foreach_norm(list(gradients.values())))
+    return {next(iter(gradients)): norms.sum().double() * 0.0}
 
 
 def name_positions(names: Sequence[str]) -> dict[str, int]:

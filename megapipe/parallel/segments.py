@@ -75,13 +75,13 @@ class SegmentTable:
         self.undecayed = slice(decay_stop, self.num_elements)
 
     def _place(self, specs: list[ParameterSpec], tensor_size: int, alignment: int, num_shards: int) -> None:
-        found = place(specs, num_shards, tensor_size=tensor_size, alignment=alignment)
+        placement = place(specs, num_shards, tensor_size=tensor_size, alignment=alignment)
         for spec in specs:
-            self._add(spec, tensor_size, alignment, found.starts[spec.name])
-        self.num_elements = found.num_elements
-        self.decayed, self.undecayed = slice(0, found.decayed), slice(found.decayed, found.elementwise)
-        self.matrices = slice(found.elementwise, found.num_elements)
-        self.cut = found.cut
+            self._add(spec, tensor_size, alignment, placement.starts[spec.name])
+        self.num_elements = placement.num_elements
+        self.decayed, self.undecayed = slice(0, placement.decayed), slice(placement.decayed, placement.elementwise)
+        self.matrices = slice(placement.elementwise, placement.num_elements)
+        self.cut = placement.cut
 
     def _add(self, spec: ParameterSpec, tensor_size: int, alignment: int, start: int) -> Segment:
         shape = spec.local_shape(tensor_size, alignment)

@@ -64,9 +64,9 @@ class Links:
             short = [each for each in self._all if each is not link and each.is_short_of_slots]
             for each in short:
                 each.deliver()
-            found = take(max(0.0, min(remaining, _TURN_SECONDS if short else _LIVENESS_SECONDS)))
-            if found is not None:
-                return found
+            result = take(max(0.0, min(remaining, _TURN_SECONDS if short else _LIVENESS_SECONDS)))
+            if result is not None:
+                return result
             ended = remaining <= 0.0 or link.peer_has_ended()
         return take(0.0)  # the peer's last message may have arrived in between
 

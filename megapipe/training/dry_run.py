@@ -125,7 +125,7 @@ def dry_run(
     )
     first = predict_rank(config, schedule, 0, device=device)
     kernels, holding = OPS.with_overrides(config.kernels.backends), Holding.of(LayoutTable.of(config, layout))
-    found = []
+    coordinates = []
     for place in range(shape.sizes["pipeline"]):
         rank = shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0})
         mesh = silent_mesh(shape, rank, META)
@@ -133,10 +133,10 @@ def dry_run(
         stages = Assembly(model, holding, mesh, schedule.header, kernels=kernels).stages
         _run_shapes(config, stages, HeldTokens.of(config, mesh))
         # The memory of a rank depends only on its pipeline coordinate.
-        found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
+        coordinates.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
         report((place + 1) / shape.sizes["pipeline"])
     say(f"shapes: a forward and a backward of every stage fit together ({len(layout.ranges)} in all)")
-    return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
+    return DryRun(config, world_size, microbatches, actions, tuple(coordinates), device, time.perf_counter() - begin)
 
 
 def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldTokens) -> None:

@@ -242,13 +242,13 @@ class Hardware:
         """
         if num_devices < 1:
             raise ConfigError(f"the number of devices is {num_devices}; it must be at least 1")
-        found = []
+        occupied = []
         left = num_devices
         for node in self._supply():
-            found.append(node)
+            occupied.append(node)
             left -= node.devices_per_node
             if left <= 0:
-                return tuple(found)
+                return tuple(occupied)
         raise ConfigError(
             f"{num_devices} devices are requested, but hardware {self.name!r} has {num_devices - left}; request "
             "fewer, or raise num_nodes of a group"

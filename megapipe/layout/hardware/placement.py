@@ -48,9 +48,9 @@ class Placement:
         self.hardware = hardware
         self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
         self.num_ranks = math.prod(self.sizes.values())
-        found = hardware.nodes(self.num_ranks)
-        reached = {key: node.reached for key, node in {id(node): node for node in found}.items()}
-        self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in found)
+        nodes = hardware.nodes(self.num_ranks)
+        reached = {key: node.reached for key, node in {id(node): node for node in nodes}.items()}
+        self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in nodes)
         self.node_order = tuple(range(len(self.nodes)) if node_order is None else node_order)
         self._check_order()
         ends = itertools.accumulate(self.nodes[node].devices_per_node for node in self.node_order)
@@ -112,14 +112,14 @@ class Placement:
         """
         if any(node is not self.nodes[0] for node in self.nodes):
             return None
-        left, found = self.nodes[0].devices_per_node, {}
+        left, on_node = self.nodes[0].devices_per_node, {}
         for name in reversed(DIMENSIONS):
             size = self.sizes[name]
-            found[name] = math.gcd(size, left)
-            if found[name] not in (size, left):
+            on_node[name] = math.gcd(size, left)
+            if on_node[name] not in (size, left):
                 return None
-            left //= found[name]
-        return found
+            left //= on_node[name]
+        return on_node
 
     @property
     def _even(self) -> dict[str, int] | None:
@@ -202,11 +202,11 @@ class Placement:
         kinds = visited if self.hardware.link_matrix is not None else self._kinds[visited]
         likeness = np.stack([counts, kinds, np.where(crosses, active[visited], 0)], axis=1)
         ends = visits.cumsum().tolist()
-        found: dict[bytes, slice] = {}
+        distinct: dict[bytes, slice] = {}
         for first, stop in zip([0, *ends[:-1]], ends, strict=True):
-            found.setdefault(likeness[first:stop].tobytes(), slice(first, stop))
+            distinct.setdefault(likeness[first:stop].tobytes(), slice(first, stop))
         busy = Counter(dict(enumerate(active.tolist())))
-        groups = (dict(zip(visited[at].tolist(), counts[at].tolist(), strict=True)) for at in found.values())
+        groups = (dict(zip(visited[at].tolist(), counts[at].tolist(), strict=True)) for at in distinct.values())
         return tuple(dict.fromkeys(self._group(Counter(each), busy) for each in groups))
 
     @cached_property
@@ -237,11 +237,11 @@ class Placement:
 
 def _slower(links: Iterable[IntraNodeLink]) -> IntraNodeLink:
     """Return the worst of each figure."""
-    found = list(links)
-    if all(link == found[0] for link in found):
-        return found[0]
+    all_links = list(links)
+    if all(link == all_links[0] for link in all_links):
+        return all_links[0]
     return IntraNodeLink(
-        max(link.latency for link in found),
-        min(link.bandwidth for link in found),
-        min(link.pair_bandwidth for link in found),
+        max(link.latency for link in all_links),
+        min(link.bandwidth for link in all_links),
+        min(link.pair_bandwidth for link in all_links),
     )

@@ -66,14 +66,14 @@ def matrix_product_time(
             raise ValueError(
                 f"{name} is {size}, but sizes of a matrix product must be at least 1; leave empty products out"
             )
-    found = device.efficiency
-    padded = (rows + found.half_size) * (inner + found.half_size) * (columns + found.half_size)
+    efficiency = device.efficiency
+    padded = (rows + efficiency.half_size) * (inner + efficiency.half_size) * (columns + efficiency.half_size)
     peak, size = device.peak(dtype), DTYPE_BYTES[dtype]
     moved = size * (rows * inner + inner * columns) + (size if out_bytes is None else out_bytes) * rows * columns
     return KernelTime(
-        2.0 * batch * padded / (peak * found.ceiling),
+        2.0 * batch * padded / (peak * efficiency.ceiling),
         batch * moved / device.reached_bandwidth,
-        found.launch,
+        efficiency.launch,
     )
 
 

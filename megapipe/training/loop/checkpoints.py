@@ -405,14 +405,14 @@ class Checkpointer:
         return None if path is None else self.directory / path.name
 
     def _find_newest(self) -> Path | None:
-        found = newest_valid(self.directory, self._say)
+        newest = newest_valid(self.directory, self._say)
         damaged = set_aside(self.directory)
-        if found is None and damaged:
+        if newest is None and damaged:
             raise CheckpointError(
                 f"every checkpoint in {self.directory} is damaged, the newest being {damaged[-1].name}; move them "
                 "away to start from the beginning, or choose another training.directory"
             )
-        return found
+        return newest
 
     def _set_aside(self, path: Path, error: DamagedCheckpointError) -> None:
         on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
@@ -497,12 +497,12 @@ def weights_folder(folder: Path) -> Path:
     """
     if (folder / MANIFEST).is_file() or is_hugging_face(folder):
         return folder
-    found = newest_whole(folder) or newest_whole(folder / "checkpoints")
-    if found is None:
+    checkpoint = newest_whole(folder) or newest_whole(folder / "checkpoints")
+    if checkpoint is None:
         raise CheckpointError(
             f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or the folder of a run "
             "with complete checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
             if folder.is_dir()
             else f"init_from {folder} is not a folder"
         )
-    return found
+    return checkpoint

@@ -67,20 +67,20 @@ def _decided(
     offload = config.offload
     flops, bandwidth = _rates(config, mesh)
     held = microbatches_held(plain)
-    blocks = {stage: found for stage in range(len(layout.ranges)) if (found := layout.blocks(stage))}
+    blocks = {stage: units for stage in range(len(layout.ranges)) if (units := layout.blocks(stage))}
     costs = {
-        stage: [_block_cost(config, mesh, layout.layers[layout.ranges[stage][unit]], flops) for unit in found]
-        for stage, found in blocks.items()
+        stage: [_block_cost(config, mesh, layout.layers[layout.ranges[stage][unit]], flops) for unit in units]
+        for stage, units in blocks.items()
     }
 
     def treated(prefetch: int) -> dict[int, Treatments]:
-        found = {}
+        by_stage = {}
         for stage, own in costs.items():
             neighbours = plain.header.stages_on(plain.rank_of(stage))
             share = len(own) / sum(len(blocks.get(each, ())) for each in neighbours)
             memory = share * cast(float, offload.memory) * GIB
-            found[stage] = _treated(config, own, stage, held[stage], memory, bandwidth, prefetch)
-        return found
+            by_stage[stage] = _treated(config, own, stage, held[stage], memory, bandwidth, prefetch)
+        return by_stage
 
     prefetch, chosen = _least_recomputed(treated, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
     without = replace(config, offload=replace(offload, activations="none"))
@@ -105,17 +105,17 @@ def _least_recomputed(
 ) -> tuple[int, dict[int, Treatments]]:
     """Return the prefetch for which the slowest stage recomputes least, and its treatments by stage. Of equally good
     ones, return the smallest."""
-    found: dict[int, dict[int, Treatments]] = {}
+    treatments: dict[int, dict[int, Treatments]] = {}
     refused: ConfigError | None = None
     for prefetch in prefetches:
         try:
-            found[prefetch] = treated(prefetch)
+            treatments[prefetch] = treated(prefetch)
         except ConfigError as error:
             refused = refused or error
-    if refused is not None and not found:
+    if refused is not None and not treatments:
         raise refused
-    best = min(found, key=lambda each: (max(stage.recomputed for stage in found[each].values()), each))
-    return best, found[best]
+    best = min(treatments, key=lambda each: (max(stage.recomputed for stage in treatments[each].values()), each))
+    return best, treatments[best]
 
 
 def _treated(

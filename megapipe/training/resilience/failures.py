@@ -150,16 +150,16 @@ def _nodes(piece: SavedGraph) -> Iterator[Any]:
 
 def _saved_tensors(node: Any) -> list[Tensor] | None:
     """Return the tensors that a node saves for its backward; None if the node has run and freed them."""
-    found: list[Any] = []
+    values: list[Any] = []
     try:
-        found += getattr(node, "saved_tensors", ())
+        values += getattr(node, "saved_tensors", ())
         for name in dir(node):
             if name.startswith("_saved_"):
                 value = getattr(node, name)
-                found += value if isinstance(value, list | tuple) else [value]
+                values += value if isinstance(value, list | tuple) else [value]
     except RuntimeError:
         return None
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -46,7 +46,7 @@ def check_replicas(states: Sequence[UnitState], world: Group, step: int) -> None
     for rank, rows in enumerate(table):
         for key, digest in rows.tolist():
             holders.setdefault(key, {})[rank] = digest
-    differing = {key: found for key, found in holders.items() if len(set(found.values())) > 1}
+    differing = {key: by_rank for key, by_rank in holders.items() if len(set(by_rank.values())) > 1}
     if not differing:
         return
     mine = [_line(words, differing[key]) for key, (words, _) in names.items() if key in differing]

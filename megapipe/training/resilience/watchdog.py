@@ -53,18 +53,18 @@ class ActionPlaces:
         """Return the global ranks that an action may wait for."""
         mesh = self._mesh
         own = mesh.rank
-        found: set[int] = set()
+        ranks: set[int] = set()
         if action.kind in (*_FROM_BEFORE, *_FROM_BEHIND):
             step = self._schedule.previous_stage if action.kind in _FROM_BEFORE else self._schedule.next_stage
             neighbour = step(action.stage, action.microbatch)
             if neighbour is not None:
-                found.add(mesh.group("pipeline").ranks[self._schedule.rank_of(neighbour)])
-            found.update(mesh.group("tensor").ranks, mesh.group("context").ranks)
+                ranks.add(mesh.group("pipeline").ranks[self._schedule.rank_of(neighbour)])
+            ranks.update(mesh.group("tensor").ranks, mesh.group("context").ranks)
         elif action.kind in _AMONG_REPLICAS:
-            found.update(mesh.group("data", "context").ranks)
+            ranks.update(mesh.group("data", "context").ranks)
         elif action.kind in _AMONG_ALL:
-            found.update(mesh.world.ranks)
-        return tuple(sorted(found - {own}))
+            ranks.update(mesh.world.ranks)
+        return tuple(sorted(ranks - {own}))
 
 
 def described_ranks(ranks: tuple[int, ...]) -> str:
