@@ -1,7 +1,7 @@
-"""Norms as operators: the functions of a backend's layer norm or rms norm, made from its launches.
+"""Norms as operators: creates the functions of a backend's layer norm or rms norm from its launches.
 
 A layer norm has the parameters weight and bias and the statistics mean and reciprocal deviation, an rms norm a weight
-and the reciprocal root of the mean square: as many statistics as parameters.
+and the reciprocal root of the mean square: it has the same number of statistics and parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from megapipe.kernels.registry import Implementation
 
 
 class NormBackward(Protocol):
-    """Operands of a norm's gradients. The two halves have the bits of the whole."""
+    """Operands of a norm's gradients. The two halves compute the same bits as the whole backward."""
 
     def input_gradient(self) -> Tensor:
         """Return the gradient of x, including the part that does not come through the norm."""
 
     def weight_gradients(self) -> Sequence[Tensor]:
-        """Return the gradients of weight and, of a layer norm, bias."""
+        """Return the gradients of weight and, for a layer norm, bias."""
 
     def gradients(self) -> Sequence[Tensor]:
-        """Return the gradients of x, weight and, of a layer norm, bias."""
+        """Return the gradients of x, weight and, for a layer norm, bias."""
 
 
 Forward = Callable[[str, Tensor, Tensor | None, Sequence[Tensor], float], tuple[Tensor, ...]]
@@ -35,12 +35,12 @@ Operands = Callable[[str, Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor | N
 
 
 def statistic_of(x: Tensor) -> Tensor:
-    """Memory for one fp32 number per row of x: [..., 1]."""
+    """Allocate one fp32 number per row of x: [..., 1]."""
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def result_of(x: Tensor) -> Tensor:
-    """Contiguous memory for a result in x's shape and dtype."""
+    """Allocate a contiguous result in x's shape and dtype."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Operators that a compiler schedules but does not rewrite, and constants that it does not trace."""
+"""Operators that a compiler calls but does not rewrite, and constants that it does not trace."""
 
 import functools
 from collections.abc import Callable
@@ -22,13 +22,14 @@ def opaque(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Decorate a pure function of tensors so that compiled graphs call it as one operator, `megapipe::<name>`.
 
-    Compilers reorder sums when they fuse them. What has to give the same bits inside a compiled backward and outside
-    of it, such as the weight half of a split backward, is kept out of their reach; so are kernels that no compiler
-    knows. Eager calls go to the function, unless autograd may have to see one that has a backward, or tensors are of a
-    class of their own, as those are that tracing without the compiler puts through the backward.
+    Compilers reorder sums when they fuse them. Functions that must give the same bits inside and outside of a compiled
+    backward, such as the weight half of a split backward, are therefore opaque to them; so are kernels that compilers
+    do not know. Eager calls go directly to the function, unless autograd needs its backward, or tensors have a
+    subclass, such as those that tracing without the compiler passes through the backward.
 
-    schema: `name(Tensor x, ...) -> ...` in torch's schema language. fake: shapes and dtypes of the results alone.
-    setup_context, backward: as `torch.library.register_autograd` takes them; None for an operator without gradients.
+    schema: `name(Tensor x, ...) -> ...` in torch's schema language. fake: computes only the shapes and dtypes of the
+    results. setup_context, backward: as `torch.library.register_autograd` takes them; None for an operator without
+    gradients.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -1,8 +1,8 @@
 """Measured preferences: which backend of an op was the fastest on one kind of GPU, by data type and size.
 
-`make gpu-check` writes them to `kernels/measured/<device>.yaml`, where every registry of kernels looks for the GPU at
-hand. The environment variable MEGAPIPE_KERNEL_PREFERENCES names another file, or `none` for the order of the table.
-A file that cannot be used is ignored, and the start of a run says why.
+`make gpu-check` writes them to `kernels/measured/<device>.yaml`, where every registry of kernels looks for the current
+GPU. The environment variable MEGAPIPE_KERNEL_PREFERENCES names another file, or `none` for the order of the table. A
+file that cannot be used is ignored, and a run prints the reason when it starts.
 """
 
 import functools
@@ -38,7 +38,7 @@ class MeasuredPreference:
 
 @dataclass(frozen=True)
 class Preferences:
-    """The rows of one GPU. device: its name; measured: when and with which versions, in words."""
+    """The rows of one GPU. device: its name. measured: text with the date and the versions of the measurement."""
 
     device: str
     measured: str
@@ -63,7 +63,7 @@ class Preferences:
 
 @dataclass(frozen=True)
 class LoadedPreferences:
-    """Preferences for the GPU at hand, or None; note: a line for the start of a run, or None."""
+    """Preferences for the current GPU, or None. note: a line to print when a run starts, or None."""
 
     preferences: Preferences | None = None
     note: str | None = None
@@ -97,7 +97,7 @@ def slug(device: str) -> str:
 
 
 def find(device: str, environment: Mapping[str, str] = os.environ) -> LoadedPreferences:
-    """Return the preferences for a GPU of this name, and what a run should say about them."""
+    """Return the preferences for a GPU of this name, and a note that a run should print about them."""
     requested = environment.get(VARIABLE)
     if requested == "none":
         return LoadedPreferences(note=f"preferences are switched off by {VARIABLE}")
@@ -118,7 +118,7 @@ def find(device: str, environment: Mapping[str, str] = os.environ) -> LoadedPref
 
 @functools.cache
 def current() -> LoadedPreferences:
-    """Return what there is for the current GPU; read once."""
+    """Return the preferences for the current GPU; the file is read once."""
     return find(torch.cuda.get_device_name()) if torch.cuda.is_available() else LoadedPreferences()
 
 

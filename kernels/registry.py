@@ -1,11 +1,11 @@
-"""The kernel registry: which backend runs an op on given tensors, and why.
+"""The kernel registry: decides which backend runs an op on given tensors, and why.
 
-An op is a name, the functions that it consists of, and backends in order of preference, the torch reference last. A
+An op has a name, functions, and backends in order of preference, with the torch reference last. A
 backend is a module with those functions and a rule that says which tensors it refuses. In the module, the function
 `apply` has the name of the op (`gelu`), and every other function begins with it (`softmax_forward`), so that one
 module may have several ops; or an `Implementation` has the op's name (`layer_norm`). Modules that need more than
-torch are given by name and imported when they are first needed. The table of ops is `megapipe.kernels.ops.OPS`; what
-a registry picks never changes after it was built.
+torch are given by name and imported when they are first needed. The table of ops is `megapipe.kernels.ops.OPS`; the
+choices of a registry never change after it was built.
 """
 
 import importlib
@@ -28,7 +28,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def refused_dtype(dtype: torch.dtype, *taken: torch.dtype, of: str = "") -> str | None:
-    """Return why kernels for the dtypes `taken` refuse another one, of the tensor that `of` names; None for these."""
+    """Return why kernels for the dtypes `taken` refuse this dtype of a tensor described by `of`; None if it is one of
+    them."""
     if dtype in taken:
         return None
     *others, last = (str(each).removeprefix("torch.") for each in taken)
@@ -37,17 +38,17 @@ def refused_dtype(dtype: torch.dtype, *taken: torch.dtype, of: str = "") -> str 
 
 
 def refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
-    """Return why kernels that take any width of the usual dtypes refuse a tensor."""
+    """Return why kernels that support all widths and the usual dtypes refuse a tensor."""
     return refused_dtype(dtype, *FLOATS) or ("the last axis is empty" if width == 0 else None)
 
 
 def refused_master(device: str, dtype: torch.dtype, width: int) -> str | None:
-    """Return why AdamW refuses a master of this dtype, which is the tensor that a backend is chosen for."""
+    """Return why AdamW refuses a master of this dtype; the backend is chosen for the master."""
     return refused_dtype(dtype, torch.float32, of="master")
 
 
 class KernelError(ValueError):
-    """An op or backend that does not exist, or a demanded backend that cannot run; the message names the way out."""
+    """An op or backend does not exist, or a requested backend cannot run; the message says how to fix it."""
 
 
 class Implementation(SimpleNamespace):
@@ -55,11 +56,12 @@ class Implementation(SimpleNamespace):
 
 
 class Backend:
-    """One implementation of an op: a module of functions and the tensors that it can take.
+    """One implementation of an op: a module of functions, and a rule for the tensors that it supports.
 
-    name: `reference`, `triton`, `cuda` or `apex`. module: or its full name, and then it is imported when a tensor
-    first reaches it. unavailable: device type -> why none of its tensors can be taken, or None; asked before that.
-    only_requested: chosen only where the configuration names it, because some calls have arguments that it refuses.
+    name: `reference`, `triton`, `cuda` or `apex`. module: the module or its full name, by which it is imported at its
+    first use. unavailable: device type -> why the backend supports no tensors there, or None; called before that
+    import. only_requested: chosen only if the configuration names it, because some calls have arguments that it
+    refuses.
     """
 
     def __init__(
@@ -76,19 +78,19 @@ class Backend:
 
     @cached_property
     def module(self) -> ModuleType:
-        """The module, imported now if it was not. Raises ImportError."""
+        """The module, which is imported at the first use. Raises ImportError."""
         return importlib.import_module(self._source) if isinstance(self._source, str) else self._source
 
     @property
     def at_hand(self) -> bool:
-        """Whether the module can be looked into without importing it."""
+        """Whether the module is available without an import."""
         return not isinstance(self._source, str)
 
     def refusal(self, op: str, device: str, dtype: torch.dtype, width: int) -> str | None:
-        """Why an op's tensors of this device type, dtype and last axis are refused; None when they are taken.
+        """Return why an op's tensors of this device type, dtype and last axis are refused; None if they are supported.
 
-        The rule is the op's in the module's table `REFUSALS` or, without that, the module's function `refusal`; a
-        module without either takes everything. A module that cannot be imported takes nothing.
+        The rule is the op's entry in the module's table `REFUSALS` or, without one, the module's function `refusal`; a
+        module with neither supports everything. A module that cannot be imported supports nothing.
         """
         reason = None if self._unavailable is None else self._unavailable(device)
         if reason is not None:
@@ -103,7 +105,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class KernelOp:
-    """An op: functions that every backend supplies, and backends in order of preference, the reference last."""
+    """An op: functions that every backend has, and backends in order of preference, with the reference last."""
 
     name: str
     functions: tuple[str, ...]
@@ -117,7 +119,7 @@ class KernelOp:
             raise KernelError(f"op {self.name!r}: the last backend must be {REFERENCE!r}, which takes every tensor")
 
     def implementation(self, backend: Backend) -> Implementation:
-        """The backend's functions. Raises KernelError when its module lacks one of the op's."""
+        """Return the backend's functions. Raises KernelError if its module lacks one of the op's."""
         made = getattr(backend.module, self.name, None)
         if isinstance(made, Implementation):
             return made
@@ -130,7 +132,7 @@ class KernelOp:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend for one kind of tensor, and why each preferred one was refused."""
+    """The backend for one kind of tensor, and why each preferred backend was refused."""
 
     op: str
     device: str
@@ -146,11 +148,11 @@ class Choice:
 
 
 class Registry:
-    """A table of ops with the backends that the configuration demands.
+    """A table of ops with the backends that the configuration requests.
 
-    overrides: op name -> backend name. A demanded backend runs or fails; it never falls back in silence.
-    preferences: returns what was measured on the GPU at hand, or None; called when an op is first chosen for a GPU.
-    Raises KernelError for an unknown op or backend, naming the nearest.
+    overrides: op name -> backend name. A requested backend runs or fails; there is no silent fallback. preferences:
+    returns the measurements on the current GPU, or None; called when an op is first chosen for a GPU. Raises
+    KernelError for an unknown op or backend, naming the nearest.
     """
 
     def __init__(
@@ -170,8 +172,8 @@ class Registry:
         self._overrides = dict(overrides or {})
         self._choices: dict[tuple[str, str, torch.dtype, int], Choice] = {}
 
-        # A constant to a compiler, which guards its graphs on device, dtype and shape anyway. No method: torch 2.11
-        # wants constants for arguments.
+        # A constant for a compiler, which guards its graphs on device, dtype and shape anyway. Not a method, because
+        # torch 2.11 needs constants for arguments.
         @constant_when_compiled
         def name_picked(op: str, device: str, dtype: torch.dtype, width: int) -> str:
             return self.choice(op, device, dtype, width).backend
@@ -186,36 +188,36 @@ class Registry:
 
     @property
     def ops(self) -> tuple[KernelOp, ...]:
-        """Every op, each with its backends in order of preference."""
+        """Return every op, each with its backends in order of preference."""
         return tuple(self._ops.values())
 
     def with_overrides(self, overrides: Mapping[str, str]) -> "Registry":
-        """The same ops with other demands."""
+        """Return a registry of the same ops with other requested backends."""
         return Registry(self.ops, overrides, self._preferences)
 
     def is_requested(self, op: str) -> bool:
-        """Whether the configuration names a backend for this op."""
+        """Return whether the configuration names a backend for this op."""
         return op in self._overrides
 
     def pick(self, op: str, tensor: Tensor) -> Implementation:
-        """The functions that run `op` on such a tensor: device type, dtype and length of the last axis decide.
+        """Return the functions that run `op` on such a tensor, by its device type, dtype and length of the last axis.
 
-        Raises KernelError for an unknown op, and when a demanded backend refuses the tensor.
+        Raises KernelError for an unknown op, and if a requested backend refuses the tensor.
         """
         backend = self._name_picked(op, tensor.device.type, tensor.dtype, tensor.shape[-1])
         return self._implementations[op, backend]
 
     def reference(self, op: str) -> Implementation:
-        """The functions of the op's reference, which takes every tensor."""
+        """Return the functions of the op's reference, which supports every tensor."""
         return self._implementations[op, REFERENCE]
 
     def choice(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
-        """The decision that `pick` makes for such tensors."""
+        """Return the decision that `pick` makes for such tensors."""
         key = (op, device, dtype, width)
-        found = self._choices.get(key)
-        if found is None:
-            found = self._choices[key] = self._decide(*key)
-        return found
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self._decide(*key)
+        return choice
 
     def report(self) -> str:
         """Return one line per kind of tensor used so far: the backend, and why each preferred one was refused."""
@@ -245,7 +247,7 @@ class Registry:
         )
 
     def _in_order(self, op: str, device: str, dtype: torch.dtype, width: int) -> list[Backend]:
-        """The op's backends: those that were measured at such a size, then the others."""
+        """Return the op's backends: those that were measured at a similar size, then the others."""
         preferences = self._preferences() if device == "cuda" else None
         measured = () if preferences is None else preferences.order(op, dtype, width)
         places = {name: place for place, name in enumerate(measured) if name != REFERENCE}

@@ -29,7 +29,7 @@ def unavailable(op: str) -> Callable[[str], str | None]:
 
 
 def described() -> str | None:
-    """Return a line that names the ops which the installed apex has kernels for; None without apex."""
+    """Return a line with the ops for which the installed apex has kernels; None without apex."""
     ops = [op for op, extension in EXTENSIONS.items() if _installed(extension)]
     missing = sorted({extension for op, extension in EXTENSIONS.items() if op not in ops})
     if not ops:

@@ -1,10 +1,10 @@
 """Kernels of NVIDIA's apex: the functions and arguments of the references.
 
-Norms: apex has no halves of a backward, so each half does both and drops one.
+Norms: apex cannot split a backward, so each half computes both results and drops one.
 
-Causal softmax (from Megatron-LM): of the reference's arguments, those without a mask and a window. apex's softmax
-with a mask is not used: no run has one, it gives a hidden key the score -10,000 instead of no weight, and builds
-differ in rows that see no key. A row whose visible scores are all minus infinity is NaN here, as in torch, and not 0.
+Causal softmax (from Megatron-LM): the reference's arguments, without a mask and a window. apex's softmax with a mask
+is not used: no run needs it, it gives hidden keys the score -10,000 instead of zero weight, and builds differ in rows
+that see no key. A row whose visible scores are all minus infinity is NaN here, as in torch, and not 0.
 
 AdamW: of apex's Adam kernels this takes the one that was made for CUDA graphs: step, learning rate, gradient scale
 and skip flag are on the device, so that nothing waits for the host. It overwrites the gradient with the scaled one.
@@ -14,8 +14,8 @@ buffers.
 Gradient norm: every block of 65,536 elements is a tensor of apex's list, so that the sum has the canonical blocks.
 The host prepares the list, about a microsecond for each block.
 
-Weight gradient: cuBLAS adds the product to the accumulator in fp32. It is never rounded to bf16 or fp16, nor in
-memory.
+Weight gradient: cuBLAS adds the product to the accumulator in fp32. The product is never rounded to bf16 or fp16 or
+written to memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def _norm_forward(
 
 @dataclass(frozen=True)
 class ApexNormBackward:
-    """Operands of a norm's gradients, checked. apex has no halves of a backward, so each half drops a result."""
+    """Operands of a norm's gradients, checked. apex cannot split a backward, so each half drops a result."""
 
     op: str
     dy: Tensor
@@ -73,20 +73,20 @@ class ApexNormBackward:
     def of(
         cls, op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx: Tensor | None
     ) -> "ApexNormBackward":
-        """Raises ValueError when a shape or dtype does not fit x."""
+        """Raises ValueError if a shape or dtype does not match x."""
         x, dy, weight = operands(op, x, {"dy": dy}, {"weight": weight})
         return cls(op, dy, x, tuple(statistic.float().flatten() for statistic in statistics), weight, dx)
 
     def input_gradient(self) -> Tensor:
-        """Gradient of x, dx included."""
+        """Return the gradient of x, including dx."""
         return self.gradients()[0]
 
     def weight_gradients(self) -> list[Tensor]:
-        """Gradients of weight and, of layer_norm, bias."""
+        """Return the gradients of weight and, for layer_norm, bias."""
         return self._gradients()[1:]
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of x, dx included, of weight and, of layer_norm, bias."""
+        """Return the gradients of x, including dx, of weight and, for layer_norm, of bias."""
         through, *others = self._gradients()
         return [through if self.dx is None else through + self.dx, *others]
 
@@ -106,11 +106,12 @@ rms_norm = norm_functions("rms_norm", "apex", _norm_forward, ApexNormBackward.of
 
 
 _MOST_KEYS = 16_384
-"""Since apex's commit 61aa24688; builds from before it end with an error of their own above 2,048."""
+"""Maximum number of keys since apex's commit 61aa24688; earlier builds raise their own error above 2,048."""
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
-    """Raise KernelError for a mask, for what is not causal or has a window, and for sizes that apex does not take."""
+    """Raise KernelError for a mask, for attention that is not causal or has a window, and for sizes that apex does not
+    support."""
     length = scores.shape[-1]
     if mask is not None or not causal or (window is not None and window < length) or scores.shape[-2] != length:
         raise _unsupported("a mask, a sliding window, or attention that is not causal over one sequence")
@@ -186,9 +187,10 @@ adamw_step = adamw_operator(_adamw)
     lambda values: values.new_empty((), dtype=torch.float64),
 )
 def gradient_norm(values: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor, block by block: a 0-dim float64 tensor on its device.
+    """Return the sum of squares of a flat tensor, block by block, as a 0-dim float64 tensor on its device.
 
-    It is finite only if every element is; elements beyond 1e17 may overflow too, as a block's norm is taken in fp32.
+    It is finite only if every element is; elements beyond 1e17 may overflow too, because the norm of a block is
+    computed in fp32.
     """
     if not values.numel():
         return values.new_zeros((), dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The functions of NVIDIA's apex that megapipe calls, with the arguments of every supported build.
 
-apex has no version numbers: a form is named by a commit of github.com/NVIDIA/apex, or of a fork of it, whose sources
-have it, and by what introduced it. pybind11 checks arguments only when a function is called, and some are first called
+apex has no version numbers: a form is identified by a commit of github.com/NVIDIA/apex, or of a fork, that has it, and
+by the change that introduced it. pybind11 checks arguments only when a function is called, and some are first called
 in the backward of the first step, so a build is compared with this table when a backend is chosen (`why_unsupported`).
 """
 
@@ -39,19 +39,20 @@ class Function:
     forms: tuple[Form, ...]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it with the leading arguments that the installed build takes, on the device of the first tensor.
+        """Call the function with the leading arguments that the installed build takes, on the device of the first
+        tensor.
 
-        Raises ImportError without the extension, ValueError when the build is not in the table.
+        Raises ImportError without the extension, and ValueError if the build is not in the table.
         """
-        found = getattr(importlib.import_module(self.extension), self.name)
-        count = _count(found)
+        function = getattr(importlib.import_module(self.extension), self.name)
+        count = _count(function)
         if count not in self.counts:
             raise ValueError(f"apex: {self.flaw()}")
         device = next(tensor.device for tensor in _tensors(arguments))
         if device.type != "cuda":
-            return found(*arguments[:count])
+            return function(*arguments[:count])
         with torch.cuda.device(device):
-            return found(*arguments[:count])
+            return function(*arguments[:count])
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -60,12 +61,12 @@ class Function:
 
     def flaw(self) -> str | None:
         """Return why the installed extension cannot be called; None if it can. Raises ImportError."""
-        found = getattr(importlib.import_module(self.extension), self.name, None)
-        if found is None:
+        function = getattr(importlib.import_module(self.extension), self.name, None)
+        if function is None:
             return f"{self.extension} has no function {self.name}; build an apex that has it ({self.forms[0].since})"
-        if _count(found) in self.counts:
+        if _count(function) in self.counts:
             return None
-        known, taken = " or ".join(map(str, self.counts)), _count(found) or "unknown"
+        known, taken = " or ".join(map(str, self.counts)), _count(function) or "unknown"
         return (
             f"{self.extension}.{self.name} takes {taken} arguments instead of {known}; build apex at commit "
             f"{self.forms[-1].commit[:9]}"
@@ -91,11 +92,11 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
 def _function(extension: str, name: str, *forms: tuple[tuple[str, str], str]) -> Function:
     """Return a function, and add it to `FUNCTIONS`. Each form adds its arguments to those of the one before."""
     arguments: tuple[str, ...] = ()
-    found = []
+    forms_so_far = []
     for source, more in forms:
         arguments += tuple(more.split())
-        found.append(Form(*source, arguments))
-    FUNCTIONS.append(Function(extension, name, tuple(found)))
+        forms_so_far.append(Form(*source, arguments))
+    FUNCTIONS.append(Function(extension, name, tuple(forms_so_far)))
     return FUNCTIONS[-1]
 
 

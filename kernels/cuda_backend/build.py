@@ -1,4 +1,4 @@
-"""Building csrc/ with nvcc alone. It needs neither torch nor megapipe: setup.py runs this file by its path."""
+"""Builds csrc/ with nvcc. This needs neither torch nor megapipe: setup.py runs this file by its path."""
 
 import os
 import shutil
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ARCHITECTURES = (80, 90, 100)
-"""Machine code for these; newer GPUs compile the PTX of the last one when a kernel is first run."""
+"""Architectures with machine code; newer GPUs compile the PTX of the last one when a kernel runs for the first
+time."""
 
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "--fmad=false",  # products and sums fuse where the source says so: the same bits from every compiler
+    "--fmad=false",  # multiply-adds are fused only where the source says so, to get the same bits from every compiler
     "-Werror",
     "all-warnings",
     "-Xcompiler",
@@ -22,21 +23,21 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """The CUDA C++ kernels were asked for and cannot be built; the message names the way out."""
+    """The CUDA C++ kernels were requested but cannot be built; the message says how to fix it."""
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc: on the PATH, under CUDA_HOME, or where NVIDIA's installer puts it."""
+    """Return the path of nvcc: on the PATH, under CUDA_HOME, or in the folder of NVIDIA's installer."""
     folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     for folder in (None, *folders, "/usr/local/cuda/bin"):
-        found = shutil.which("nvcc", path=folder)
-        if found is not None:
-            return found
+        nvcc = shutil.which("nvcc", path=folder)
+        if nvcc is not None:
+            return nvcc
     return None
 
 
 def has_gpu() -> bool:
-    """Whether the driver lists an NVIDIA GPU."""
+    """Return whether the driver lists an NVIDIA GPU."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -45,10 +46,10 @@ def has_gpu() -> bool:
 
 
 def reason_to_skip() -> str | None:
-    """Why an installation leaves the kernels out; None when it builds them.
+    """Return why an installation skips the kernels; None if it builds them.
 
-    MEGAPIPE_CUDA=1 demands them, MEGAPIPE_CUDA=0 leaves them out; otherwise they are built for a machine with a GPU.
-    Raises BuildError when they are demanded and nvcc is missing, or for another value.
+    MEGAPIPE_CUDA=1 requires them, MEGAPIPE_CUDA=0 skips them; otherwise they are built on a machine with a GPU. Raises
+    BuildError if they are required and nvcc is missing, or for another value.
     """
     demand = os.environ.get("MEGAPIPE_CUDA", "")
     if demand not in ("", "0", "1"):
@@ -65,7 +66,7 @@ def reason_to_skip() -> str | None:
 
 
 def command(nvcc: str, sources: Sequence[Path], output: Path, architectures: Sequence[int]) -> list[str]:
-    """The call of nvcc that makes one shared library."""
+    """Return the nvcc command that builds one shared library."""
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
     newest = architectures[-1]
     portable = f"-gencode=arch=compute_{newest},code=compute_{newest}"
@@ -73,7 +74,7 @@ def command(nvcc: str, sources: Sequence[Path], output: Path, architectures: Seq
 
 
 def known_architectures(nvcc: str) -> list[int]:
-    """Those of ARCHITECTURES that this nvcc can compile for. Raises BuildError when there is none."""
+    """Return those of ARCHITECTURES for which this nvcc can compile. Raises BuildError if there is none."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     known = [number for number in ARCHITECTURES if f"sm_{number}" in listed]
     if not known:

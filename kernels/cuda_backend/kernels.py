@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++: the functions and arguments of the references, over the library of csrc/.
+"""Kernels in CUDA C++, with the functions and arguments of the references, on top of the library of csrc/.
 
 Norms: statistics are fp32. Any width; x, its gradients and the weight share one dtype.
 
@@ -22,15 +22,16 @@ from megapipe.kernels.registry import refused_master
 
 
 def sizes(x: Tensor) -> tuple[int, int, int]:
-    """(rows, width, the number of the dtype), as csrc takes them."""
+    """Return rows, width, and the number of the dtype, as csrc takes them."""
     width = x.shape[-1]
     return x.numel() // width if width else 0, width, library.DTYPES[x.dtype]
 
 
 def operands(name: str, x: Tensor, beside: dict[str, Tensor | None], parameters: dict[str, Tensor]) -> list[Tensor]:
-    """x, what has its shape, and parameters of its width, contiguous and in this order; absent ones are left out.
+    """Return x, the tensors with its shape, and parameters of its width, contiguous and in this order, without absent
+    ones.
 
-    Raises ValueError, naming the tensor, when a shape or dtype differs.
+    Raises ValueError, naming the tensor, if a shape or dtype differs.
     """
     expected = {key: (tensor, x.shape) for key, tensor in beside.items() if tensor is not None}
     expected |= {key: (tensor, x.shape[-1:]) for key, tensor in parameters.items()}
@@ -62,32 +63,33 @@ class CudaNormBackward:
     def of(
         cls, op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx: Tensor | None = None
     ) -> "CudaNormBackward":
-        """Raises ValueError when a shape or dtype does not fit x."""
+        """Raises ValueError if a shape or dtype does not match x."""
         x, dy, *rest = operands(op, x, {"dy": dy, "dx": dx}, {"weight": weight})
         # torch.compile narrows the statistics to the dtype of x.
         wide = tuple(statistic.float().contiguous() for statistic in statistics)
         return cls(op, dy, x, wide, rest[-1], rest[0] if dx is not None else None)
 
     def input_gradient(self) -> Tensor:
-        """Gradient of x, dx included."""
-        found = torch.empty_like(self.x)
-        self._launch(found, None, [None for _ in self.statistics])
-        return found
+        """Return the gradient of x, including dx."""
+        dx = torch.empty_like(self.x)
+        self._launch(dx, None, [None for _ in self.statistics])
+        return dx
 
     def weight_gradients(self) -> list[Tensor]:
-        """Gradients of weight and, of layer_norm, bias."""
+        """Return the gradients of weight and, for layer_norm, bias."""
         return self._with_weights(None)
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of x, dx included, of weight and, of layer_norm, bias: the bits of both halves, in one pass."""
-        found = torch.empty_like(self.x)
-        return [found, *self._with_weights(found)]
+        """Return the gradients of x, including dx, of weight and, for layer_norm, of bias, in one pass, with the bits
+        of both halves."""
+        dx = torch.empty_like(self.x)
+        return [dx, *self._with_weights(dx)]
 
     def _with_weights(self, dx: Tensor | None) -> list[Tensor]:
         slabs = library.current().norm_slabs(*sizes(self.x)[:2])
-        found = [torch.empty_like(self.weight) for _ in self.statistics]
-        self._launch(dx, self.x.new_empty(len(found), slabs, self.x.shape[-1], dtype=torch.float32), found)
-        return found
+        gradients = [torch.empty_like(self.weight) for _ in self.statistics]
+        self._launch(dx, self.x.new_empty(len(gradients), slabs, self.x.shape[-1], dtype=torch.float32), gradients)
+        return gradients
 
     def _launch(self, dx: Tensor | None, partial: Tensor | None, gradients: Sequence[Tensor | None]) -> None:
         tensors = (self.dy, self.x, *self.statistics, self.weight, self.dx, dx, partial, *gradients)
@@ -122,7 +124,7 @@ def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, wi
 
 
 def _softmax_input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Raise ValueError when dy and y differ in shape or dtype."""
+    """Raise ValueError if dy and y differ in shape or dtype."""
     if dy.shape != y.shape or dy.dtype != y.dtype:
         raise ValueError(f"dy is {dy.dtype} {list(dy.shape)} and y {y.dtype} {list(y.shape)}; they must be alike")
     dy, y = dy.contiguous(), y.contiguous()
@@ -136,7 +138,8 @@ softmax, attention_probabilities = softmax_operators("cuda", _softmax, _softmax_
 
 
 def _spread(mask: Tensor | None, scores: Tensor) -> tuple[Tensor | None, tuple[int, int, int]]:
-    """The mask, its keys next to each other, and its strides along batch, heads and queries: 0 where it repeats."""
+    """Return the mask with contiguous keys, and its strides along batch, heads and queries, which are 0 for broadcast
+    axes."""
     if mask is None:
         return None, (0, 0, 0)
     mask = mask.reshape((1,) * (scores.dim() - mask.dim()) + mask.shape)

@@ -28,14 +28,14 @@ _SIGNATURES = {
 
 
 class CudaError(RuntimeError):
-    """A launch that CUDA refused; the message names the function and gives CUDA's own text."""
+    """CUDA refused a launch; the message has the name of the function and CUDA's own text."""
 
 
 class Library:
     """The functions of one build of csrc/, for tensors of one type of device.
 
-    device: `cuda`; tests build the same sources for the processor and pass `cpu`.
-    Raises OSError when the file cannot be loaded, AttributeError when it lacks a function.
+    device: `cuda`; tests build the same sources for the CPU and pass `cpu`. Raises OSError if the file cannot be
+    loaded, AttributeError if it lacks a function.
     """
 
     def __init__(self, path: Path, device: str = "cuda") -> None:
@@ -73,11 +73,11 @@ class Library:
             raise CudaError(f"{name} failed: {self._library.megapipe_error_string(code).decode()} (CUDA error {code})")
 
     def norm_slabs(self, rows: int, width: int) -> int:
-        """Partial sums that the weight gradient of a norm writes per column."""
+        """Return the number of partial sums per column that the weight gradient of a norm writes."""
         return self._library.megapipe_norm_slabs(rows, width)
 
 
 @functools.cache
 def current() -> Library:
-    """The installed library."""
+    """Return the installed library."""
     return Library(PATH)

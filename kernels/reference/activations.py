@@ -1,7 +1,6 @@
 """Activations in torch: GELU, GELU of a sum with a bias, SiLU, ReLU and its square (So et al. 2021, 2109.08668), and
 the gated SwiGLU, GEGLU and ReGLU (Shazeer 2020, 2002.05202), ReGLU with the square of ReLU (Ma et al. 2025,
-2504.12285), and gpt-oss's SwiGLU (Agarwal et al. 2025, 2508.10925). Every one saves its input alone for the
-backward."""
+2504.12285), and gpt-oss's SwiGLU (Agarwal et al. 2025, 2508.10925). Each saves only its input for the backward."""
 
 from typing import Any, Literal
 
@@ -11,22 +10,22 @@ from torch.nn import functional
 
 
 def gelu(x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-    """x times the normal distribution function of x, element by element; `tanh` is GPT-2's approximation."""
+    """Return x times the normal distribution function of x, element by element; `tanh` is GPT-2's approximation."""
     return functional.gelu(x, approximate=approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-    """GELU of x [..., f] plus bias [f]; `tanh` is GPT-2's approximation."""
+    """Return the GELU of x [..., f] plus bias [f]; `tanh` is GPT-2's approximation."""
     return functional.gelu(x + bias, approximate=approximate)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x times the logistic function of x, element by element."""
+    """Return x times the logistic function of x, element by element."""
     return functional.silu(x)
 
 
 class _ReLU(torch.autograd.Function):
-    """max(x, 0), or its square. Autograd's own formulas would keep results instead of the input, or both."""
+    """max(x, 0), or its square. Autograd's own formulas would save the result instead of the input, or both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, squared: bool) -> Tensor:
@@ -43,17 +42,17 @@ class _ReLU(torch.autograd.Function):
 
 
 def relu(x: Tensor) -> Tensor:
-    """max(x, 0), element by element."""
+    """Return max(x, 0), element by element."""
     return _ReLU.apply(x, False)
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """max(x, 0) squared, element by element (Primer's activation, in Nemotron)."""
+    """Return max(x, 0) squared, element by element (Primer's activation, in Nemotron)."""
     return _ReLU.apply(x, True)
 
 
 class _Gated(torch.autograd.Function):
-    """Autograd's own formula would keep the activated gate as well. kind: as of `_activated`."""
+    """Gated activations. Autograd's own formula would also save the activated gate. kind: as for `_activated`."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, kind: str) -> Tensor:
@@ -79,7 +78,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _activated(gate: Tensor, kind: str) -> Tensor:
-    """SiLU, ReLU, its square, or GELU with the approximation `kind`."""
+    """Return SiLU, ReLU, its square, or GELU with the approximation `kind`."""
     if kind == "silu":
         return functional.silu(gate)
     if kind in ("relu", "squared"):
@@ -88,7 +87,7 @@ def _activated(gate: Tensor, kind: str) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]."""
+    """Return silu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]."""
     return _Gated.apply(gate_up, "silu")
 
 
@@ -106,8 +105,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
         gate, up = _clamped(gate_up, ctx.limit)
         weight = (gate * ctx.alpha).sigmoid_()
         slope = weight * (1 + ctx.alpha * gate * (1 - weight))
-        found = torch.cat([gradient * (up + 1) * slope, gradient * gate * weight], dim=-1)
-        return found.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0), None, None
+        gradients = torch.cat([gradient * (up + 1) * slope, gradient * gate * weight], dim=-1)
+        return gradients.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0), None, None
 
 
 def _clamped(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -116,16 +115,16 @@ def _clamped(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_clamped(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) * gate * logistic(alpha * gate), gate at most `limit`, up from -limit to limit: [..., 2 x ffn], gate
-    first, to [..., ffn] (transformers' GptOssExperts)."""
+    """Return (up + 1) * gate * logistic(alpha * gate), with gate at most `limit`, up from -limit to limit: [..., 2 x
+    ffn], gate first, to [..., ffn] (transformers' GptOssExperts)."""
     return _ClampedSwiGLU.apply(gate_up, alpha, limit)
 
 
 def geglu(gate_up: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-    """gelu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]; `tanh` is GPT-2's approximation."""
+    """Return gelu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]; `tanh` is GPT-2's approximation."""
     return _Gated.apply(gate_up, approximate)
 
 
 def reglu(gate_up: Tensor, kind: Literal["relu", "squared"]) -> Tensor:
-    """max(gate, 0) * up, or its square times up: [..., 2 x ffn], gate first, to [..., ffn]."""
+    """Return max(gate, 0) * up, or its square times up: [..., 2 x ffn], gate first, to [..., ffn]."""
     return _Gated.apply(gate_up, kind)

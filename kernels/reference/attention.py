@@ -1,7 +1,7 @@
 """The ops of attention except its products, in torch: rotary positions (Su et al. 2021, 2104.09864), masked softmax,
 and the softmax of causally masked scores.
 
-All is fp32 (fp64 for fp64), and rounded once.
+All arithmetic is in fp32 (fp64 for fp64), and results are rounded once.
 """
 
 import functools
@@ -18,7 +18,7 @@ from megapipe.kernels.registry import Implementation
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back; x itself is not saved."""
+    """The gradient of a rotation is the inverse rotation; x itself is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
@@ -45,15 +45,16 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tenso
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate channel pairs of x [b, s, heads, d] by the angles of cosine and sine [s, d/2].
 
-    Pair i is channels i and i + d/2 (Llama, GPT-NeoX), or 2i and 2i + 1 where interleaved (the paper, GPT-J).
+    Pair i is channels i and i + d/2 (Llama, GPT-NeoX), or 2i and 2i + 1 if interleaved (the paper, GPT-J).
     """
     return _Rotation.apply(x, cosine.unsqueeze(-2), sine.unsqueeze(-2), interleaved)
 
 
 def softmax_forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
-    """Attention weights of scores [b, heads, q, k], in their shape and dtype: softmax(scale * scores) over the keys.
+    """Return the attention weights of scores [b, heads, q, k], in their shape and dtype: softmax(scale * scores) over
+    the keys.
 
-    A hidden key weighs 0, whatever its score; a row that sees no key, or only scores of minus infinity, is all 0.
+    A hidden key has weight 0, whatever its score; a row that sees no key, or only scores of minus infinity, is all 0.
 
     mask: bool, broadcasts to the scores' shape, True where a key is seen; [b, 1, 1, k] hides padding.
     causal: query i of q is at position i + k - q and sees that position and those before it; window: at most this
@@ -71,13 +72,13 @@ def softmax_forward(scores: Tensor, mask: Tensor | None, scale: float, causal: b
 
 
 def softmax_input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Gradient of the scores, from that of the weights and the weights y."""
+    """Return the gradient of the scores, from that of the weights and the weights y."""
     weights, gradient = wide(y), wide(dy)
     return to_dtype(scale * weights * (gradient - (weights * gradient).sum(-1, keepdim=True)), y.dtype)
 
 
 def check_softmax(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> None:
-    """Raises ValueError unless they are arguments of `forward`."""
+    """Raise ValueError unless these are valid arguments of `softmax_forward`."""
     if scores.dim() != 4:
         raise ValueError(f"scores are {list(scores.shape)}, not [batch, heads, queries, keys]; reshape them")
     if mask is not None and mask.dtype != torch.bool:
@@ -91,7 +92,7 @@ def check_softmax(scores: Tensor, mask: Tensor | None, causal: bool, window: int
 
 
 def _visible(scores: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
-    """bool, broadcasts to the scores: where a key is seen; None where all are."""
+    """Return a mask, bool, that broadcasts to the scores and is True where a key is seen; None if all are seen."""
     if not causal:
         return mask
     queries, keys = scores.shape[-2:]
@@ -102,27 +103,28 @@ def _visible(scores: Tensor, mask: Tensor | None, causal: bool, window: int | No
 
 
 def attention_probabilities(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attention weights [n, rows, s] for query [n, rows, d] and key [n, s, d], where rows = query heads of a key x s.
+    """Return attention weights [n, rows, s] for query [n, rows, d] and key [n, s, d], where rows = query heads of a
+    key x s.
 
-    Row r is the query at position r mod s. It sees its own position and those before it, at most `window` in all.
+    Row r is the query at position r mod s. It sees its own and earlier positions, at most `window` in all.
     """
     length = key.shape[1]
     mask = causal_mask(length, window, query.dtype, query.device)
     heads = query.shape[1] // length
-    # The mask enters the product as its addend: one pass over the scores less than masking them afterwards.
+    # The mask is the addend of the product, which saves a pass over the scores.
     addend = mask.expand(heads, length, length).reshape(1, heads * length, length).expand(key.shape[0], -1, -1)
     return torch.softmax(torch.baddbmm(addend, query, key.transpose(1, 2), alpha=scale), dim=-1)
 
 
 @constant_when_compiled
 def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[s, s]: 0 where the query (row) sees the key (column), minus infinity elsewhere."""
+    """Return a mask [s, s]: 0 where the query (row) sees the key (column), minus infinity elsewhere."""
     return _causal_mask(length, window, dtype, device)
 
 
 @functools.lru_cache(maxsize=8)
 def _causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Tensors born in inference mode could never take part in training.
+    # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
         position = torch.arange(length, device=device)
         distance = position.unsqueeze(1) - position
@@ -163,7 +165,7 @@ def softmax_operators(
 
     def probabilities(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
         num_keys, length, _ = key.shape
-        # The scale enters the product: unscaled scores might leave the range of fp16.
+        # Scale within the product, because unscaled scores might exceed the range of fp16.
         scores = torch.baddbmm(query.new_empty(1, 1, 1), query, key.transpose(1, 2), beta=0.0, alpha=scale)
         by_head = scores.view(num_keys, query.shape[1] // length, length, length)
         return softmax(by_head, None, 1.0, True, window).view(scores.shape)

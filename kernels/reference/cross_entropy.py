@@ -1,18 +1,19 @@
 """The two halves of a vocabulary-parallel cross entropy around its exchange between ranks, in torch.
 
-A rank's part of a row comes to three numbers, its statistics: an offset, the sum of exp(logit - offset) over the
-columns here, and the target's logit or 0. `merged` makes one softmax of all ranks' parts. Backends differ in their
-offset, which may be any number near the largest logit.
+A rank's part of a row is reduced to three numbers, its statistics: an offset, the sum of exp(logit - offset) over the
+columns on this rank, and the target's logit or 0. `merged` combines the parts of all ranks to one softmax. Backends
+differ in their offset, which may be any number near the largest logit.
 
-Output projection and cross entropy in one go chunk by chunk of rows. Two ways lead to the gradients.
-`linear_cross_entropy_statistics_and_gradient` keeps the gradient of the logits in the compute dtype, and nothing is
-computed twice: the split backward takes x and this gradient for its weight half. `linear_cross_entropy_statistics`
-keeps 12 bytes a row, and `linear_cross_entropy_backward` recomputes the logits of each chunk, a third more arithmetic,
-so that no tensor of rows times vocabulary ever exists. That way cannot be split: each half would recompute the logits.
-In these functions: x [n, h]. weight [stored, h], of which the first num_columns rows are vocabulary and the rest
-padding. columns: int64 [n], each row's label as a row of weight, 0 where `owned` (bool [n]) is false. bias: [stored],
-added to the logits, or None. cap: the logits are cap x tanh(logits / cap), in fp32 (fp64 for fp64), before anything
-else (Gemma 2, arXiv 2408.00118, section 2); None for no bound. The gradient is that of the logits before it.
+Combined output projection and cross entropy process rows in chunks. There are two ways to compute gradients.
+`linear_cross_entropy_statistics_and_gradient` saves the gradient of the logits in the compute dtype, and nothing is
+computed twice: the split backward uses x and this gradient for its weight half. `linear_cross_entropy_statistics`
+saves 12 bytes per row, and `linear_cross_entropy_backward` recomputes the logits of each chunk, which takes a third
+more arithmetic, so that no tensor of rows times vocabulary ever exists. The second way cannot be split: each half
+would recompute the logits. In these functions: x [n, h]. weight [stored, h], of which the first num_columns rows are
+vocabulary and the rest padding. columns: int64 [n], each row's label as a row of weight, 0 where `owned` (bool [n]) is
+false. bias: [stored], added to the logits, or None. cap: the logits are cap x tanh(logits / cap), in fp32 (fp64 for
+fp64), before anything else (Gemma 2, arXiv 2408.00118, section 2); None for no bound. The gradient is that of the
+logits before it.
 """
 
 from collections.abc import Callable
@@ -27,11 +28,11 @@ from megapipe.kernels.registry import Implementation
 def cross_entropy_row_statistics(
     logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp [n], target logit [n]) over this rank's columns of logits [n, v], in fp32 (fp64 for fp64).
+    """Return log-sum-exp [n] and target logit [n] over this rank's columns of logits [n, v], in fp32 (fp64 for fp64).
 
-    targets: column of each row's label, int64 [n]; any valid column where `owned` (bool [n]) is false, and then the
-    target logit is 0, so that a sum over ranks gives the right one. softmax: if given, [n, v], receives
-    exp(logits - log-sum-exp) in its own dtype. Without columns the log-sum-exp is minus infinity.
+    targets: column of each row's label, int64 [n]; any valid column if `owned` (bool [n]) is false; the target logit
+    is then 0, so that a sum over ranks is correct. softmax: if given, [n, v], receives exp(logits - log-sum-exp) in
+    its own dtype. Without columns the log-sum-exp is minus infinity.
     """
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if logits.shape[1] == 0:
@@ -53,8 +54,8 @@ def cross_entropy_logit_gradient(
 ) -> None:
     """Turn this rank's softmax [n, v] in place into the gradient of each row's loss.
 
-    share: [n], the part that this rank's exponentials are of the sum over all ranks; None for all of it. at_target:
-    [n], what the softmax was multiplied by in the target's column; None for 1.
+    share: [n], this rank's fraction of the sum of exponentials over all ranks; None for 1. at_target: [n], factor of
+    the softmax in the target's column; None for 1.
     """
     if share is not None:
         softmax.mul_(share.unsqueeze(1))
@@ -65,20 +66,21 @@ def cross_entropy_logit_gradient(
 
 
 def cross_entropy_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
-    """[3, n] (offset, sum of exponentials, target logit) of logits [n, v], in fp32 (fp64 for fp64).
+    """Return [3, n] (offset, sum of exponentials, target logit) of logits [n, v], in fp32 (fp64 for fp64).
 
-    columns: int64 [n], each row's label. owned: bool [n], whether that is a column here.
+    columns: int64 [n], each row's label. owned: bool [n], whether that column is on this rank.
     """
     return with_sums(*cross_entropy_row_statistics(logits, columns, owned, None))
 
 
 def with_sums(log_sum_exp: Tensor, target: Tensor) -> Tensor:
-    """Statistics [3, n] whose offset is the log-sum-exp, so that the sum of exponentials is 1."""
+    """Return statistics [3, n] whose offset is the log-sum-exp, so that the sum of exponentials is 1."""
     return torch.stack([log_sum_exp, torch.ones_like(log_sum_exp), target])
 
 
 def merged(by_rank: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp [n], target logit [n]) over the columns of all ranks, from their statistics [ranks, 3, n]."""
+    """Return log-sum-exp [n] and target logit [n] over the columns of all ranks, from their statistics [ranks, 3,
+    n]."""
     offset, total, target = by_rank.unbind(1)
     largest = offset.amax(0)
     # A rank may have no column, or none above minus infinity.
@@ -87,7 +89,8 @@ def merged(by_rank: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy_statistics_and_gradient(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
-    """`statistics` of a rank that has the whole vocabulary; the logits become the gradient of each row's loss."""
+    """Return the `statistics` of a rank that has the whole vocabulary, and turn the logits into the gradient of each
+    row's loss."""
     softmax = torch.empty_like(logits)
     result = with_sums(*cross_entropy_row_statistics(logits, columns, owned, softmax))
     cross_entropy_logit_gradient(softmax, columns, owned, None)
@@ -121,7 +124,7 @@ def linear_cross_entropy_statistics(
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Statistics of the logits [3, n], as `megapipe.kernels.reference.cross_entropy` describes them."""
+    """Return the statistics [3, n] of the logits, which the docstring of this module describes."""
     return _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, None, bias, cap)
 
 
@@ -138,7 +141,7 @@ def _linear_cross_entropy_fake_statistics_and_gradient(
     return x.new_empty(3, x.shape[0], dtype=wide), x.new_empty(x.shape[0], weight.shape[0])
 
 
-# Opaque, as is what follows: chunks written in place would be unrolled into a graph, as many as there are.
+# Opaque, like the functions below: a graph would unroll all chunks that are written in place.
 @opaque(
     "linear_cross_entropy_gradient(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
     "bool alone, float? cap=None) -> (Tensor, Tensor)",
@@ -153,16 +156,17 @@ def linear_cross_entropy_statistics_and_gradient(
     alone: bool,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(statistics [3, n], gradient of each row's loss by its logits [n, stored] in x's dtype, 0 in the padding).
+    """Return statistics [3, n], and the gradient of each row's loss by its logits [n, stored] in x's dtype, 0 in the
+    padding.
 
-    alone: whether this rank has the whole vocabulary. If not, `complete_gradient` has to follow the exchange.
+    alone: whether this rank has the whole vocabulary. If not, call `complete_gradient` after the exchange.
     """
     gradient = x.new_empty(x.shape[0], weight.shape[0])
     gradient[:, num_columns:].zero_()
-    found = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient, cap=cap)
+    statistics = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient, cap=cap)
     if alone:
-        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, slope_at(found[2], cap))
-    return found, gradient
+        cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, slope_at(statistics[2], cap))
+    return statistics, gradient
 
 
 @opaque(
@@ -179,7 +183,7 @@ def linear_cross_entropy_complete_gradient(
     log_sum_exp: Tensor,
     cap: float | None = None,
 ) -> None:
-    """Make, in place, what `statistics_and_gradient` left of a rank among others the gradient that it promises.
+    """Complete, in place, the gradient of `statistics_and_gradient` on a rank that has a part of the vocabulary.
 
     own: this rank's statistics. log_sum_exp: [n], merged from all ranks' statistics.
     """
@@ -198,8 +202,8 @@ def linear_cross_entropy_backward(
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> list[Tensor]:
-    """Gradients of the losses' weighted sum: of x [n, h] in its dtype, of weight [stored, h] in log_sum_exp's and, if
-    there is a bias, of it [stored] likewise.
+    """Return the gradients of the losses' weighted sum: for x [n, h] in its dtype, for weight [stored, h] in that of
+    log_sum_exp and, if there is a bias, for it [stored] likewise.
 
     scale: [n] in log_sum_exp's dtype, each row's weight. Recomputes the logits.
     """
@@ -243,12 +247,12 @@ def backward_by(
 
 
 def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits [n, v] of x [n, h] by weight [v, h], and bias [v]."""
+    """Return logits [n, v] for x [n, h], weight [v, h], and bias [v]."""
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
 
 def softcapped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """(cap x tanh(logits / cap), its derivative), in fp32 (fp64 for fp64)."""
+    """Return cap x tanh(logits / cap), and its derivative, in fp32 (fp64 for fp64)."""
     wide = torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap)
     return wide * cap, 1 - wide.square()
 
@@ -291,4 +295,4 @@ softcapped_linear_cross_entropy = Implementation(
     complete_gradient=linear_cross_entropy_complete_gradient,
     backward=linear_cross_entropy_backward,
 )
-"""An op of its own, always called with `cap`, because other backends of `linear_cross_entropy` know none."""
+"""A separate op, always called with `cap`, because other backends of `linear_cross_entropy` do not support it."""

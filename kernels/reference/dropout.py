@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of global indices, alone and after a sum with a bias, in torch.
+"""Dropout whose mask is a function of global indices, also combined with bias and residual, in torch.
 
 The random words are those of `megapipe.random.bits.dropout_bits`. torch has no arithmetic on unsigned words; int32
-wraps modulo 2**32 all the same, and a right shift is masked.
+also wraps modulo 2**32, and right shifts are masked.
 """
 
 import functools
@@ -15,7 +15,7 @@ from megapipe.random.bits import CHANNEL, DOMAIN, SITE, TOKEN, WORD, keep_thresh
 
 
 def signed(word: int) -> int:
-    """The int32 with the bits of an unsigned word."""
+    """Return the int32 with the bits of an unsigned word."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
@@ -30,14 +30,15 @@ def finalize(word: Tensor) -> Tensor:
 
 
 def site_word(site: int) -> Tensor:
-    """The number of a dropout site as it enters the key. A tensor, so that compiled layers differ in no constant."""
+    """Return the number of a dropout site for a key. It is a tensor, so that compiled layers do not differ in
+    constants."""
     return torch.tensor(signed(site * SITE & WORD), dtype=torch.int32, device="cpu")
 
 
 def token_keys(seed: int, ordinals: Tensor, site: Tensor, tokens: int | Tensor) -> Tensor:
-    """int32 keys [b, s] of tokens of the samples `ordinals` (int64 [b]) at a site (`site_word`).
+    """Return int32 keys [b, s] of tokens of the samples `ordinals` (int64 [b]) at a site (`site_word`).
 
-    tokens: s for the tokens 0 to s - 1, or their places in the sample (integers [s]).
+    tokens: s for the tokens 0 to s - 1, or their positions in the sample (integers [s]).
     """
     low, high = ordinals.to(torch.int32), (ordinals >> 32).to(torch.int32)
     key = torch.full_like(low, signed((seed & WORD) ^ DOMAIN))
@@ -52,10 +53,10 @@ def token_keys(seed: int, ordinals: Tensor, site: Tensor, tokens: int | Tensor) 
 
 @constant_when_compiled
 def numbers(first: int, count: int, device: torch.device) -> Tensor:
-    """The numbers of `count` tokens or channels from `first` on, int32.
+    """Return the numbers of `count` tokens or channels, starting at `first`, int32.
 
-    A constant to compilers: where products of an arange wrap, torch 2.13's inductor gets some of them wrong, and with
-    them masks (measured on the CPU).
+    A constant for compilers: if products of an arange wrap, torch 2.13's inductor computes some of them, and so masks,
+    wrongly (measured on the CPU).
     """
     return _numbers(first, count, device)
 
@@ -68,7 +69,8 @@ def _numbers(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def keep_mask(keys: Tensor, channels: Tensor, probability: float) -> Tensor:
-    """True where an element stays. keys (of tokens) and channels, both int32, broadcast to the shape of the mask."""
+    """Return a mask that is True where an element is kept. keys (of tokens) and channels, both int32, broadcast to its
+    shape."""
     words = finalize(keys ^ channels * signed(CHANNEL))
     # Flipping the top bit turns the comparison of unsigned words into one of signed words.
     return (words ^ signed(1 << 31)) >= keep_threshold(probability) - (1 << 31)
@@ -88,9 +90,10 @@ class _Masked(torch.autograd.Function):
 
 
 def dropout(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Tensor:
-    """Zero elements of x with `probability` and divide the others by 1 - probability.
+    """Zero elements of x with `probability`, and divide the others by 1 - probability.
 
-    keys: of the tokens (`token_keys`). channels: global channel numbers. Both int32, broadcast to the shape of x.
+    keys: of the tokens (`token_keys`). channels: global channel numbers. Both are int32 and broadcast to the shape of
+    x.
     """
     return _Masked.apply(x, keep_mask(keys, channels, probability), 1.0 / (1.0 - probability))
 
@@ -98,7 +101,7 @@ def dropout(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Te
 def bias_dropout_residual(
     x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, probability: float
 ) -> Tensor:
-    """residual + dropout(x + bias), for x and residual [..., h] and bias [h].
+    """Return residual + dropout(x + bias), for x and residual [..., h] and bias [h].
 
     keys: int32 [...], of the tokens (`megapipe.kernels.reference.dropout.token_keys`). Channels are those of the last
     axis, counted from 0. probability: of zeroing an element.

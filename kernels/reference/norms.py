@@ -12,12 +12,12 @@ from megapipe.kernels.registry import Implementation
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32, or fp64 for fp64."""
+    """Return x in fp32, or fp64 for fp64."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In `dtype`."""
+    """Return x in `dtype`."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -25,7 +25,7 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
 def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(normalised [..., h] in x's dtype, mean [..., 1], reciprocal standard deviation [..., 1])."""
+    """Return the normalised x [..., h] in x's dtype, mean [..., 1], and reciprocal standard deviation [..., 1]."""
     weight, bias = _statistics_dtype(x, weight), _statistics_dtype(x, bias)
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
@@ -33,7 +33,8 @@ def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) 
 def layer_norm_add_forward(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(normalised sum and sum of x and residual, in the dtype of x; mean and reciprocal deviation of the sum)."""
+    """Return the normalised sum, and the sum, of x and residual in the dtype of x; mean and reciprocal deviation of
+    the sum."""
     total = x + residual
     y, mean, rstd = layer_norm_forward(total, weight, bias, epsilon)
     return y, total, mean, rstd
@@ -64,7 +65,7 @@ def _layer_norm_fake_weight_gradient(
 def layer_norm_weight_gradient(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias [h], summed over all other axes, in their dtype."""
+    """Return the gradients of weight and bias [h], summed over all other axes, in their dtype."""
     wide = _statistics_dtype(x, weight)
     # torch.compile narrows the statistics to the dtype of x.
     mean, rstd = mean.to(wide.dtype), rstd.to(wide.dtype)
@@ -75,26 +76,27 @@ def layer_norm_weight_gradient(
 def layer_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias: the bits of `input_gradient` and `weight_gradient`."""
+    """Return the gradients of x, weight and bias, with the bits of `input_gradient` and `weight_gradient`."""
     return layer_norm_input_gradient(dy, x, mean, rstd, weight, dx), *layer_norm_weight_gradient(
         dy, x, mean, rstd, weight
     )
 
 
 def _statistics_dtype(x: Tensor, weight: Tensor) -> Tensor:
-    """On the CPU torch keeps mean and deviation in the weight's dtype: bf16 would cost half of their digits."""
+    """On the CPU, torch saves mean and deviation in the weight's dtype: bf16 would lose half of their digits."""
     return weight.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else weight
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(normalised [..., h] in x's dtype, reciprocal root of the mean square [..., 1])."""
+    """Return the normalised x [..., h] in x's dtype, and the reciprocal root of the mean square [..., 1]."""
     x_wide = wide(x)
     rstd = torch.rsqrt(torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square() / x.shape[-1] + epsilon)
     return to_dtype(x_wide * rstd * weight, x.dtype), rstd
 
 
 def rms_norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(normalised sum and sum of x and residual, in the dtype of x; reciprocal root of the sum's mean square)."""
+    """Return the normalised sum, and the sum, of x and residual in the dtype of x; reciprocal root of the sum's mean
+    square."""
     total = x + residual
     y, rstd = rms_norm_forward(total, weight, epsilon)
     return y, total, rstd
@@ -113,14 +115,14 @@ def rms_norm_input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor,
 
 
 def rms_norm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
-    """Gradient of weight [h], summed over all other axes in fp32 (fp64), in the weight's dtype."""
+    """Return the gradient of weight [h], summed over all other axes in fp32 (fp64), in the weight's dtype."""
     return (to_dtype(_rms_norm_weight_gradient(dy, x, rstd), weight.dtype),)
 
 
 def rms_norm_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight: the bits of `input_gradient` and `weight_gradient`."""
+    """Return the gradients of x and weight, with the bits of `input_gradient` and `weight_gradient`."""
     return rms_norm_input_gradient(dy, x, rstd, weight, dx), *rms_norm_weight_gradient(dy, x, rstd, weight)
 
 

@@ -19,7 +19,8 @@ from megapipe.kernels.reference.dropout import finalize, signed
 from megapipe.random.bits import CHANNEL, TOKEN
 
 SMALLEST_DECAY = 2.0**-8
-"""A bf16 moment whose decay 1 - beta is smaller rounds back to where it was, and never shrinks."""
+"""Minimum decay 1 - beta of a bf16 moment: with a smaller one, it is rounded back to its old value and never
+shrinks."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Coefficients:
 
     @property
     def root_correction(self) -> float:
-        """Root of the second moment's bias."""
+        """Square root of the second moment's bias."""
         return (1 - self.beta2**self.step) ** 0.5
 
 
@@ -102,7 +103,7 @@ class Buffers(NamedTuple):
 
 
 def check_moments(coefficients: Coefficients, dtype: torch.dtype) -> None:
-    """Raise ValueError where moments of this dtype could not decay (`SMALLEST_DECAY`)."""
+    """Raise ValueError if moments of this dtype could not decay (`SMALLEST_DECAY`)."""
     if dtype == torch.bfloat16 and 1 - max(coefficients.betas) < SMALLEST_DECAY:
         raise ValueError(
             f"betas are {coefficients.betas}, and moments in bfloat16 decay only by 1/256 or more per step: a beta "
@@ -127,8 +128,8 @@ def adamw_step(
     master, gradient: fp32 (here fp64 too); other backends may leave the scaled gradient in its buffer. first, second:
     moments, both in the master's dtype or both in bf16, rounded to nearest after their use.
     parameter: bf16, overwritten by the rounded master. gradient_scale: one fp32 number that multiplies every gradient
-    first (clipping, 1 / loss scale). skip: one fp32 number; where it is not 0 nothing changes.
-    Raises ValueError when a buffer is not so, or bf16 moments could not decay (`check_moments`).
+    first (clipping, 1 / loss scale). skip: one fp32 number; if it is not 0, nothing changes. Raises ValueError if a
+    buffer breaks these rules, or bf16 moments could not decay (`check_moments`).
     """
     buffers = Buffers(master, gradient, first, second, parameter, gradient_scale, skip)
     buffers.check(torch.float32, torch.float64)
@@ -181,9 +182,9 @@ BLOCK = 65_536
 
 
 def gradient_norm(values: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor, block by block: a 0-dim float64 tensor on its device.
+    """Return the sum of squares of a flat tensor, block by block, as a 0-dim float64 tensor on its device.
 
-    It is finite only if every element is, so that one pass gives the norm and says whether to skip the step. Here
+    It is finite only if every element is, so one pass computes the norm and decides whether to skip the step. Here
     elements beyond 1e17 may overflow too, since a block's norm is taken in the tensor's own dtype (at least fp32).
     """
     size = values.numel()
@@ -211,13 +212,13 @@ ROUNDED_AT_A_TIME = 1 << 16
 """Elements at a time, for temporaries that stay in the cache."""
 
 DISCARDED = 0xFFFF
-"""The bits of fp32 that bf16 has no room for."""
+"""The lower bits of fp32, which bf16 does not have."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Which elements of a whole tensor a flat piece of it holds, in order: runs of `run` neighbours, `stride` apart,
-    of which the piece leaves out the first `skipped`.
+    """The elements of a whole tensor that are in a flat piece of it, in order: runs of `run` adjacent elements,
+    `stride` apart, without the first `skipped` elements.
 
     Local element i is global element first + (j // run) * stride + j % run, where j is i + skipped.
     """
@@ -249,10 +250,10 @@ def check_rounded(target: Tensor, source: Tensor) -> None:
 def stochastic_rounding(
     target: Tensor, source: Tensor, key: int, elements: Elements, block: int = ROUNDED_AT_A_TIME
 ) -> None:
-    """Overwrite target (bf16) by source (fp32), each element rounded at random; both flat and equally long.
+    """Overwrite target (bf16) with source (fp32), each element rounded stochastically; both are flat and equally long.
 
-    key: `megapipe.random.bits.rounding_key`. block: elements at a time. What is not finite stays so.
-    Raises ValueError for other tensors.
+    key: `megapipe.random.bits.rounding_key`. block: number of elements at a time. Elements that are not finite stay
+    so. Raises ValueError for other tensors.
     """
     check_rounded(target, source)
     for start in range(0, source.numel(), block):
@@ -260,6 +261,6 @@ def stochastic_rounding(
         index = elements.indices(start, start + piece.numel(), source.device)
         low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
         words = finalize(finalize(low * signed(CHANNEL) ^ signed(key)) ^ high * signed(TOKEN))
-        # To the magnitude, which is what the lower bits of either sign hold.
+        # Added to the magnitude, which the lower bits represent for both signs.
         raised = (piece.view(torch.int32) + (words & DISCARDED)) & ~DISCARDED
         target[start : start + block] = torch.where(piece.isfinite(), raised.view(torch.float32), piece)

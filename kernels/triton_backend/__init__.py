@@ -23,9 +23,9 @@ def unavailable(device: str) -> str | None:
     if device == "cuda" and not torch.cuda.is_available():
         return "needs a GPU"
     if device == "cuda":
-        found = torch.cuda.get_device_capability()
-        if found < _LOWEST_CAPABILITY:
-            return f"needs compute capability 8.0 or above, not {found[0]}.{found[1]}"
+        capability = torch.cuda.get_device_capability()
+        if capability < _LOWEST_CAPABILITY:
+            return f"needs compute capability 8.0 or above, not {capability[0]}.{capability[1]}"
     return None
 
 

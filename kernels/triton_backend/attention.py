@@ -213,7 +213,7 @@ def softmax_gradient_launch(dy: Tensor, y: Tensor, dx: Tensor, scale: float) -> 
 
 def _softmax_specimens() -> list[Specimen]:
     """Every mask at lengths that take several rows a program, one row, the longest resident row, and chunks."""
-    found = []
+    examples = []
     shapes = [(512, False, True), (2048, True, False), (RESIDENT, True, True), (65536, True, True)]
     for keys, causal, masked in [*shapes, (RESIDENT_UNALIGNED - 1, True, True)]:
         scores = meta(1, 16, keys, keys, dtype=torch.bfloat16)
@@ -221,10 +221,10 @@ def _softmax_specimens() -> list[Specimen]:
         launch = softmax_launch(scores, mask, scores, 0.125, causal, None)
         name = f"softmax, {'causal ' if causal else ''}{'masked ' if masked else ''}forward, bf16 {keys}"
         aligned = keys % 16 == 0
-        found.append(Specimen(name, launch, loads=(1 + masked) * aligned, stores=int(aligned)))
+        examples.append(Specimen(name, launch, loads=(1 + masked) * aligned, stores=int(aligned)))
         backward = softmax_gradient_launch(scores, scores, scores, 0.125)
-        found.append(Specimen(f"softmax, backward, bf16 {keys}", backward, 2 * aligned, int(aligned)))
-    return found
+        examples.append(Specimen(f"softmax, backward, bf16 {keys}", backward, 2 * aligned, int(aligned)))
+    return examples
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:

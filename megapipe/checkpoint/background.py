@@ -5,7 +5,7 @@ a durable file to rank 0 by a file in the checkpoint's folder, because collectiv
 with the collectives of training in no fixed order. `rank-00001.json` means that the rank's tensor file is durable. It
 is a manifest of this tensor file only, and is renamed to this name when it is complete.
 
-A failed disk may refuse any file, so a failure is reported through the flag `failed`: the caller sums this flag with
+A failed disk may reject any file, so a failure is reported through the flag `failed`: the caller sums this flag with
 the other sums of a step, and all ranks then call `finish`, which exchanges the reasons. At most one save is in
 progress, and its copy is the only additional memory.
 """
@@ -187,9 +187,9 @@ class BackgroundSaver:
         self._plan_of(states)
 
     def prepare(self) -> None:
-        """Start to allocate memory for the copies of the planned states, once. Not a collective call.
+        """Start allocating memory for the copies of the planned states, once. Not a collective call.
 
-        Call it when the optimizers have their moments.
+        Call it after the optimizers have allocated their moments.
         """
         if self._plan is not None and not self._prepared:
             self._prepared = True
@@ -205,13 +205,14 @@ class BackgroundSaver:
         by_step: bool = False,
         within: float | None = None,
     ) -> Path:
-        """Start to save, and return the checkpoint's path. A collective call; it waits for a save in progress.
+        """Start a save, and return the checkpoint's path. A collective call; it waits for a save in progress.
 
         Args:
             states, applied: see `save`.
-            copied: whether states may change after this call returns; if False, only after `finish` returns.
-            by_step: leave the copy to the next step, which gets it from `take_snapshot`: a state may change once
-                `StateSnapshot.wait` of it returns, and all of them after `finish`.
+            copied: whether states may change after this call returns; if False, they may change only after `finish`
+                returns.
+            by_step: let the next step make the copy, which it gets from `take_snapshot`: a state may change after
+                `StateSnapshot.wait` returns for it, and all states after `finish`.
             within: seconds after which the save in progress is abandoned, together with this one.
 
         Raises:
@@ -270,7 +271,7 @@ class BackgroundSaver:
         return ended
 
     def finish(self, within: float | None = None) -> None:
-        """Return when the save in progress is durable on all ranks. A collective call.
+        """Wait until the save in progress is durable on all ranks. A collective call.
 
         within: seconds after which the save is abandoned; None waits without a limit.
 
@@ -369,7 +370,8 @@ class BackgroundSaver:
 
 @dataclass
 class _Outcome:
-    """The outcome of a save, on which all ranks agree. given_up: a rank may still be writing."""
+    """The outcome of a save, on which all ranks agree. given_up: whether it was abandoned; a rank may still be
+    writing."""
 
     error: CheckpointError | None = None
     given_up: bool = False
@@ -426,7 +428,7 @@ class _Job:
         self._thread.join(seconds)
 
     def give_up(self, reason: CheckpointError) -> None:
-        """Make the thread end without a checkpoint if it is still running."""
+        """Let the thread end without a checkpoint if it is still running."""
         self.reason = reason
         self.abandoned.set()
 
@@ -466,7 +468,7 @@ class StateSnapshot:
     """
 
     def __init__(self, contents: Sequence[Content], moves: Mapping[int, Moves]) -> None:
-        """contents: the copies, as they will be. moves: what is to be copied of each state, by its id."""
+        """contents: the copies, once they are made. moves: the copies to make for each state, by its id."""
         self._contents = contents
         self._missing = dict(moves)
         self._started: dict[int, StartedCopy] = {}
@@ -474,13 +476,13 @@ class StateSnapshot:
         self._note_missing()
 
     def start(self, state: UnitState, lane: CopyLane) -> None:
-        """Start to copy a state, unless this rank saves nothing of it, or its copy has started."""
+        """Start copying a state, unless this rank saves nothing of it or its copy has already started."""
         if id(state) in self._missing:
             self._started[id(state)] = lane.start(self._missing.pop(id(state)))
             self._note_missing()
 
     def wait(self, state: UnitState) -> None:
-        """Return when the state may change: its copy is made at once if it has not started."""
+        """Wait until the state may change. If its copy has not started, it is made now."""
         self._copy_now([id(state)])
         if id(state) in self._started:
             self._started[id(state)].wait()
@@ -566,7 +568,7 @@ class Snapshot:
         return copies
 
     def places(self, contents: Sequence[Content]) -> list[Content]:
-        """Return `contents` with their places in the copy, which still contain the previous copy, or anything."""
+        """Return `contents` with views of the copy's memory, which contains the previous copy or is uninitialized."""
         self.settle()
         starts, end = _places(contents)
         if end > self.num_bytes:

@@ -19,9 +19,9 @@ Join = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Correspondence:
-    """One of our parameters and the tensors of a family that hold its elements.
+    """One of our parameters and the tensors of a family that contain its elements.
 
-    theirs: their names. steps: pairs of functions: a step from theirs towards ours, and its inverse.
+    theirs: names of these tensors. steps: pairs of functions: a step from their tensors towards ours, and its inverse.
     """
 
     spec: ParameterSpec
@@ -55,7 +55,7 @@ class Correspondence:
 
 
 def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
-    """Return where every parameter is in the family's tensors. Raises FamilyError if one has no place."""
+    """Return the correspondence of every parameter. Raises FamilyError if the family has no tensor for one."""
     return [
         Correspondence(spec, names, tuple(_step(step, spec, own, len(names)) for step in steps))
         for spec, own, names, steps in family.places(model)
@@ -100,7 +100,8 @@ def _merged(spec: ParameterSpec, ours: Tensor) -> Tensor:
 
 
 def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
-    """(kv groups, query heads per group + 2, head_dim, ...) from and to query, key and value, in one or three."""
+    """Return the step between (kv groups, query heads per group + 2, head_dim, ...) and query, key and value, in one
+    or three tensors."""
     groups, width = model.kv_heads, model.head_dim
     heads = model.num_heads // groups
     rows = [model.num_heads * width, groups * width, groups * width]
@@ -121,8 +122,8 @@ def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
 
 
 def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
-    """Return what moves the rotated rows of queries to the front of each head and regroups their pairs, and back. Rows
-    of the shared key follow those of the latent on both sides."""
+    """Return the step that moves the rotated rows of queries to the front of each head and regroups their pairs, and
+    its inverse. Rows of the shared key follow those of the latent on both sides."""
     rotated = model.rotary_dim
     shared = spec.name.rpartition(".")[0].endswith("kv_down")
     heads = 1 if shared else model.num_heads

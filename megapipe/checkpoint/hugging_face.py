@@ -221,7 +221,7 @@ class HuggingFaceFolder(Generic[Reader]):
         self.places = {names[name]: (file, name) for name, file in stored.items()}
         self.config, self.note = with_stored_head(family, config, self.places, self.whole)
         if not is_tied(family, self.config):
-            # transformers reads the bias of an untied matrix beside it, and ignores the one that ties would copy.
+            # For an untied matrix, transformers reads the bias next to it, and ignores the one that ties would copy.
             self.places |= {
                 first: self.places[again] for again, first in family.repeats.items() if again in self.places
             }

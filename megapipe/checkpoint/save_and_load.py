@@ -239,7 +239,7 @@ def load_weights(path: Path, states: Sequence[UnitState], mesh: Mesh) -> Manifes
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The elements that a file tensor and a shard have in common. source: the file tensor, memory-mapped."""
+    """Copies the elements that a file tensor and a shard have in common. source: the file tensor, memory-mapped."""
 
     shard: Shard
     kind: str

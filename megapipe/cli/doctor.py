@@ -148,11 +148,11 @@ def kernels(findings: Diagnosis) -> None:
 
     from megapipe.kernels import apex_backend
     from megapipe.kernels.ops import OPS
-    from megapipe.training.validation import told
+    from megapipe.training.validation import described_choices
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     findings.add("apex", (apex_backend.described() or "apex: NVIDIA's is not installed").removeprefix("apex: "))
-    for line in told([OPS.choice(op.name, device, dtype, WIDTH) for op in OPS.ops], {}):
+    for line in described_choices([OPS.choice(op.name, device, dtype, WIDTH) for op in OPS.ops], {}):
         findings.add("kernels", line.removeprefix("kernels: "))
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         findings.problems.append("triton is not installed, so GPUs run slower kernels: pip install triton")

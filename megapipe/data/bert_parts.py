@@ -5,10 +5,10 @@ permutation gives each sample a separate range of m tokens. The sample draws one
 the sentence that contains this token. Sentences after it, then before it, are added while the document has more and
 the sample is too short. For any lengths of documents, all tokens of a split are equally likely to be drawn.
 
-Words are hidden in random order until the budget is used up. Each word starts a range of words of random length. The
-range is shortened to the rest of the budget and to the end of its part of the sample. It is skipped if it overlaps
-hidden words (Megatron-LM's n-gram masking; lengths as in SpanBERT: Joshi et al. 2019, arXiv 1907.10529, section 3.1).
-80% of the hidden tokens become [MASK], 10% become a random token, and 10% stay unchanged (Devlin et al. 2018, arXiv
+Words are masked in random order until the budget is used up. Each word starts a range of words of random length. The
+range is shortened to the remaining budget and to the end of its part of the sample. It is skipped if it overlaps
+masked words (Megatron-LM's n-gram masking; lengths as in SpanBERT: Joshi et al. 2019, arXiv 1907.10529, section 3.1).
+80% of the masked tokens become [MASK], 10% become a random token, and 10% stay unchanged (Devlin et al. 2018, arXiv
 1810.04805, section 3.1).
 """
 
@@ -62,13 +62,13 @@ class BertVocabulary:
     continues: np.ndarray
 
     def same(self, other: "BertVocabulary") -> bool:
-        """Return whether two vocabularies hide the same tokens in the same way; their pieces may differ."""
+        """Return whether two vocabularies mask the same tokens in the same way; their pieces may differ."""
         ids = [(each.size, each.padding, each.classification, each.separator, each.mask) for each in (self, other)]
         return ids[0] == ids[1] and np.array_equal(self.continues, other.continues)
 
     @classmethod
     def of(cls, ids: dict[str, int], source: str, starts: Callable[[str], bool] = _starts_word) -> "BertVocabulary":
-        """Create it from the ids of all pieces. starts: whether a piece starts a word.
+        """Create a vocabulary from the ids of all pieces. starts: whether a piece starts a word.
 
         Raises DataError, with `source`, if a special token is missing.
         """
@@ -136,9 +136,9 @@ SPANBERT_PROBABILITY = 0.2
 
 
 class Masked(NamedTuple):
-    """A sample with hidden tokens.
+    """A sample with masked tokens.
 
-    tokens: int64 [n], the input of the model. positions: int64 [k], positions of the hidden tokens, ascending. labels:
+    tokens: int64 [n], the input of the model. positions: int64 [k], positions of the masked tokens, ascending. labels:
     int64 [k], the original tokens at these positions.
     """
 
@@ -149,7 +149,7 @@ class Masked(NamedTuple):
 
 @dataclass(frozen=True)
 class Masking:
-    """The rule for hiding tokens.
+    """The rule for masking tokens.
 
     lengths: float64 [max_ngram], cumulative probabilities of the number of words in a range. alike: whether one random
     draw decides the replacement of all tokens of a range, instead of one draw for each token.
@@ -171,7 +171,7 @@ class Masking:
         return cls(vocabulary, data.mask_probability, data.whole_words, lengths, alike=geometric)
 
     def apply(self, tokens: np.ndarray, parts: np.ndarray, draws: Draws) -> Masked:
-        """Hide tokens of one sample.
+        """Mask tokens of one sample.
 
         tokens: int64 [n], without padding. parts: int64 [n], the number of each token's part; -1 for special tokens.
         """
@@ -205,7 +205,7 @@ class Masking:
     def _runs(
         self, starts: list[int], ends: list[int], limits: list[int], budget: int, draws: Draws
     ) -> list[tuple[int, int]]:
-        """Return the ranges of tokens to hide, each [begin, end)."""
+        """Return the ranges of tokens to mask, each [begin, end)."""
         hidden = [False] * len(starts)
         numbers = np.searchsorted(self.lengths, draws.fractions(len(starts)), side="right") + 1
         runs: list[tuple[int, int]] = []

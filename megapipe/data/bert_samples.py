@@ -1,7 +1,7 @@
-"""BERT samples: [CLS] first part [SEP] second part [SEP], with some tokens hidden.
+"""BERT samples: [CLS] first part [SEP] second part [SEP], with some tokens masked.
 
 A sample is a function of the seed and its number in the order of the run. It needs no stored mapping, does not depend
-on the layout, and has different hidden tokens in each epoch.
+on the layout, and has different masked tokens in each epoch.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megapipe.random.sampling import Draws
 
 
 class BertBatch(NamedTuple):
-    """A micro-batch of b samples of s tokens, of which at most p are hidden."""
+    """A micro-batch of b samples of s tokens, of which at most p are masked."""
 
     tokens: np.ndarray
     """Inputs with [MASK] and [PAD], int64 [b, s]."""
@@ -30,11 +30,11 @@ class BertBatch(NamedTuple):
     lengths: np.ndarray
     """Tokens that are not padding, int64 [b]."""
     positions: np.ndarray
-    """Positions of the hidden tokens, then zeros, int64 [b, p]."""
+    """Positions of the masked tokens, then zeros, int64 [b, p]."""
     labels: np.ndarray
     """The original tokens at these positions, int64 [b, p]; undefined where the mask is 0."""
     loss_mask: np.ndarray
-    """1 where a token was hidden, else 0, float32 [b, p]."""
+    """1 where a token was masked, else 0, float32 [b, p]."""
     sentence_labels: np.ndarray
     """1 if the two parts are not in their original order, int64 [b]."""
     sentence_weights: np.ndarray
@@ -89,7 +89,7 @@ class BertSamples:
         return np.concatenate([np.concatenate(parts) for parts in pairs])
 
     def batch(self, ordinals: npt.ArrayLike) -> BertBatch:
-        """Return samples with hidden tokens. Raises DataError, with the shard, for an id outside the vocabulary."""
+        """Return samples with masked tokens. Raises DataError, with the shard, for an id outside the vocabulary."""
         numbers = [int(each) for each in np.asarray(ordinals)]
         size, length, most = len(numbers), self.sequence_length, self.max_predictions
         batch = BertBatch(
@@ -117,7 +117,7 @@ class BertSamples:
         return batch
 
     def _sample(self, parts: Parts, ordinal: int) -> tuple[Masked, np.ndarray]:
-        """Return (sample with hidden tokens, token types), without padding."""
+        """Return (sample with masked tokens, token types), without padding."""
         first, second = self._text(parts)
         vocabulary = self.vocabulary
         special = np.array([vocabulary.classification, vocabulary.separator, vocabulary.separator], dtype=np.int64)

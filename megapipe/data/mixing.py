@@ -226,7 +226,7 @@ def _one_period(parts: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 _DRAWS = 4
-"""Random numbers for each document of a sample: whether to rearrange it, in which form, and two cuts."""
+"""Number of random numbers for each document of a sample: whether to rearrange it, in which form, and two cuts."""
 
 _STREAM = 0x46494D
 """Key that separates these random numbers from others with the same seed."""

@@ -1,7 +1,7 @@
 """One rank's part of a model: its stages with their state and groups, and the engines that run schedules over them.
 
 A `ModelTable` lists the layers and makes their modules, from a configuration or from a user's own modules. `Holding`
-says how a run holds and computes them. An `Assembly` builds the stages of this rank from both, and connects engines
+says how a run stores and computes them. An `Assembly` builds the stages of this rank from both, and connects engines
 for training, evaluation and decoding over the same stages.
 """
 
@@ -47,18 +47,18 @@ from megapipe.schedules.schedule import Header, Schedule
 from megapipe.spec.parameters import LayerSpec, ParameterSpec, TiedNames, tied_names, tied_stages
 
 BUILDING_SECONDS = 2.0
-"""Building a model that takes longer than this prints its progress."""
+"""If building a model takes longer than this, its progress is printed."""
 
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The layers of a model, and what makes their modules on one rank.
+    """The layers of a model, and the function that builds their modules on one rank.
 
-    layers: in order. ranges[s]: layers of stage s. boundaries[s]: tensors that stage s hands to stage s + 1.
+    layers: in order. ranges[s]: layers of stage s. boundaries[s]: tensors that stage s passes to stage s + 1.
     build: index of a layer -> its module, whose parameters are not bound to a buffer yet. It is called once for each
     weight version. bound: called with a layer and its modules when their parameters are bound.
     dtype: of weights and activations. alignment: rows of padded parameters are rounded up to it.
-    initialize: fills a new state; None leaves zeros. loss_terms: number of terms of the loss.
+    initialize: initializes a new state; None leaves zeros. loss_terms: number of terms of the loss.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -95,7 +95,7 @@ class ModelTable:
 
 
 def holders(layer: LayerSpec, mesh: Mesh) -> Group:
-    """Return the group of ranks that share the matrices of a layer."""
+    """Return the group of ranks over which the matrices of a layer are sharded."""
     shared = layer.kind in ("output", "words")
     return mesh.group("pipeline", "tensor") if shared else mesh.group("tensor")
 
@@ -105,7 +105,7 @@ def residual_stream(
 ) -> tuple[TensorSpec, ...]:
     """Return the tensors that cross every stage boundary of a GPT or BERT: [rows, tokens of a rank, hidden_size].
 
-    tokens: of a sample; context ranks and, under sequence parallelism, tensor ranks share them.
+    tokens: of a sample; they are sharded over context ranks and, under sequence parallelism, over tensor ranks.
     """
     own = tokens // (config.parallel.context * config.parallel.sequence_shards)
     return (TensorSpec((rows, own, config.model.hidden_size), DTYPES[config.training.precision], requires_grad),)
@@ -113,12 +113,12 @@ def residual_stream(
 
 @dataclass(frozen=True)
 class Holding:
-    """How a run holds and computes a model.
+    """How a run stores and computes a model.
 
-    choices: one for each layer; empty if all layers are whole and plain. parallel: options of tensor and context
-    ranks, and of links. recomputed: what layers with selective recomputation recompute. master_weights: keep weights
-    in fp32 too if they are narrower. fp8: recipe of the layers that multiply in fp8. compile: run blocks through
-    torch.compile. seed: of stochastic rounding.
+    choices: one for each layer; empty if no layer is sharded, recomputed or offloaded. parallel: options of tensor and
+    context ranks, and of links. recomputed: what layers with selective recomputation recompute. master_weights: keep
+    weights in fp32 too if they are narrower. fp8: recipe of the layers that multiply in fp8. compile: run blocks
+    through torch.compile. seed: of stochastic rounding.
     """
 
     choices: Sequence[LayerChoice] = ()
@@ -134,7 +134,7 @@ class Holding:
 
     @classmethod
     def of(cls, table: LayoutTable) -> "Holding":
-        """Return what a run's layout table and its configuration say."""
+        """Return the holding that a run's layout table and its configuration describe."""
         config, training = table.config, table.config.training
         return cls(
             table.strategies,
@@ -151,9 +151,9 @@ class Holding:
 
 
 def pair_overlap(holding: Holding, mesh: Mesh, schedule: Schedule) -> tuple[bool, str | None]:
-    """Return whether the halves of pairs run on two streams, and a sentence on that; None on a CPU and without pairs.
+    """Return whether the halves of pairs run on two streams, and a sentence about it; None on a CPU and without pairs.
 
-    Other halves run one after the other: where they have no collectives, or one of them may start copies, gathers or
+    The halves run one after the other if they have no collectives, or if one of them may start copies, gathers or
     compiled code, whose order relative to the other half is not known.
     """
     ranks = range(schedule.header.num_ranks)
@@ -183,8 +183,8 @@ class Assembly:
 
     Attributes:
         rank: pipeline rank.
-        stages: this rank's, by id.
-        optimizer: what updates their states.
+        stages: stages of this rank, by id.
+        optimizer: updates their states.
     """
 
     def __init__(
@@ -203,11 +203,11 @@ class Assembly:
 
         Args:
             header: of a schedule to run; it places the stages and numbers weight versions and state units.
-            kernels: which backends run ops of the layers, of updates and of norms.
+            kernels: which backends run the ops of layers, updates and norms.
             swaps: moves tensors to host memory and back; by default for this rank's device.
             built: called after each unit of this rank has its initial weights.
-            two_streams: run the halves of pairs at the same time (`pair_overlap`). Each layer then has twice as many
-                modules, over the same weights and gradients: those of the side stream after the others.
+            two_streams: run the halves of pairs at the same time (`pair_overlap`). Each layer then has twice the
+                number of modules, over the same weights and gradients; those of the side stream are last.
         """
         self._model = model
         self._holding = holding
@@ -238,7 +238,7 @@ class Assembly:
 
     @property
     def states(self) -> list[UnitState]:
-        """Unit states of this rank, tied ones once."""
+        """Unit states of this rank, each tied state once."""
         return unit_states(self.stages)
 
     def layers(self) -> Iterator[tuple[int, Sequence[nn.Module]]]:
@@ -248,7 +248,8 @@ class Assembly:
                 yield index, cast(Sequence[nn.Module], twins)
 
     def whole_layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield each layer of this rank, with its newest weights whole on the device until the next. Collective."""
+        """Yield each layer of this rank; its newest weights are whole on the device until the next layer is requested.
+        A collective call."""
         for number, stage in self.stages.items():
             for unit, index in enumerate(self._model.ranges[number]):
                 parts = [stage.states[state] for state in self._header.states_of(number, unit)]
@@ -276,8 +277,8 @@ class Assembly:
 
         Args:
             schedule: places the same stages on the same ranks.
-            boundary: tensors that cross every stage boundary, if not those of training.
-            units: run instead of the modules of each stage, over their parameters, such as decoding layers.
+            boundary: tensors that cross every stage boundary; by default those of training.
+            units: modules to run in place of those of each stage, over the same parameters, such as decoding layers.
             wrap: see `Engine`.
         """
         stages = self.stages
@@ -294,7 +295,7 @@ class Assembly:
         return Engine(schedule, self.rank, stages, transfers, self._reductions(schedule), self.swaps, wrap, streams)
 
     def keep_weights_alone(self) -> None:
-        """Free gradients, masters and moments, for engines that only run forwards."""
+        """Free gradients, master weights and moments, for engines that only run forwards."""
         for _, twins in self.layers():
             for parameter in (each for twin in twins for each in twin.parameters()):
                 parameter.requires_grad_(False)
@@ -318,7 +319,7 @@ class Assembly:
                 tied[group] = members
             if self.rank != holders[0]:
                 counted_elsewhere.add(group)
-        # The header, which all ranks share, names groups of which this rank's stages may have no state.
+        # The header is the same on all ranks, so it may name groups in which this rank's stages have no state.
         usual = next((state.sharding.count for state in self.states), 1)
         sizes = {usual, *(unit.shards for units in header.stage_states for unit in units)}
         shards = {size: mesh.shard_group(size) for size in sorted(sizes) if size > 1}
@@ -357,7 +358,8 @@ class Assembly:
         )
 
     def _counted_states(self, header: Header, groups: Communicators) -> list[UnitState]:
-        """Return the states whose gradient norm this rank adds: a tied weight counts on the first stage with it."""
+        """Return the states whose gradient norm this rank contributes: a tied weight counts on the first stage that
+        has it."""
         elsewhere = {
             id(stage.states[header.tied_unit(number, group)])
             for number, stage in self.stages.items()
@@ -411,8 +413,8 @@ class Assembly:
     def _boundaries(
         self, stage: int, boundaries: Sequence[tuple[TensorSpec, ...]]
     ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-        """Return what arrives at a stage and what leaves it. boundaries[s]: tensors that stage s hands on; shards of
-        the vocabulary hand on the same."""
+        """Return the tensors that arrive at a stage, and those that leave it. boundaries[s]: tensors that stage s
+        passes on; vocabulary shards pass on the same."""
         header = self._header
         starts = stage in header.inputs or (stage == 0 and not header.vocabulary)
         ends = stage in header.outputs or (stage == header.num_routed - 1 and not header.vocabulary)
@@ -423,11 +425,12 @@ class Assembly:
         return self._holding.choices[index] if self._holding.choices else LayerChoice(0)
 
     def _tied_state(self, names: TiedNames) -> UnitState:
-        """Return a tied weight's one state on this rank, with an accumulator for each local use."""
+        """Return the state of a tied weight on this rank, with one gradient accumulator for each local use."""
         if names not in self._tied_states:
             ranges = (self._model.ranges[stage] for stage in self._header.stages_on(self.rank))
             unit = tied_unit(names, [self._model.layers[index] for members in ranges for index in members])
-            # Gradients of several uses cannot be sharded, only what updates work on.
+            # If a weight has several uses on a rank, its gradients cannot be sharded, only the tensors that updates
+            # change.
             zero_stage = min(self._holding.zero.stage, 1)
             rank = self._mesh.group("pipeline", "tensor").rank if unit.specs[0].shards > 1 else None
             self._tied_states[names] = self._state(names[0], list(unit.specs), zero_stage, uses=unit.uses, rank=rank)
@@ -436,8 +439,8 @@ class Assembly:
     def _state(
         self, name: str, specs: list[ParameterSpec], zero_stage: int, uses: int | None = None, rank: int | None = None
     ) -> UnitState:
-        """Return a new state. uses: of a tied weight. rank: among those that share the matrices, by default the tensor
-        rank."""
+        """Return a new state. uses: number of uses of a tied weight. rank: among the ranks over which the matrices are
+        sharded, by default the tensor rank."""
         model, holding, mesh = self._model, self._holding, self._mesh
         tensor = mesh.group("tensor")
         shared: dict[str, Any] = {
@@ -468,7 +471,7 @@ class Assembly:
         return state
 
     def _sharding(self, zero_stage: int, state_unit: str) -> Sharding:
-        """Return what replicas shard of a unit, and this rank's place among those that share a copy."""
+        """Return which parts of a unit's state replicas shard, and this rank's index among those that share a copy."""
         count = self._holding.zero.num_shards(self._replicas.size, state_unit)
         muon = self._holding.optimizer.name == "muon"
         return Sharding(zero_stage, self._replicas.rank % count, count, muon) if count > 1 else WHOLE
@@ -476,12 +479,12 @@ class Assembly:
     def _apply_options(self) -> None:
         """Apply the options of the layers, in the only order that works.
 
-        Modules first change what they hold of a sample: over tensor ranks, then over context ranks. What is recomputed
-        and how matrices are multiplied follow; fp8 comes after the products that accumulate, which it replaces.
-        Compilation comes last, because it wraps the modules.
+        Samples are sharded first: over tensor ranks, then over context ranks. Recomputation and the way to multiply
+        matrices follow; fp8 comes after the products that accumulate, which it replaces. Compilation comes last,
+        because it wraps the modules.
         """
         holding, mesh = self._holding, self._mesh
-        on_meta = mesh.device.type == "meta"  # where shapes alone are computed, there are neither kernels nor graphs
+        on_meta = mesh.device.type == "meta"  # if only shapes are computed, there are neither kernels nor graphs
         if holding.parallel.sequence:
             self._shard_sequences(SequenceProducts(mesh.group("tensor"), holding.parallel.sequence_chunks))
         for index, twins in self.layers():
@@ -511,7 +514,7 @@ class Assembly:
                         state.partial |= partial_names
 
     def _use(self, products: Products, layers: Sequence[int]) -> None:
-        """Let the linear layers within some layers multiply in another way."""
+        """Replace the way in which the linear layers within some layers multiply."""
         for index, twins in self.layers():
             for twin in twins if index in layers else ():
                 use_products(twin, products)
@@ -534,7 +537,7 @@ def building_progress(
     say: Callable[[str], None] | None, layout: StageLayout, stages: Iterable[int]
 ) -> Callable[[], None]:
     """Return a function to call after each built unit. It prints the progress after two seconds, and then whenever the
-    time has doubled. stages: of this rank. say: None prints nothing."""
+    time has doubled. stages: of this rank. say: prints a line; None for no output."""
     if say is None:
         return lambda: None
     total = sum(len(layout.ranges[stage]) for stage in stages)

@@ -19,7 +19,7 @@ WHOLE = -1
 
 @dataclass(frozen=True)
 class SavedGraph:
-    """The graph that a forward leaves for its backward, between `inputs` (leaves) and `edges`.
+    """The autograd graph that a forward leaves for its backward, from `inputs` (leaves) to `edges`.
 
     edges: the gradient edges of the outputs that require grad. The outputs are not kept, so that they are freed as
     soon as they have been sent.
@@ -41,16 +41,16 @@ def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tup
 
 
 def apart(tensors: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return `tensors`, those that share memory with `received` as copies.
+    """Return `tensors`, but copies of those that share memory with `received`.
 
-    Results outlive a receive slot, and a stage may return its input or a view of it.
+    A stage may return its input or a view of it, and results outlive a receive slot.
     """
     memory = [tensor.untyped_storage().data_ptr() for tensor in received]
     return tuple([t.clone() if t.untyped_storage().data_ptr() in memory else t for t in tensors])
 
 
 def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tuple[bool, ...]:
-    """Return for each tensor of a boundary whether it carries a gradient."""
+    """Return, for each tensor of a boundary, whether it has a gradient."""
     return tuple(tensor.requires_grad for tensor in tensors)
 
 
@@ -63,7 +63,7 @@ def unsplit_parameters(units: Sequence[UnitForward]) -> tuple[nn.Parameter, ...]
 def run_units(
     units: Sequence[UnitForward], inputs: tuple[Tensor, ...], context: Any, ready: Callable[[int], None] | None = None
 ) -> tuple[Tensor, ...]:
-    """Run a chain of units. ready: called before each of them. Raises UnitError if one of them fails."""
+    """Run a chain of units. ready: called before each unit. Raises UnitError if one of them fails."""
     for index, unit in enumerate(units):
         try:
             if ready is not None:
@@ -87,14 +87,14 @@ def backward_input(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Te
     """Run the input half of a split backward. The piece's tape keeps the tensors of the weight half.
 
     These may be `gradients` themselves: lowering keeps their receive slot until the weight half is done. The returned
-    gradients never share memory with them, because they may be sent later; that of an input which a unit passes
-    through is copied.
+    gradients never share memory with them, because they may be sent later; if a unit returns an input unchanged, its
+    gradient is copied.
     """
     assert piece.tape is not None
     inputs = tuple(leaf for leaf in piece.inputs if leaf.requires_grad)
-    found = piece.tape.backward_input(piece.edges, gradients, inputs)
+    input_gradients = piece.tape.backward_input(piece.edges, gradients, inputs)
     lent = {gradient.untyped_storage()._cdata for gradient in gradients}
-    return tuple(_own(_or_zeros(gradient, leaf), lent) for gradient, leaf in zip(found, inputs, strict=True))
+    return tuple(_own(_or_zeros(gradient, leaf), lent) for gradient, leaf in zip(input_gradients, inputs, strict=True))
 
 
 def _own(gradient: Tensor, lent: set[int]) -> Tensor:
@@ -102,5 +102,5 @@ def _own(gradient: Tensor, lent: set[int]) -> Tensor:
 
 
 def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    """Return zeros for an unused input: its sender waits for a gradient."""
+    """Return zeros for an unused input, because its sender waits for a gradient."""
     return torch.zeros_like(leaf) if gradient is None else gradient

@@ -1,8 +1,8 @@
 """The engine: a flat loop over a rank's actions, compiled to closures once.
 
-Nothing here knows what a schedule is called. Every action of the lowered Schedule becomes one closure; a step runs
-them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and their kin differ in data alone, and so
-does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays full from step to step.
+Nothing here depends on a schedule's name. Every action of the lowered Schedule becomes one closure; a step runs
+them in order. GPipe (1811.06965), PipeDream-Flush (2006.09503 section 3.2) and similar schedules differ only in their
+actions. So does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays full from step to step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from megapipe.schedules.offload import with_snapshots
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
 SPARE = (64 * 2**20, *[2**19] * 32)
-"""Bytes of blocks of both pools of torch's allocator: for large tensors, and for those of at most 1 MiB."""
+"""Block sizes in bytes of the two pools of torch's allocator: for large tensors, and for those of at most 1 MiB."""
 
 
 class Engine:
@@ -38,11 +38,11 @@ class Engine:
     example by one that reports the rank's progress. streams: run the halves of pairs at the same time; stages then
     have modules for the side stream after the others. None: one half after the other, on the current stream.
 
-    A schedule that flushes runs a step at each `feed`. One that never flushes has a step in progress between calls:
-    `feed` runs the rest of it and the start of the next one, `drain` ends it. Draining a run changes its time, but
-    none of its numbers.
+    A schedule that flushes runs a step at each `feed`. A schedule that never flushes has a step in progress between
+    calls: `feed` runs the rest of it and the start of the next one, and `drain` ends it. Draining takes time, but
+    changes no result.
 
-    After a failed step an engine runs no other one: gradients and messages are incomplete.
+    After a failed step an engine runs no other step, because gradients and messages are incomplete.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Engine:
     def record(self, recorder: Recorder | None) -> None:
         """Attach a recorder that was made for this schedule and rank, or detach it.
 
-        A recorder has a program of its own, so that steps without one cost nothing. The halves of a pair run one after
-        the other in recorded steps, because each has a time of its own.
+        Recorded steps run a separate program, so that other steps have no overhead. In recorded steps the halves of a
+        pair run one after the other, so that each can be timed.
         """
         if self._swaps is not None:
             self._swaps.watch(None if recorder is None else recorder.wait)
@@ -106,7 +106,8 @@ class Engine:
         return instructions if self._wrap is None else map(self._wrap, instructions)
 
     def run(self, step_input: StepInput) -> StepResult:
-        """Run one whole step (train mode: through the optimizer update), the pipeline empty before and after.
+        """Run one whole step (in train mode, including the optimizer update); the pipeline is empty before and after
+        it.
 
         Raises as `feed`, and EngineError if a step is in progress.
         """
@@ -118,11 +119,11 @@ class Engine:
         return result
 
     def rehearse(self, step_input: StepInput) -> StepResult:
-        """Run a step without messages between stages and without an update of weights.
+        """Run a step without messages between stages and without updating weights.
 
-        This runs every kernel of the step and allocates its memory. On a GPU, loading a kernel or allocating memory
-        can wait for everything that runs on the device, and so for ever if that is a receive whose sender waits for
-        this rank (docs/nccl.md). Collectives run, so all ranks must call this. It changes neither weights nor
+        This loads every kernel of the step and allocates its memory. On a GPU, loading a kernel or allocating memory
+        can wait for everything that runs on the device. If that is a receive whose sender waits for this rank, the
+        wait never ends (docs/nccl.md). Collectives run, so all ranks must call this. It changes neither weights nor
         optimizer state nor the gradients of later steps.
 
         step_input: of the next step. Returns the result of a step, whose numbers have no meaning. Raises EngineError
@@ -136,7 +137,7 @@ class Engine:
         transfers = self._transfers.without_peers()
         program = self._program(transfers, self._reductions, updates=False)
         sections: tuple[SectionName, ...] = ("body",) if self._flushes else ("prologue", "epilogue")
-        # Later steps also hold the samples of the step before, and those that are loaded ahead.
+        # Later steps also hold the samples of the previous step, and prefetched samples.
         spare = [torch.empty(size, dtype=torch.uint8, device=self._reductions.device) for size in SPARE]
         try:
             self._sections = {name: self._overlapped(program.compile(name)) for name in sections}
@@ -146,10 +147,10 @@ class Engine:
         finally:
             self._sections = compiled
             spare.clear()
-        return finished(state)  # the sums of a schedule that never flushes are found on a thread
+        return finished(state)  # a thread computes the sums of a schedule that never flushes
 
     def feed(self, step_input: StepInput) -> tuple[StepResult, ...]:
-        """Start the next step, and run as far as the schedule can without the step after it.
+        """Start the next step, and run it as far as possible before the step after it is known.
 
         Returns the steps that ended, in order: the step itself if the schedule flushes, otherwise the step before it,
         and none at first. Raises EngineError, which names rank, step and action.
@@ -220,7 +221,8 @@ class Engine:
         return tuple(map(self._checked_result, unread))
 
     def _checked_result(self, state: StepState) -> StepResult:
-        """Return the result of a step that could not skip its updates. Raises EngineError if it had to skip them."""
+        """Return the result of a step whose updates could not be skipped. Raises EngineError if they should have
+        been."""
         result = finished(state)
         if result.skipped:
             raise EngineError(
@@ -231,7 +233,7 @@ class Engine:
 
     @property
     def _snapshot_instructions(self) -> Sequence[Instruction]:
-        """The instructions with which a step starts if it copies its state; the rest of it stays as it is."""
+        """Instructions at the start of a step that copies its state; the other instructions are unchanged."""
         if self._snapshots is None:
             schedule = with_snapshots(self.schedule)
             program = Program(schedule, self._rank, self._stages, self._transfers, self._reductions, self._swaps)
@@ -240,7 +242,8 @@ class Engine:
         return self._snapshots
 
     def _execute(self, section: SectionName, steps: Sequence[StepState], before: Sequence[Instruction] = ()) -> None:
-        """Run the actions of a section. steps: in progress, the section's own step first. before: run first."""
+        """Run the actions of a section. steps: those in progress, the section's own step first. before: instructions
+        to run first."""
         instructions = [*before, *self._sections[section]] if before else self._sections[section]
         for position, instruction in enumerate(instructions):
             try:

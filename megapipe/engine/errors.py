@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 class EngineError(RuntimeError):
     """A step failed. The message names the rank, the step and the action, and the peer that it waited for, if any.
 
-    action: that failed. states: what was alive then, one for each step under way. unit: whose forward failed, by its
-    place in the action's stage. None and empty where there is none.
+    action: the action that failed. states: state of each step in progress. unit: index, in the action's stage, of the
+    unit whose forward failed. None or empty if there is none.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class EngineError(RuntimeError):
 
 
 class UnitError(RuntimeError):
-    """A unit's forward failed, by the error that this one is raised from. unit: its place in the chain that ran."""
+    """The forward of a unit failed; `__cause__` is its error. unit: index in the chain that ran."""
 
     def __init__(self, unit: int) -> None:
         super().__init__(f"the forward of unit {unit} failed")
@@ -37,8 +37,9 @@ class UnitError(RuntimeError):
 
 
 class HalfError(RuntimeError):
-    """The second action of a pair failed, by the error that this one is raised from."""
+    """The second action of a pair failed; `__cause__` is its error."""
 
 
 class PipelineError(ValueError):
-    """Modules, data or settings that a Pipeline cannot run; the message names the value, the rule and the way out."""
+    """Modules, data or settings that a Pipeline cannot run; the message names the value, the rule, and how to fix
+    it."""

@@ -1,4 +1,4 @@
-"""Closures of everything that runs forward, and of the copies to host memory and back around it."""
+"""Closures of forwards and recomputations, and of the copies to host memory and back around them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from megapipe.schedules.schedule import SECTIONS, Schedule
 Tensors = tuple[Tensor, ...]
 Closure = Callable[[StepState], None]
 Forward = Callable[[Tensors], tuple[Tensors, SplitTape | None]]
-"""Inputs -> outputs with their graph, and the tape of a split backward."""
+"""A function from inputs to outputs with their graph, and the tape of a split backward."""
 
 
 class Moves:
@@ -63,7 +63,7 @@ class Moves:
                     self._states.add((action.stage, action.unit))
 
     def offload(self, action: Action) -> Closure:
-        """action: counted from its own step, as everywhere here."""
+        """action: counted from its own step, as in all methods of this class."""
         swaps = self._required()
         if action.version >= 0:
             state = self._state(action)
@@ -72,7 +72,7 @@ class Moves:
         return lambda step: swaps.offload(step.saved[key])
 
     def reload(self, action: Action) -> Closure:
-        """Start the copy of activations, or with a version of optimizer state, from host memory."""
+        """Start copying activations from host memory, or optimizer state if the action has a version."""
         swaps = self._required()
         if action.version >= 0:
             state = self._state(action)
@@ -91,12 +91,12 @@ class Moves:
         return run
 
     def bring_weights(self, state: UnitState) -> Closure:
-        """Return the start of the copy of a unit's weights from host memory."""
+        """Return a closure that starts copying a unit's weights from host memory."""
         swaps = self._required()
         return lambda step: state.gather_weights(0, swaps)
 
     def backward(self, action: Action, run: Closure) -> Closure:
-        """Return `run`, a backward or its input half, preceded by the arrival of its activations."""
+        """Return a closure that waits for the activations of `run`, a backward or its input half, and then runs it."""
         key = action.stage, action.microbatch, action.unit
         if key not in self._activations:
             return run
@@ -107,7 +107,7 @@ class Moves:
         self._required().may_change(copies, state)
 
     def update(self, actions: Sequence[Action], run: Closure) -> Closure:
-        """Return `run`, the update of some units, preceded by the arrival of their state."""
+        """Return a closure that waits for the state of some units, and then runs `run`, their update."""
         moved = [self._state(action) for action in actions if (action.stage, action.unit) in self._states]
         return self._after_arrival(lambda step: moved, run) if moved else run
 
@@ -133,7 +133,7 @@ class Moves:
     ) -> tuple[Tensors, Tensors, SplitTape | None]:
         """Run a forward whose saved tensors can be offloaded; return the leaves of its graph, its outputs and tape.
 
-        units: those that run. lent: a link has lent the memory of the inputs, which stay there.
+        units: the units that run. lent: the inputs are in memory that a link lends, and stay there.
         """
         resident = [*_weights(units), *_tensors(step.input.contexts[key[1]]), *(inputs if lent else ())]
         saved = SavedTensors(address_of(tensor) for tensor in resident)
@@ -148,7 +148,7 @@ class Moves:
         return self._stages[action.stage].states[action.unit]
 
     def _required(self) -> Swaps:
-        assert self._swaps is not None  # the constructor has refused the schedule otherwise
+        assert self._swaps is not None  # the constructor refuses schedules that would need one
         return self._swaps
 
 
@@ -170,7 +170,7 @@ class Chain:
     """Units that one action runs, by physical weight version.
 
     twins[copy]: the units. unsplit[copy]: their parameters whose gradients the input half of a split backward
-    computes. shared: by unit, states whose weights are sharded or in host memory; empty if there are none.
+    computes. shared: for each unit, the states whose weights are sharded or in host memory; empty if there are none.
     """
 
     twins: Sequence[Sequence[UnitForward]]
@@ -190,7 +190,7 @@ class Chain:
         return run_units(self.twins[copy], inputs, context, ready)
 
     def run(self, copy: int, inputs: Tensors, context: Any) -> tuple[Tensors, SplitTape | None]:
-        """Return outputs with their graph, and the tape of a split backward."""
+        """Run the units, and return their outputs with the graph, and the tape of a split backward."""
         tape = SplitTape(self.unsplit[copy]) if self.split else None
         return self.forward(copy, inputs, replace(context, tape=tape) if self.split else context), tape
 
@@ -198,8 +198,8 @@ class Chain:
 class Forwards:
     """Makes the closures of one rank's forwards and recomputations.
 
-    A recomputed unit is cut out of the graph at its input. A group of units that are recomputed one after the other
-    keeps only the input of the first one.
+    The graph is cut at the input of a recomputed unit. Consecutive recomputed units keep only the input of the first
+    one.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class Forwards:
     def _run_bare(self, action: Action, chain: Chain) -> Callable[[StepState, int, Tensors], Tensors]:
         """Return a forward that keeps only its inputs, and only if it starts a group of recomputed units.
 
-        Its outputs require grad like those of the graph, which the first forward of a unit shows.
+        Its outputs require grad if those of the graph do, which is known from the unit's first forward.
         """
         microbatch, place = action.microbatch, (action.stage, action.unit)
         kept = (action.stage, microbatch, action.unit)

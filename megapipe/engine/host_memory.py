@@ -1,9 +1,9 @@
 """Activations, optimizer state and weights that move to host memory and return before they are used.
 
 Autograd's saved-tensor hooks store a handle in place of each saved tensor; handles of one storage share it, so that it
-is counted and copied once. Copies run in the background, one in each direction. The activations of one unit leave at a
-time: the compute waits for the previous copy, whose memory it reuses, so that a rank holds exactly what its schedule
-says, however slow copies are. Values never change: a backward reads the bits that its forward saved.
+is counted and copied once. Copies run in the background, one in each direction. Only one unit's activations leave at a
+time: the compute waits for the previous copy, whose memory it reuses. So a rank holds exactly the activations that its
+schedule says, however slow copies are. Values never change: a backward reads the bits that its forward saved.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class Copy(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for the copies before what the caller computes next: a GPU's stream waits, or a CPU's thread."""
+        """Let the caller's next operations wait for the copies: on a GPU the stream waits, on a CPU the thread."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -39,28 +39,30 @@ class Copy(ABC):
 
 
 class CopyStream(ABC):
-    """One direction: copies run in the order of their starts, each after everything that was computed before it."""
+    """Copies in one direction. They run in the order in which they were started, each after everything that was
+    computed before."""
 
     @abstractmethod
     def start(self, moves: Sequence[Move]) -> Copy:
-        """Start copying. Neither side may be changed or freed before the copy has been waited for."""
+        """Start copying. Neither sources nor targets may be changed or freed before a wait for the copy has
+        returned."""
 
 
 class StateCopies(Protocol):
-    """Copies of unit states for a checkpoint, which a step makes in the background of its compute."""
+    """Copies of unit states for a checkpoint, which a step makes in the background."""
 
     def start(self, state: UnitState, lane: CopyStream) -> None:
-        """Start to copy the state, unless it is not to be copied, or its copy has started."""
+        """Start copying the state, if it is to be copied and its copy has not started yet."""
 
     def wait(self, state: UnitState) -> None:
-        """Wait until the state may change: for its copy, which is made at once if it has not started."""
+        """Wait until the state may change. If its copy has not started, it is made now."""
 
 
 class HostPool:
-    """Buffers of host memory, reused by size. For a GPU they are page-locked: other copies block its compute.
+    """Buffers of host memory, reused by size. For a GPU they are page-locked, because other copies block its compute.
 
     Attributes:
-        num_bytes: of all buffers that were made.
+        num_bytes: size of all buffers that were allocated.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -69,19 +71,19 @@ class HostPool:
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer, uint8 [num_bytes], of any content."""
+        """Return an uninitialized buffer, uint8 [num_bytes]."""
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         self.num_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer for reuse, once copies out of it have been awaited; copies into it come later."""
+        """Take a buffer back for reuse. Call it after a wait for all copies out of the buffer."""
         self._free[buffer.numel()].append(buffer)
 
 
 class ThreadCopies(CopyStream):
-    """Copies of a CPU's tensors on a thread, as a GPU's copy engine makes them."""
+    """Copies of CPU tensors on a thread, which takes the place of a GPU's copy engine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -111,10 +113,10 @@ class _ThreadCopy(Copy):
 
 
 class DeviceCopies(CopyStream):
-    """Copies of a GPU's tensors on a stream of their own.
+    """Copies of GPU tensors on a separate stream.
 
-    No tensor is recorded on it: the caller holds both sides until the compute stream has waited for the copy, so that
-    memory can be reused immediately after the copy, and not before.
+    No tensor is recorded on that stream: the caller keeps sources and targets until the compute stream has waited for
+    the copy, so their memory is reused directly after the copy, but never earlier.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,7 +153,7 @@ def copy_stream(device: torch.device, name: str) -> CopyStream:
 
 @dataclass
 class _Storage:
-    """Bytes that several saved tensors may be views of; on the device, uint8 [bytes], or in host memory."""
+    """A storage that several saved tensors may be views of; uint8 [bytes], on the device or in host memory."""
 
     on_device: Tensor | None
     in_host: Tensor | None = None
@@ -177,7 +179,7 @@ class _Kept:
 
 
 class _Entered(torch.autograd.Function):
-    """Passes data into a graph whose leaf takes no memory: the leaf gets the data's gradient."""
+    """Puts data into a graph in place of a leaf that takes no memory; the leaf gets the gradient of the data."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, data: Tensor) -> Tensor:
@@ -191,8 +193,8 @@ class _Entered(torch.autograd.Function):
 class SavedTensors:
     """All tensors that one forward of one micro-batch through a unit saves for its backward.
 
-    resident: addresses of storages that always stay on the device: weights, the micro-batch's own tensors and what the
-    caller holds.
+    resident: addresses of storages that always stay on the device: weights, the micro-batch's own tensors, and tensors
+    that the caller holds.
     """
 
     def __init__(self, resident: Iterable[int]) -> None:
@@ -218,7 +220,7 @@ class SavedTensors:
             yield
 
     def finish(self, outputs: tuple[Tensor, ...], tape: SplitTape | None) -> None:
-        """End the forward: its outputs belong to the caller, and the tensors of the tape are collected too."""
+        """End the forward. Its outputs belong to the caller; tensors of the tape are collected too."""
         for output in outputs:
             self._resident.add(address_of(output))
             self._storages.pop(address_of(output), None)
@@ -237,7 +239,7 @@ class SavedTensors:
         return [(buffer, storage.on_device) for storage, buffer in self._moving if storage.on_device is not None]
 
     def left(self) -> None:
-        """Free the device's memory, after the copies have been awaited."""
+        """Free the device's memory, after a wait for the copies."""
         for storage, buffer in self._moving:
             storage.on_device, storage.in_host = None, buffer
 
@@ -250,7 +252,7 @@ class SavedTensors:
         return moves
 
     def arrived(self, pool: HostPool) -> None:
-        """Give the graph and the tape their tensors, after the copies have been awaited."""
+        """Restore the tensors of the graph and the tape, after a wait for the copies."""
         for storage, buffer in self._moving:
             storage.in_host = None
             pool.give_back(buffer)
@@ -262,7 +264,7 @@ class SavedTensors:
         address = address_of(tensor)
         # The int32 tensors are the blocks of flex_attention, which all units of a micro-batch share.
         if tensor.dtype == torch.int32 or address in self._resident or tensor.untyped_storage().nbytes() == 0:
-            return tensor.detach()  # detached: an output would keep the graph that keeps it
+            return tensor.detach()  # detached, because an output would hold a reference to the graph that holds it
         if address not in self._storages:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._storages[address] = _Storage(memory)
@@ -289,7 +291,8 @@ Watch = Callable[[Callable[[], None]], None]
 
 @dataclass
 class _Leaving:
-    """A copy to host memory under way. finish: frees the device's side. of_state: it is optimizer state."""
+    """A copy to host memory in progress. finish: frees the memory on the device. of_state: whether it is optimizer
+    state."""
 
     owner: object
     copy: Copy
@@ -309,7 +312,7 @@ class _Arrival(Work):
 
 
 class Swaps:
-    """A rank's traffic between its device and host memory; engines over the same stages take turns on it.
+    """A rank's traffic between its device and host memory. Engines over the same stages use it in turn.
 
     Attributes:
         pool: the host memory of activations.
@@ -330,32 +333,32 @@ class Swaps:
         self._watch: Watch = _at_once
 
     def snapshot(self, copies: StateCopies, state: UnitState) -> None:
-        """Start to copy a state for a checkpoint, after the copies to host memory that were started before."""
+        """Start copying a state for a checkpoint, after the copies to host memory that were started earlier."""
         copies.start(state, self._to_host)
 
     def may_change(self, copies: StateCopies, state: UnitState) -> None:
-        """Wait for a state's copy for a checkpoint, before the update that follows."""
+        """Wait for the checkpoint copy of a state, before an update changes the state."""
         self._watch(lambda: copies.wait(state))
 
     def watch(self, wait: Watch | None) -> None:
-        """Make every wait for a copy through `wait`, which calls its argument; None ends this."""
+        """Call `wait` for every wait for a copy, with a function that waits; None restores plain waits."""
         self._watch = _at_once if wait is None else wait
 
     def offload(self, saved: SavedTensors) -> None:
-        """Start to move activations out."""
+        """Start moving activations to host memory."""
         self._settle()
         copy = self._to_host.start(saved.leaving(self.pool))
         self._leaving = _Leaving(saved, copy, saved.left, of_state=False)
 
     def reload(self, saved: SavedTensors) -> None:
-        """Start to bring activations back."""
+        """Start moving activations back to the device."""
         if self._leaving is not None and self._leaving.owner is saved:
             self._settle()
         copy = self._to_device.start(saved.arriving(self._device))
         self._arriving[id(saved)] = copy, lambda: saved.arrived(self.pool)
 
     def offload_state(self, state: UnitState) -> None:
-        """Start to move the buffers of updates to their place in host memory; the first time, to a new one."""
+        """Start moving the buffers of updates to host memory, which is allocated the first time."""
         self._settle()
         there = state.update_buffers()
         home = self._home.pop(id(state), {})
@@ -365,7 +368,8 @@ class Swaps:
         self._leaving = _Leaving(state, copy, there.clear, of_state=True)
 
     def reload_state(self, state: UnitState) -> None:
-        """Start to bring the buffers of an update to the device; `arrive` replaces those in host memory by them."""
+        """Start copying the buffers of an update to the device; `arrive` then puts them in place of those in host
+        memory."""
         self._settle()
         if not state.in_host:
             return
@@ -380,14 +384,14 @@ class Swaps:
         return _Arrival(self._to_device.start([(whole, part)]), self._watch)
 
     def arrive(self, owner: SavedTensors | UnitState) -> None:
-        """Wait for a reload of `owner` if one was started, before the compute that follows."""
+        """Let the following operations wait for a reload of `owner`, if one was started."""
         if id(owner) in self._arriving:
             copy, put_into_place = self._arriving.pop(id(owner))
             self._watch(copy.wait)
             put_into_place()
 
     def end_section(self) -> None:
-        """Wait until optimizer state is whole in host memory, for readers between steps."""
+        """Wait until all optimizer state is in host memory, for readers between steps."""
         if self._leaving is not None and self._leaving.of_state:
             self._watch(self._leaving.copy.synchronize)
             self._settle()

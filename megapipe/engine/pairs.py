@@ -1,15 +1,15 @@
 """Pairs: a forward and a backward that are one action run on two streams of a GPU (`group` in `schedules.actions`).
 
 The collectives of one half then overlap the kernels of the other one (DualPipe, arXiv 2412.19437, section 3.2.1). Each
-half has a thread, but only one of them runs at a time: a half hands over where it has started a collective and is
-about to wait for it (`DistributedGroup.pause`), and where it ends. So all ranks of a group start its collectives in
-the same order. The backward's thread waits in autograd, whose own thread of the device runs the nodes and hands over.
+half has a thread, but only one of them runs at a time: a half yields to the other one when it has started a collective
+and is about to wait for it (`DistributedGroup.pause`), and when it ends. So all ranks of a group start its collectives
+in the same order. The backward's thread waits in autograd, whose device thread runs the nodes and yields.
 
 Autograd runs a node on the stream of its forward. Therefore, every micro-batch has one stream on each stage, for all
 of its actions: the main stream, or the side stream if it is paired with one of the main stream. A parameter's
-gradient is added on the stream on which the parameter was first used, so each stream has modules of its own over the
-same weights and gradients (`Assembly`). The side stream waits for the main stream before each of its actions, and the
-main stream waits for the side stream after it, so that all else the engine does stays on the main stream.
+gradient is added on the stream on which the parameter was first used, so each stream has its own modules over the same
+weights and gradients (`Assembly`). The side stream waits for the main stream before each of its actions, and the main
+stream waits for the side stream after it, so that everything else in the engine stays on the main stream.
 """
 
 import threading
@@ -33,7 +33,7 @@ class AbandonedError(RuntimeError):
 
 
 class Alternation:
-    """Two functions on two threads, of which one runs at a time."""
+    """Two functions on two threads, only one of which runs at a time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -42,7 +42,8 @@ class Alternation:
         self._failed = False
 
     def pause(self) -> None:
-        """Let the other function run until it pauses or ends; return at once if it has ended, or none is running.
+        """Let the other function run until it pauses or ends; return at once if it has ended, or if no pair is
+        running.
 
         Any thread that works for the function whose turn it is may call this. Raises AbandonedError if the other
         function failed.
@@ -59,9 +60,9 @@ class Alternation:
             raise AbandonedError
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both; the first one starts, on this thread.
+        """Run both functions; the first one starts, on this thread.
 
-        Raises what the first one raises, or HalfError from what the second one raises.
+        Raises the exception of the first one, or HalfError from that of the second one.
         """
         errors: list[BaseException] = []
 
@@ -105,7 +106,8 @@ class Alternation:
 
 
 class TwoStreams:
-    """The main stream, which is current where a step runs, and a side stream of one GPU. turns: of a pair's halves."""
+    """The main stream, which is current while a step runs, and a side stream of one GPU. turns: alternate between the
+    halves of a pair."""
 
     def __init__(self, device: torch.device) -> None:
         self.turns = Alternation()
@@ -113,22 +115,22 @@ class TwoStreams:
         self._side = torch.cuda.Stream(device)
 
     def instructions(self, compiled: Sequence[Instruction], *, in_order: bool = False) -> list[Instruction]:
-        """Return the same instructions of a section, each on its stream. A pair becomes one, whose second half is its
-        `partner`; in_order: the halves stay apart, one after the other."""
+        """Return the instructions of a section, each on its stream. A pair becomes one instruction, whose second half
+        is its `partner`. in_order: keep the halves separate, one after the other."""
         actions = [each.action for each in compiled]
-        side, found = on_side_stream(actions), list[Instruction]()
+        side, on_streams = on_side_stream(actions), list[Instruction]()
         is_side = [(action.stage, action.microbatch) in side for action in actions]
         firsts = {first for first in pairs_of(actions) if is_side[first] != is_side[first + 1] and not in_order}
         for index, (instruction, action) in enumerate(zip(compiled, actions, strict=True)):
             if index in firsts:
-                found.append(self._pair(instruction, compiled[index + 1], is_side[index]))
+                on_streams.append(self._pair(instruction, compiled[index + 1], is_side[index]))
             elif index - 1 in firsts:
                 continue
             elif action.kind in COMPUTE_STREAM:
-                found.append(replace(instruction, run=self._alone(instruction, is_side[index])))
+                on_streams.append(replace(instruction, run=self._alone(instruction, is_side[index])))
             else:
-                found.append(instruction)
-        return found
+                on_streams.append(instruction)
+        return on_streams
 
     def _alone(self, instruction: Instruction, is_side: bool) -> Callable[[StepState], None]:
         action, run = instruction.action, instruction.run
@@ -168,8 +170,8 @@ class TwoStreams:
         return replace(one, run=run, partner=other)
 
     def _keep_entering(self, step: StepState, action: Action) -> None:
-        """Let the allocator keep what another stage of this rank has left for an action until its stream has used it:
-        the memory may be of the other stream."""
+        """Let the allocator keep tensors that another stage of this rank left for an action until the action's stream
+        has used them: their memory may belong to the other stream."""
         left = step.activations if action.kind == Kind.FORWARD else step.gradients
         stream = torch.cuda.current_stream(self._device)
         for tensor in left.get((action.stage, action.microbatch), ()):
@@ -177,5 +179,5 @@ class TwoStreams:
 
 
 def action_number(instructions: Sequence[Instruction], position: int) -> int:
-    """Return the number of an instruction's action in its section. Pairs that came before are two actions each."""
+    """Return the number of an instruction's action in its section. Each earlier pair counts as two actions."""
     return position + sum(each.partner is not None for each in instructions[:position])

@@ -56,13 +56,13 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 class Pipeline:
-    """One model over the ranks of a mesh. Every rank makes it with the same arguments and calls the same methods.
+    """One model over the ranks of a mesh. Every rank creates it with the same arguments and calls the same methods.
 
     Attributes:
-        schedule: the lowered schedule, good for validating, simulating and drawing.
+        schedule: the lowered schedule, which can be validated, simulated and drawn.
         stages: this rank's stages, with the unit states that hold weights, gradients and moments.
-        optimizer: what updates them.
-        is_first, is_last: this rank reads the inputs; the targets.
+        optimizer: updates them.
+        is_first, is_last: whether this rank reads the inputs, and the targets.
 
     Example:
         >>> import torch
@@ -101,13 +101,13 @@ class Pipeline:
         """Split the layers into stages, create those of this rank, and connect them. A collective call.
 
         Args:
-            layers: the model as a sequence of modules; each takes what the one before it returns, a tensor or a tuple
-                of tensors. The modules are copied, not changed: their weights are the start, and `state_dict` has the
-                result. A function that creates the module may replace it; then a rank creates only its own modules.
-                A parameter that several layers have is tied: it stays one weight.
-            mesh: of pipeline, data, context and tensor ranks. Tensor ranks split the `megapipe.ColumnLinear` and
-                `RowLinear` within the layers; everything else is whole on each of them. Context ranks hold parts of
-                every sample, whose tokens are in axis 1; layers mix them by `megapipe.DotProductAttention` only.
+            layers: the model as a sequence of modules; each takes what the previous one returns, a tensor or a tuple
+                of tensors. The modules are copied, not changed: they have the initial weights, and `state_dict`
+                returns the trained ones. A layer may also be a function that creates the module; then a rank creates
+                only its own modules. A parameter that several layers have is tied: it stays one weight.
+            mesh: of pipeline, data, context and tensor ranks. Tensor ranks shard each `megapipe.ColumnLinear` and
+                `RowLinear` within the layers; everything else is replicated on them. Context ranks hold parts of every
+                sample, whose tokens are in axis 1; only `megapipe.DotProductAttention` may mix tokens.
             loss: (the last layer's outputs, then a micro-batch's targets) -> loss summed over the micro-batch, 0-dim.
             sample: inputs of one micro-batch; only their shapes and dtypes are used.
             microbatches: micro-batches of a step on each data-parallel replica.
@@ -115,12 +115,12 @@ class Pipeline:
             optimizer: its settings, including clipping; default: AdamW with its defaults.
             layers_per_stage: number of layers of each stage; default: as even as possible.
             count: targets of a micro-batch -> its part of the number that the loss sum is divided by; default: rows.
-            seed: for layers that are created here.
+            seed: for layers that are created by functions.
             timeout: seconds that a rank waits for another one.
             zero: what replicas shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; or a ZeroConfig.
             recompute: layers whose forward is rerun before their backward, from their saved inputs; True for all.
                 Random numbers are the same both times.
-            offload: what moves to host memory: activations "blocks" (here every layer that is not recomputed),
+            offload: what is moved to host memory: activations "blocks" (here every layer that is not recomputed),
                 optimizer state, weights.
             fp8: "tensorwise" or "rowwise" multiplies in fp8 within every `ColumnLinear` and `RowLinear`.
             matrices: names of the weights that optimizer muon updates by Muon, such as "1.into.weight"; AdamW updates
@@ -178,18 +178,19 @@ class Pipeline:
         On GPUs the first call runs the modules twice: once without messages and update, so that no kernel has to be
         loaded while a message is awaited (docs/nccl.md).
 
-        Returns the steps that ended. A schedule that flushes ends every step; one that never does ends the step
-        before, so that the first call returns none and `drain` the last one. Results are the same on all ranks.
+        Returns the steps that ended. A schedule that flushes ends every step. A schedule that never flushes ends the
+        previous step: the first call returns none, and `drain` returns the last one. Results are the same on all
+        ranks.
 
         Args:
-            inputs: this replica's batch, `microbatches` times as many rows as the sample; read where `is_first`.
+            inputs: this replica's batch, with `microbatches` times the rows of the sample; only read if `is_first`.
                 Context ranks and tensor ranks of a replica get the same batch of whole samples.
-            targets: the same for the loss; read where `is_last`.
-            learning_rate: of this step; the optimizer's setting without.
+            targets: the same for the loss; only read if `is_last`.
+            learning_rate: of this step; by default the optimizer's setting.
 
         Raises:
             PipelineError: a batch that does not fit.
-            EngineError: naming rank, step and action around whatever went wrong.
+            EngineError: a step failed; the message names rank, step and action.
         """
         batch = self._batch(inputs, targets)
         counts = [self._counted(each) if self.is_last else 0.0 for each in batch]
@@ -197,7 +198,7 @@ class Pipeline:
         step_input = StepInput(self._next_step, batch, counts, rate)
         if not self._rehearsed:
             device = self._mesh.device
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # modules may draw numbers
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # modules may draw random numbers
                 self._or_close(lambda: self._engine.rehearse(step_input))
             self._rehearsed = True
         results = self._or_close(lambda: self._engine.feed(step_input))
@@ -206,14 +207,15 @@ class Pipeline:
         return results
 
     def drain(self) -> tuple[StepResult, ...]:
-        """End the step under way and return it; none where the schedule flushes every step."""
+        """End the step in progress and return its result; an empty list if the schedule flushes every step."""
         self._under_way = False
         return self._or_close(self._engine.drain)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's newest weights and buffers, on the CPU, for `torch.nn.Sequential(*layers)`. Collective.
+        """Return the whole model's newest weights and buffers, on the CPU, for `torch.nn.Sequential(*layers)`.
+        Collective.
 
-        Raises PipelineError where a step is under way.
+        Raises PipelineError if a step is in progress.
         """
         if self._under_way:
             raise PipelineError(f"step {self._next_step - 1} is in progress; call drain before state_dict")
@@ -230,16 +232,17 @@ class Pipeline:
         return {name: value for index in sorted(layers) for name, value in layers[index].items()}
 
     def _whole(self, value: Tensor, axis: int | None) -> Tensor:
-        """Return a parameter that tensor ranks split along an axis."""
+        """Return the whole of a parameter that tensor ranks shard along an axis."""
         group = self._mesh.group("tensor")
         if axis is None or group.size == 1:
             return value
         return torch.cat(group.all_gather(value.contiguous()).unbind(0), axis)
 
     def close(self) -> None:
-        """Release links, with their memory and file descriptors. No step runs after that. A failed step does this too.
+        """Release the links, with their memory and file descriptors. No step can run after that. A failed step
+        releases them too.
 
-        Otherwise they are released with the pipeline, when Python collects it.
+        Without this call they are released when Python collects the pipeline.
         """
         self._assembly.close()
 
@@ -279,7 +282,7 @@ class Pipeline:
         return parts
 
     def _cut(self, tensors: Sequence[Tensor], what: str) -> list[tuple[Tensor, ...]]:
-        """Rows of every tensor, micro-batch by micro-batch, on this rank's device."""
+        """Return the rows of every tensor by micro-batch, on this rank's device."""
         for tensor in tensors:
             if tensor.dim() == 0 or tensor.shape[0] % self._microbatches:
                 raise PipelineError(
@@ -302,7 +305,7 @@ class Pipeline:
 
 
 def as_tensors(tensors: Tensors) -> tuple[Tensor, ...]:
-    """One tensor or several, as a tuple."""
+    """Return one or several tensors as a tuple."""
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
@@ -354,7 +357,7 @@ def _check_holding(holding: Holding, rerun: Collection[int], replicas: int) -> N
 
 
 def _run_of(holding: Holding, ranges: Sequence[range], replicas: int) -> dict[str, Any]:
-    """Return what a schedule has to know about state and memory; arguments of `build`."""
+    """Return the arguments of `build` that describe state and memory."""
     zero, offload = holding.zero, holding.offload
     rerun = {index for index, choice in enumerate(holding.choices) if choice.recompute == "full"}
     units = [len(members) for members in ranges]
@@ -378,7 +381,7 @@ def _run_of(holding: Holding, ranges: Sequence[range], replicas: int) -> dict[st
 
 
 def _with_matrices(plan: ModelPlan, names: Collection[str] | None) -> ModelPlan:
-    """Return the plan in which only the matrices that Muon updates are marked. names: None for the default."""
+    """Return the plan with only the matrices marked that Muon updates. names: None for the default."""
     known = {spec.name for layer in plan.specs for spec in layer.parameters.values() if spec.matrix}
     if names is None:
         ends = {spec.name for layer in (plan.specs[0], plan.specs[-1]) for spec in layer.parameters.values()}
@@ -414,7 +417,7 @@ def _own_sample(sample: tuple[Tensor, ...], parts: int) -> tuple[Tensor, ...]:
 
 
 def _tokens_in_hand(mesh: Mesh, plan: ModelPlan, length: int) -> Tensor:
-    """Return the places of the tokens in hand, int64 [tokens in hand], in samples of `length` tokens."""
+    """Return the positions of this rank's tokens, int64 [tokens of this rank], in samples of `length` tokens."""
     group = mesh.group("context")
     try:
         return torch.from_numpy(Share(plan.order, group.rank, group.size).numbers(length))
@@ -423,7 +426,7 @@ def _tokens_in_hand(mesh: Mesh, plan: ModelPlan, length: int) -> Tensor:
 
 
 def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
-    """The plan, if all ranks have the same."""
+    """Return the plan, if all ranks have the same one."""
     for rank, other in enumerate(mesh.world.all_gather_object(plan)):
         if other != plan:
             raise PipelineError(

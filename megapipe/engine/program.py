@@ -21,9 +21,9 @@ from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 class Instruction:
     """One compiled action.
 
-    action: what it came from, micro-batch and version counted from its own step. offset: that step, counted from the
-    section's: a body that never flushes runs the rest of one step and the beginning of the next. partner: the second
-    action of a pair, which `run` runs too.
+    action: the action, with micro-batch and version counted from its own step. offset: that step, counted from the
+    section's step, because a body that never flushes runs the rest of one step and the beginning of the next. partner:
+    the second action of a pair, which `run` runs too.
     """
 
     run: Closure
@@ -46,8 +46,8 @@ class Program:
         updates: bool = True,
         two_streams: bool = False,
     ) -> None:
-        """updates: whether UPDATE changes weights; otherwise it only clears gradients. two_streams: stages have
-        modules for the side stream after the others (`engine.pairs`)."""
+        """updates: whether UPDATE changes weights; otherwise it only clears gradients. two_streams: the last modules
+        of each stage are those of the side stream (`engine.pairs`)."""
         self._schedule = schedule
         self._header = schedule.header
         self._rank = rank
@@ -106,7 +106,8 @@ class Program:
             yield Instruction(self._update(run), run[0], offset)
 
     def _counted_from_its_step(self, action: Action) -> tuple[int, Action]:
-        """Return the step of an action, counted from its section's step, and the action counted from that step."""
+        """Return an action's step, counted from its section's step, and the action with its numbers counted from that
+        step."""
         step, microbatch = divmod(action.microbatch, self._header.num_microbatches)
         version = action.version - step * self._header.updates_per_step if action.version >= 0 else -1
         return step, action._replace(microbatch=microbatch, version=version)
@@ -115,8 +116,8 @@ class Program:
         return self._stages[action.stage].states[action.unit]
 
     def _on_shared_state(self, make: Callable[[Action], Closure]) -> Callable[[Action], Closure]:
-        """Return the same closures, which first wait for the gathered weights of their unit and allocate its gradient
-        if it is sharded."""
+        """Return closures that first wait for the gathered weights of their unit, and allocate its gradient if it is
+        sharded."""
 
         def made(action: Action) -> Closure:
             run, stage = make(action), self._stages[action.stage]
@@ -187,7 +188,7 @@ class Program:
                 step.tapes[stage_id, microbatch, unit] = piece.tape
             else:
                 passed = backward(piece, gradients)
-            del step.pieces[stage_id, microbatch, unit]  # only now: the report of a failed step reads it
+            del step.pieces[stage_id, microbatch, unit]  # not earlier, because the report of a failed step reads it
             if output is not None:
                 output.start_sum(step, microbatch, passed)
             elif has_receiver and word is None:
@@ -196,7 +197,7 @@ class Program:
         return run
 
     def _shard(self, stage: int, kind: Collection[int]) -> Shards | None:
-        """Return this rank's shard of the vocabulary if it is a stage, and of a kind of shards."""
+        """Return this rank's vocabulary shard of a kind, if the stage is one."""
         return self._transfers.shards.get(stage) if stage in kind else None
 
     def _backward_weight(self, action: Action) -> Closure:
@@ -224,7 +225,7 @@ class Program:
         return lambda step: slots.post(slot, part)
 
     def _part(self, action: Action) -> int:
-        """Return the number of the slice of a sample that an action is for."""
+        """Return the number of the sequence slice that an action belongs to."""
         return action.microbatch % self._header.slices
 
     def _gather_weights(self, action: Action) -> Closure:
@@ -269,7 +270,7 @@ class Program:
             if copies is None:
                 self._reductions.update(step, states, absolute, update)
                 return
-            for state in states:  # one by one: each waits for its own copy only
+            for state in states:  # one by one, so that each waits only for its own copy
                 self._moves.may_change(copies, state)
                 self._reductions.update(step, [state], absolute, update)
 

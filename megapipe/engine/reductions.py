@@ -1,8 +1,8 @@
-"""Sums over ranks: gradients over replicas, tied weights over their uses, scalars over all ranks; then the update.
+"""Sums over ranks (gradients over replicas, tied weights over their uses, scalars over all ranks), and the update.
 
 Sharded state follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7): whole weights are gathered
-and whole gradients are summed into shards, a few units at a time. The schedule says when; the action that needs the
-result waits for it. Sums that the schedule hides run on a thread of their own.
+and whole gradients are summed into shards, a few units at a time. The schedule determines when; the action that needs
+the result waits for it. Sums that the schedule hides run on a separate thread.
 """
 
 import threading
@@ -30,16 +30,16 @@ Result = TypeVar("Result")
 
 
 def run_now(function: Callable[[], Result]) -> Future[Result]:
-    """Run a function now, in the thread of the caller, which gets its exceptions."""
+    """Run a function immediately, in the caller's thread; exceptions reach the caller."""
     future: Future[Result] = Future()
     future.set_result(function())
     return future
 
 
 class Turns:
-    """Runs functions on threads, and their collectives in the order of the starts.
+    """Runs functions on threads, and their collectives in the order in which they were started.
 
-    Without this, two sums that are under way at once could run in different orders on two ranks.
+    Otherwise, two sums in progress at the same time could run in different orders on two ranks.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class Turns:
             self._stream = torch.cuda.Stream(device)
 
         def run() -> Result:
-            found = find()
+            result = find()
             if before is not None:
                 wait([before])
-            return share(found)
+            return share(result)
 
         future = run_beside(run, self._stream)
         self._last = future  # type: ignore[assignment]
@@ -86,7 +86,8 @@ def run_beside(function: Callable[[], Result], stream: torch.cuda.Stream | None)
                 with torch.cuda.stream(stream):
                     stream.wait_event(launched)
                     result = function()
-                    # Not the whole stream: a later call may have queued what waits for this result.
+                    # Do not synchronize the whole stream: a later call may have queued work that waits for this
+                    # result.
                     stream.record_event().synchronize()
         except BaseException as error:
             future.set_exception(error)
@@ -100,7 +101,7 @@ def run_beside(function: Callable[[], Result], stream: torch.cuda.Stream | None)
 def shared_states(header: Header, stages: Mapping[int, Stage], stage: int) -> list[tuple[UnitState, ...]]:
     """Return, for each layer of a stage, the states whose weights its compute may have to wait for.
 
-    Any unit may use a tied weight, which is awaited at most once.
+    Any unit may use a tied weight; there is at most one wait for it.
     """
     tied = [
         state
@@ -122,8 +123,8 @@ def _awaits(state: UnitState) -> bool:
 class GradientReduction(Work):
     """The sum of a unit's gradient over the ranks that shard its state; each rank gets its shard of the sum.
 
-    copies: ranks with the same shard, over which the shard is summed too; None where this sum is not the unit's last.
-    dtype: in which gradients travel.
+    copies: ranks with the same shard, over which the shard is summed too; None if this is not the unit's last sum.
+    dtype: of gradients in messages.
     """
 
     def __init__(
@@ -160,7 +161,8 @@ class GradientReduction(Work):
 
 
 class GradientPool:
-    """Whole gradients that have memory at once, where they are sharded: those added to and those being reduced.
+    """Limits the whole gradients that have memory at the same time, if gradients are sharded: those that backwards add
+    to, and those being reduced.
 
     limit: maximum total size of their units.
     """
@@ -171,9 +173,9 @@ class GradientPool:
         self._on_their_way: deque[GradientReduction] = deque()
 
     def open(self, state: UnitState, update: int, size: int) -> None:
-        """Allocate a unit's accumulator for an update if it has no memory, once the pool has room for it.
+        """Allocate a unit's accumulator for an update if it has no memory.
 
-        Nothing is added to it while a reduction of its previous content is running.
+        This waits until the pool has room for it, and until a reduction of its previous content has ended.
         """
         while any(each.state is state and each.update == update for each in self._on_their_way):
             self._finish_oldest()
@@ -186,7 +188,7 @@ class GradientPool:
         self._free -= size
 
     def reduce(self, reduction: GradientReduction) -> None:
-        """Add a reduction that was started; its part of the pool is free once it is done."""
+        """Add a reduction that was started; its part of the pool is freed when it ends."""
         self._on_their_way.append(reduction)
 
     def finish(self) -> None:
@@ -204,29 +206,28 @@ class Optimizer(Protocol):
     """Computes a weight version from the newest one and the reduced gradients."""
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
-        """Advance `states` to absolute `version`, every gradient multiplied by `coefficient` (float32 scalar)."""
+        """Advance `states` to absolute `version`; every gradient is multiplied by `coefficient` (float32 scalar)."""
 
     def prepare(self, states: Sequence[UnitState]) -> None:
         """Allocate the buffers that the first update of `states` would allocate."""
 
     def rehearse(self, states: Sequence[UnitState]) -> None:
-        """Run the kernels of an update of `states`, and leave them as they are."""
+        """Run the kernels of an update of `states` without changing them."""
 
 
 @dataclass(frozen=True)
 class Communicators:
-    """The groups of one rank that the engine needs.
+    """The groups that the engine uses on one rank.
 
     tied[g]: all replicas of the stages that hold a use of tied group g, the first replica's first.
-    scalars: all ranks; other than the world where sums are hidden. By default the world.
+    scalars: all ranks, by default the world; another group than the world if sums are hidden.
     data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
-    replica: this rank's place among the replicas of its weights. Of a state that n replicas share, the first n count
-    in the gradient norm; the others hold the same sums.
-    counted_elsewhere: tied groups whose weight's norm another pipeline rank counts.
-    shards: by their number, the replicas that share one copy of a unit's state. copies: by the same number, the
-    replicas with the same shard as this one, where there are several.
-    tensor: ranks that share matrices, for gradients of which each has a part; needed where states have such.
+    replica: index of this rank among the replicas of its weights. If n replicas shard a state, the first n count in
+    the gradient norm; the others hold the same sums. counted_elsewhere: tied groups whose weight's norm another
+    pipeline rank counts. shards: by their number, the replicas that share one copy of a unit's state. copies: by the
+    same number, the replicas with the same shard as this one, if there are several. tensor: tensor ranks, for
+    gradients that are partial sums on each of them; needed if states have such gradients.
     """
 
     world: Group
@@ -241,7 +242,7 @@ class Communicators:
     tensor: Group | None = None
 
     def through(self, change: Callable[[Group], Group]) -> "Communicators":
-        """Return the same communicators with every group changed by `change`."""
+        """Return the communicators with `change` applied to every group."""
         return replace(
             self,
             world=change(self.world),
@@ -255,7 +256,7 @@ class Communicators:
 
 
 class Reductions:
-    """The collective actions of one rank, and the states and groups that they use."""
+    """Runs the collective actions of one rank, on the states and groups that they use."""
 
     def __init__(
         self,
@@ -279,24 +280,22 @@ class Reductions:
             counted_states: those whose norm this rank contributes; a tied weight counts on one of its ranks.
             parameter_names: of the whole model.
             clip: gradient norm -> coefficient.
-            hidden: a thread waits for a step's sums while its actions go on, for schedules that continue with the next
-                step; other collectives of this rank may then start before or after them, so that they need a group of
-                their own.
+            hidden: a thread waits for a step's sums while its actions continue, for schedules that go on with the next
+                step; other collectives of this rank may then start before or after these, so they need a separate
+                group.
             squared_norm: of one parameter's gradient.
             balanced_names: parameters whose gradient is the load of experts, not a gradient of the loss: it is
                 reported, and does not enter the norm.
-            loss_terms: number of terms of the last stage's loss, each a sum with a count of its own.
+            loss_terms: number of terms of the last stage's loss, each a sum with its own count.
             gradient_pool: maximum total size of the units whose whole gradients have memory at once if gradients are
                 sharded; the schedule's header has the sizes.
             reduce_dtype: of gradients while they are reduced into shards; None: that of their accumulators.
 
         Raises:
-            ValueError: sums are hidden and share the group of the world.
+            ValueError: sums are hidden and use the group of the world.
         """
         if hidden and communicators.scalars in (None, communicators.world) and communicators.world.size > 1:
-            raise ValueError(
-                "hidden sums need a group of their own in Communicators.scalars, such as mesh.second_world()"
-            )
+            raise ValueError("hidden sums need a separate group in Communicators.scalars, such as mesh.second_world()")
         self._counted_states = counted_states
         self._positions = name_positions(parameter_names)
         balanced = np.array([self._positions[name] for name in balanced_names], np.int64)
@@ -316,7 +315,7 @@ class Reductions:
         self._reduce_dtype = reduce_dtype
 
     def through(self, change: Callable[[Group], Group]) -> "Reductions":
-        """Return the same reductions with every group changed by `change`."""
+        """Return the reductions with `change` applied to every group."""
         other = copy(self)
         other._communicators = self._communicators.through(change)
         other._all_ranks = change(self._all_ranks)
@@ -327,9 +326,9 @@ class Reductions:
         flags = [float(step.input.stop), float(step.input.save), float(step.input.save_failed)]
         counts = [0.0] * step.updates * self._loss_terms + flags
         if self._communicators.counts_loss:
-            for microbatch, found in enumerate(step.input.token_counts):
+            for microbatch, numbers in enumerate(step.input.token_counts):
                 first = step.update_of(microbatch) * self._loss_terms
-                for term, count in enumerate([found] if isinstance(found, float | int) else found):
+                for term, count in enumerate([numbers] if isinstance(numbers, float | int) else numbers):
                     counts[first + term] += count
         step.counts = tensor_on(np.array(counts), self.device)
         step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
@@ -337,8 +336,8 @@ class Reductions:
     def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
         """Start the sum of a unit's gradient over the replicas of its weights. update: absolute number.
 
-        last: nothing is added to this update's gradient after it. Partial gradients of tensor ranks are a few vectors,
-        which are summed first, so that replicas reduce them like all others.
+        last: no later action adds to this update's gradient. Partial gradients of tensor ranks are a few vectors; they
+        are summed first, so that replicas reduce them like all others.
         """
         groups = self._communicators
         if state.table.num_elements == 0:
@@ -363,7 +362,7 @@ class Reductions:
     def reduce_tied(self, step: StepState, state: UnitState, group: int, update: int) -> None:
         """Start the sum of a tied weight's gradients over its uses and replicas, here and on other ranks.
 
-        It is only started: if ranks have several stages, another rank may first need work of this rank.
+        Do not wait for it: if ranks have several stages, another rank may first need work of this rank.
         """
         state.sum_uses(update)
         total = state.gradients_of(update)[0]
@@ -392,7 +391,7 @@ class Reductions:
     def update(self, step: StepState, states: Sequence[UnitState], version: int, update: int) -> None:
         """Update `states` by the optimizer, or copy their weights if the gradients were not finite.
 
-        The updates of a step with several are neither clipped nor checked: its scalars come after them.
+        Several updates of one step are neither clipped nor checked, because the step's scalars come after them.
         """
         if self._optimizer is None:
             raise ValueError("this engine was built without an optimizer; give it one to run UPDATE actions")
@@ -409,7 +408,7 @@ class Reductions:
                 self.gather_weights(state, version % len(state.weights))
 
     def rehearse(self, states: Sequence[UnitState]) -> None:
-        """Allocate the buffers of the first update of `states`, and run its kernels if later updates may run during
+        """Allocate the buffers of the first update of `states`, and run its kernels if updates may run during
         messages."""
         if self._optimizer is not None:
             self._optimizer.prepare(states)
@@ -417,13 +416,13 @@ class Reductions:
                 self._optimizer.rehearse(states)
 
     def clear(self, step: StepState, states: Sequence[UnitState], update: int) -> None:
-        """Wait for the sums that an update of `states` needs, and clear their gradients as the update does."""
+        """Wait for the sums that an update of `states` needs, and clear the gradients as an update does."""
         self._awaited(step)
         for state in states:
             state.zero_gradients(update)
 
     def _awaited(self, step: StepState) -> tuple[Tensor, bool]:
-        """Return the coefficient of the gradients in the step's next update, and whether it may change weights."""
+        """Return the factor of the gradients in the step's next update, and whether the update may change weights."""
         if step.updates > 1:
             self.gradient_pool.finish()
             self._await_gradients(step)
@@ -441,33 +440,33 @@ class Reductions:
     def _local_scalars(self, step: StepState, update: int) -> Tensor:
         """Return this rank's squared norms by parameter, and its sum of losses by term; float64."""
         self._await_gradients(step)
-        found: list[Tensor] = []
+        values: list[Tensor] = []
         places: list[int] = []
         counted = [state for state in self._counted_states if self._communicators.replica < state.sharding.count]
         if counted:
             for name, square in squared_norms(counted, update, self._squared_norm).items():
-                found.append(square)
+                values.append(square)
                 places.append(self._positions[name])
             for name, flaw in uncounted_flaw(counted, update).items():
-                found.append(flaw)
+                values.append(flaw)
                 places.append(self._positions[name])
         if self._communicators.counts_loss and step.loss_sums:
-            found += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
+            values += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
             places += range(len(self._positions), len(self._positions) + self._loss_terms)
         scalars = torch.zeros(len(self._positions) + self._loss_terms, dtype=torch.float64, device=self.device)
-        if found:  # put in place together: each operation costs more than what it does to a number
-            scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(found))
+        if values:  # one operation for all: the overhead of an operation exceeds the cost of adding numbers
+            scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(values))
         return scalars
 
     def _on_device(self, places: tuple[int, ...]) -> Tensor:
-        """Return positions in the vector of scalars as int64 on the device. They are copied there once, for all
-        steps."""
+        """Return positions in the vector of scalars as int64 on the device. They are copied once, for all steps."""
         if places not in self._places:
             self._places[places] = tensor_on(np.array(places), self.device)
         return self._places[places]
 
     def _shared(self, step: StepState, scalars: Tensor) -> Scalars:
-        """Sum `scalars` over all ranks, and read them and the counts together: each read waits for the device."""
+        """Sum `scalars` over all ranks, and read them together with the counts, because each read waits for the
+        device."""
         self._all_ranks.all_reduce(scalars)
         squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :]
         loads = squares.index_select(0, self._balanced)
@@ -477,7 +476,7 @@ class Reductions:
         norm = squares.sum().sqrt() / scale
         coefficient = (self._clip(norm) / scale).to(torch.float32)
         read = torch.cat([losses, norm.view(1), loads, step.global_counts()]).tolist()
-        sums, found, rest = read[: self._loss_terms], read[self._loss_terms], read[self._loss_terms + 1 :]
+        sums, gradient_norm, rest = read[: self._loss_terms], read[self._loss_terms], read[self._loss_terms + 1 :]
         counts = Counted.of(rest[len(loads) :], step.updates)
         means = tuple(loss / (count or 1.0) for loss, count in zip(sums, counts.by_term, strict=True))
-        return Scalars(means, found, coefficient, counts, tuple(rest[: len(loads)]))
+        return Scalars(means, gradient_norm, coefficient, counts, tuple(rest[: len(loads)]))

@@ -1,4 +1,4 @@
-"""A model as the engine runs it: stages of units, with tuples of tensors between them."""
+"""The engine's view of a model: stages of units, with tuples of tensors between them."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,9 +16,9 @@ from megapipe.spec.dtypes import ContextAttention
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that crosses a stage boundary: known at build time, so that no handshake is needed.
+    """Shape and dtype of a tensor that crosses a stage boundary, known at build time, so that no handshake is needed.
 
-    slices: tokens (axis 1) of each slice of a sample, if these differ; shape is that of the largest.
+    slices: tokens (axis 1) of each slice of a sample, if these differ; `shape` is that of the largest slice.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorSpec:
         return (self.shape[0], self.slices[number], *self.shape[2:]) if self.slices else self.shape
 
     def within(self, buffer: Tensor, number: int) -> Tensor:
-        """Return the message of a slice in the memory of a buffer of the largest one."""
+        """Return a view for the message of a slice, in a buffer that fits the largest slice."""
         shape = self.of_slice(number)
         return buffer if shape == self.shape else buffer.flatten()[: math.prod(shape)].view(shape)
 
@@ -51,16 +51,17 @@ def described(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> str:
 
 
 class UnitForward(Protocol):
-    """One version of a unit: tensors and a micro-batch's context in, a tuple of tensors out."""
+    """The forward of one weight version of a unit: it takes tensors and a micro-batch's context, and returns a tuple
+    of tensors."""
 
     def __call__(self, *inputs: Tensor, context: Any) -> tuple[Tensor, ...]: ...
 
 
 class BlockModule(Protocol):
-    """A layer of kind "block" that takes the options of a run."""
+    """A layer of kind "block" that supports the options of a run."""
 
     def share_samples(self, group: Group, kind: ContextAttention) -> None:
-        """Attend to the tokens of all ranks of a group, each of which holds a part of every sample."""
+        """Let attention see the tokens of all ranks of a group, each of which holds a part of every sample."""
 
     def recompute(self, parts: Collection[RecomputedPart]) -> None:
         """Recompute these parts in the backward instead of saving them; the bits are the same."""
@@ -70,7 +71,7 @@ class BlockModule(Protocol):
 class Stage:
     """The units that one rank runs between two transfers.
 
-    units[u][v]: unit u at physical weight version v (a twin per version).
+    units[u][v]: unit u at physical weight version v (one module per version).
     states: state unit id -> UnitState; ids from len(units) on are tied weights (see schedules).
     inputs, outputs: tensors that arrive from the previous stage and leave to the next; empty at the ends.
     The last stage's only output is the loss summed over the micro-batch's tokens: a scalar, or [terms] for a loss of
@@ -84,11 +85,11 @@ class Stage:
 
     @property
     def newest(self) -> int:
-        """The youngest weight version that its states hold; between steps it is the same for all of them."""
+        """The newest weight version of its states; between steps it is the same for all of them."""
         return next((state.newest for state in self.states.values()), 0)
 
 
 def unit_states(stages: Mapping[int, Stage]) -> list[UnitState]:
-    """Return the states of a rank's stages, tied ones once."""
+    """Return the states of a rank's stages, each tied state once."""
     unique = {id(state): state for stage in stages.values() for state in stage.states.values()}
     return list(unique.values())

@@ -22,7 +22,7 @@ UnitKey = tuple[int, int, int]
 
 
 NUM_FLAGS = 3
-"""Flags that are summed over ranks with a step's token counts: stop, save, a save has failed."""
+"""Number of flags that are summed over ranks with a step's token counts: stop, save, a save has failed."""
 
 Counts = float | Sequence[float]
 """The number of tokens that a micro-batch's loss is a sum over, or one number for each term of a loss."""
@@ -34,12 +34,12 @@ class StepInput:
 
     Attributes:
         step: number of the step, from 0.
-        contexts: one per micro-batch of this replica, handed to every unit.
-        token_counts: loss tokens of each micro-batch, read where this rank's loss counts (last stage, tensor rank 0).
-            A loss of several terms has a count for each, in order.
+        contexts: one per micro-batch of this replica, passed to every unit.
+        token_counts: loss tokens of each micro-batch; only read if this rank's loss counts (last stage, tensor rank
+            0). A loss of several terms has a count for each, in order.
         learning_rate: for this step.
         stop: this rank asks all ranks to stop after the step.
-        loss_scale: multiplies the loss, and with it all gradients until the optimizer.
+        loss_scale: factor of the loss, and so of all gradients until the optimizer divides by it.
         save: this rank asks all ranks to save after the step.
         save_failed: this rank's part of a background save has failed.
         snapshot: copies of the state before the step for a checkpoint; each update waits for the copy of its unit.
@@ -62,8 +62,8 @@ class StepResult:
 
     Attributes:
         step: its number.
-        loss: sum over the global batch's loss tokens divided by their number; where the loss has several terms, the
-            sum of these means.
+        loss: sum over the global batch's loss tokens divided by their number; if the loss has several terms, the sum
+            of their means.
         loss_terms: each mean.
         token_count: loss tokens, those of the first term.
         gradient_norm: before clipping; that of the last update in a step of several.
@@ -94,8 +94,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Counted:
-    """`StepState.counts`, read. by_term: loss tokens of the step, for each term of the loss. flags: stop, save, a save
-    has failed; whether any rank set them."""
+    """`StepState.counts`, read on the host. by_term: loss tokens of the step, for each term of the loss. flags: stop,
+    save, a save has failed; true if any rank set them."""
 
     by_term: tuple[float, ...]
     flags: tuple[bool, bool, bool]
@@ -112,8 +112,8 @@ class Counted:
 class Scalars:
     """A step's sums over all ranks. loss_terms: means, one for each term of the loss.
 
-    coefficient: what clipping and the loss scale multiply gradients by, float32, on the device. squared_loads: as in
-    StepResult.
+    coefficient: factor of the gradients, from clipping and the loss scale; float32, on the device. squared_loads: as
+    in StepResult.
     """
 
     loss_terms: tuple[float, ...]
@@ -130,19 +130,18 @@ class Scalars:
 
 @dataclass
 class StepState:
-    """Everything that is alive for one step on one rank.
+    """State of one step on one rank.
 
     updates: optimizer updates that the step makes, over equal parts of its micro-batches.
-    kept: inputs of recomputed forwards, until they are recomputed.
+    kept: inputs of forwards that will be recomputed, until then.
     pieces: from a forward or its recomputation to its backward or input half.
     tapes: from an input half to the weight half.
     saved: saved tensors that move to host memory, from the forward to the backward or input half.
     activations, gradients: from the action that made them to the next unit or stage on this rank, or to a send.
-    handed_out, summed: where all pipeline ranks share the vocabulary, tensors that are broadcast to shards and those
-    that are summed over them, by shard and micro-batch (`engine.shards`).
-    counts: loss tokens of each update, by term, then the number of ranks that set each flag; float64.
-    reductions: sums of gradients that were started and not awaited.
-    scalars: the step's sums, once they are requested.
+    handed_out, summed: if the vocabulary is sharded over all pipeline ranks, tensors that are broadcast to shards and
+    tensors that are summed over them, by shard and micro-batch (`engine.shards`). counts: loss tokens of each update,
+    by term, then the number of ranks that set each flag; float64. reductions: sums of gradients that were started but
+    not awaited. scalars: the step's sums, once they are started.
     """
 
     input: StepInput
@@ -164,7 +163,7 @@ class StepState:
     _loss_gradients: Tensor | None = None
 
     def update_of(self, microbatch: int) -> int:
-        """Return the number, within the step, of the update that a micro-batch enters."""
+        """Return the number, within the step, of the update that a micro-batch contributes to."""
         return microbatch * self.updates // len(self.input.contexts)
 
     def global_counts(self) -> Tensor:
@@ -177,8 +176,8 @@ class StepState:
         return self.counts
 
     def loss_gradient(self, microbatch: int) -> Tensor:
-        """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum, of its
-        shape: each term of a loss is a mean of its own. It carries the step's loss scale.
+        """Gradient of the mean loss over the update's global batch with respect to a micro-batch's loss sum, in the
+        shape of that sum: each term of a loss has its own mean. It includes the step's loss scale.
         """
         if self._loss_gradients is None:
             like = self.loss_sums[0]

@@ -1,7 +1,8 @@
-"""Records what each rank really does: when it reaches an action, how long it waits inside it, when it is done.
+"""Records the actual execution on each rank: when it reaches an action, how long it waits within it, and when it is
+done.
 
 The engine compiles its schedule a second time, over receive slots and groups that report every wait to a stopwatch.
-Steps that are recorded run that program; all others run the first one, which knows nothing of the recording.
+Recorded steps run that program; all others run the first one, which has no code for recording.
 """
 
 import platform
@@ -26,21 +27,22 @@ from megapipe.schedules.measured.traces import Event
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
 ROUNDS: Final = 32
-"""Barriers that an estimate of two hosts' clocks takes; the first one, which starts connections, does not count."""
+"""Number of barriers for an estimate of the offset between two hosts' clocks. The first one, which opens connections,
+does not count."""
 
 
 class Clock(Protocol):
-    """Marks moments; their times are read later."""
+    """Marks points in time that are read later."""
 
     def mark(self) -> Any:
-        """Return a mark of this moment."""
+        """Return a mark for the current time."""
 
     def nanoseconds(self, mark: Any) -> int:
-        """Return the time of a mark by time.perf_counter_ns."""
+        """Return the time of a mark, on the scale of time.perf_counter_ns."""
 
 
 class HostClock:
-    """Moments of the host: what a rank does on a CPU."""
+    """Host times, for ranks on a CPU."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -50,7 +52,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments of the current stream of a GPU: when the device comes to them, not when the host launched them."""
+    """Times of the current stream of a GPU: when the device reaches a mark, not when the host launched it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,7 +72,7 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """The difference of this rank's clock from rank 0's, in nanoseconds, with an uncertainty of `error`.
+    """The offset of this rank's clock from rank 0's, in nanoseconds, with an uncertainty of `error`.
 
     leads_host: this is the first rank on its host.
     """
@@ -81,7 +83,8 @@ class ClockOffset:
 
 
 def this_host() -> str:
-    """Return a name that ranks share if they share time.perf_counter_ns: that of the host since its boot."""
+    """Return a name that is the same for ranks with the same time.perf_counter_ns: it identifies the host and its
+    boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
 
@@ -89,10 +92,12 @@ def this_host() -> str:
 def clock_offset(
     world: Group, host: str | None = None, clock: Callable[[], int] = time.perf_counter_ns
 ) -> ClockOffset:
-    """Compare the hosts' clocks. A collective call over all ranks; none of them may have other work of the group open.
+    """Compare the hosts' clocks. A collective call over all ranks, during which the group has no other work in
+    progress.
 
-    Ranks of one host read one clock. Between hosts all ranks leave barriers together: the median difference of when
-    the first rank of each host did is their offset, and half of what the middle half of them spans is the error.
+    Ranks of one host read the same clock. All ranks leave a barrier at the same time, so the offset of two hosts is
+    the median difference of the times at which their first ranks leave barriers. The error is half of the
+    interquartile range.
     """
     host = this_host() if host is None else host
     hosts = world.all_gather_object(host)
@@ -114,7 +119,8 @@ Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """Collects the waits of its own thread's current action. Sums that other threads await are hidden: no waits."""
+    """Collects the waits within the current action, on its own thread. Hidden sums, which other threads wait for, are
+    not counted."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -137,7 +143,7 @@ class Stopwatch:
 
 
 class _Note(NamedTuple):
-    """An action as it was recorded; the marks are read when the run is over."""
+    """A recorded action; its marks are read after the run."""
 
     section: SectionName
     step: int
@@ -148,9 +154,10 @@ class _Note(NamedTuple):
 
 
 class Recorder:
-    """Notes what one rank does with the actions of a schedule, from `Engine.record(recorder)` on.
+    """Records how one rank runs the actions of a schedule, after `Engine.record(recorder)`.
 
-    Made by the thread that runs the engine, as near to the recorded steps as can be: times of a GPU count from here.
+    Create it on the thread that runs the engine, directly before the recorded steps: times of a GPU count from its
+    creation.
     """
 
     def __init__(self, schedule: Schedule, rank: int, device: torch.device) -> None:
@@ -183,11 +190,11 @@ class Recorder:
         ]
 
     def wait(self, function: Callable[[], None]) -> None:
-        """Call a function that waits for a copy, under the stopwatch."""
+        """Call a function that waits for a copy, and measure the wait."""
         self._stopwatch.wait(function)
 
     def transfers(self, transfers: Transfers) -> Transfers:
-        """Return the same boundaries, whose receives are awaited under the stopwatch."""
+        """Return the boundaries with receives whose waits the stopwatch measures."""
 
         def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
             return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
@@ -201,20 +208,20 @@ class Recorder:
         )
 
     def group(self, group: Group) -> Group:
-        """Return the same group, whose collectives are awaited under the stopwatch."""
+        """Return the group with collectives whose waits the stopwatch measures."""
         return _WatchedGroup(group, self._stopwatch)
 
     def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
-        """Return the same instructions, each of which records its times."""
+        """Return the instructions, extended to record their times."""
         actions, position = self._actions(section), 0
-        found = []
+        recorded = []
         for instruction in instructions:
             # Adjacent updates are one instruction: skip the actions of the others.
             while not self._is_at(actions[position], instruction):
                 position += 1
-            found.append(replace(instruction, run=self._noted(instruction, section, position)))
+            recorded.append(replace(instruction, run=self._noted(instruction, section, position)))
             position += 1
-        return found
+        return recorded
 
     def _actions(self, section: SectionName) -> list[Action]:
         return list(self._schedule.actions(section, self._rank))
@@ -272,7 +279,7 @@ class _WatchedWork(Work):
 
 
 class _WatchedGroup(Group):
-    """A group whose waits are measured: those for asynchronous collectives, and every synchronous one as a whole."""
+    """A group whose waits are measured: waits for asynchronous collectives, and synchronous collectives as a whole."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__(group.name, group.ranks, group.rank)

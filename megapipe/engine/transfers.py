@@ -27,11 +27,12 @@ class Boundary:
 
 
 class ReceiveSlots(ABC):
-    """Receive buffers of one boundary. A slot is posted, awaited, and free again when the schedule reuses it."""
+    """Receive buffers of one boundary. A receive is posted to a slot and awaited; the slot is free when the schedule
+    reuses it."""
 
     @abstractmethod
     def post(self, slot: int, part: int = 0) -> None:
-        """Start receiving the next message of the link into `slot`; part: number of its slice of a sample."""
+        """Start receiving the next message of the link into `slot`. part: number of the message's sequence slice."""
 
     @abstractmethod
     def take(self, slot: int) -> tuple[Tensor, ...]:
@@ -39,7 +40,8 @@ class ReceiveSlots(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Release the taken messages when nothing is posted: engines take turns on a link's memory."""
+        """Release the messages that were taken, if no receive is posted, because engines use a link's memory in
+        turn."""
 
     @abstractmethod
     def without_peer(self) -> "ReceiveSlots":
@@ -47,7 +49,7 @@ class ReceiveSlots(ABC):
 
 
 def receive_slots(boundary: Boundary, num_slots: int, device: torch.device) -> ReceiveSlots:
-    """Return slots in the memory of a link that lends it, otherwise in buffers of this rank."""
+    """Return slots in the link's memory if it lends memory, otherwise in buffers of this rank."""
     return LentSlots(boundary, num_slots) if boundary.link.lends else BufferSlots(boundary, num_slots, device)
 
 
@@ -71,7 +73,7 @@ class BufferSlots(ReceiveSlots):
         return self._messages[slot]
 
     def release(self) -> None:
-        """The buffers are this engine's alone."""
+        """Nothing to release: only this engine uses the buffers."""
 
     def without_peer(self) -> ReceiveSlots:
         return NoiseSlots(self._buffers, self._specs)
@@ -106,7 +108,7 @@ class LentSlots(ReceiveSlots):
         return tuple([loan.take() for loan in self._loans[slot]])
 
     def without_peer(self) -> ReceiveSlots:
-        """Slots in memory of their own: the link lends its memory for messages alone."""
+        """Return slots in separate memory, because the link lends its memory only for messages."""
         buffers = [
             tuple(torch.empty_like(each, device="cpu") for each in self._largest) for _ in range(self._num_slots)
         ]
@@ -121,7 +123,7 @@ class NoiseSlots(ReceiveSlots):
         self._messages = list(buffers)
 
     def post(self, slot: int, part: int = 0) -> None:
-        """Expect no message."""
+        """Do nothing: no message arrives."""
         self._messages[slot] = _within(self._specs, self._buffers[slot], part)
 
     def take(self, slot: int) -> tuple[Tensor, ...]:
@@ -129,13 +131,13 @@ class NoiseSlots(ReceiveSlots):
         with torch.no_grad():
             for buffer in self._messages[slot]:
                 if buffer.is_floating_point():
-                    buffer.uniform_(-1.0, 1.0)  # of torch's generator, which decides nothing in a run
+                    buffer.uniform_(-1.0, 1.0)  # from torch's generator, which affects no result of a run
                 else:
                     buffer.zero_()
         return self._messages[slot]
 
     def release(self) -> None:
-        """The buffers belong to others."""
+        """Nothing to release: the buffers belong to other slots."""
 
     def without_peer(self) -> ReceiveSlots:
         return self
@@ -144,8 +146,9 @@ class NoiseSlots(ReceiveSlots):
 class Sender:
     """Sends over one boundary.
 
-    At most one message per slot of the link is in flight, so that a fast rank does not keep everything it has sent.
-    Waiting for the oldest cannot hang: schedules are proved free of deadlock even if every send waits for its receive.
+    At most one message per slot of the link is in flight, so that a fast rank does not keep all tensors that it has
+    sent. Waiting for the oldest message cannot hang: schedules are proved free of deadlock even if every send waits
+    for its receive.
     """
 
     def __init__(self, boundary: Boundary) -> None:
@@ -154,9 +157,9 @@ class Sender:
         self._in_flight: deque[tuple[Transfer, Tensor]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...], part: int = 0) -> None:
-        """Start sending; each tensor is kept alive until it has left. part: number of its slice of a sample.
+        """Start sending; each tensor is kept alive until it has left. part: number of their sequence slice.
 
-        Raises ValueError for other tensors than the receiver expects: its memory has their shapes and types.
+        Raises ValueError if shapes or dtypes differ from those that the receiver allocated.
         """
         agreed = [(torch.Size(spec.of_slice(part)), spec.dtype) for spec in self._specs]
         if [(tensor.shape, tensor.dtype) for tensor in tensors] != agreed:
@@ -172,7 +175,7 @@ class Sender:
             self._finish_oldest()
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all messages have been sent."""
         while self._in_flight:
             self._finish_oldest()
 
@@ -187,7 +190,7 @@ class Sender:
 
 class _Dropping(Sender):
     def send(self, tensors: tuple[Tensor, ...], part: int = 0) -> None:
-        """Keep the tensors for as long as messages are kept; no rank receives them."""
+        """Keep the tensors for the time of a real message; no rank receives them."""
         self._in_flight += ((FINISHED, tensor.detach()) for tensor in tensors)
         while len(self._in_flight) > self._link.edge.slots:
             self._finish_oldest()
@@ -196,8 +199,8 @@ class _Dropping(Sender):
 class Transfers:
     """All boundaries of one rank.
 
-    receive_*[stage], send_*[stage]: present where the neighbour stage lives on another rank. shards: by stage, both of
-    this rank's where all pipeline ranks share the vocabulary.
+    receive_*[stage], send_*[stage]: present if the neighbouring stage is on another rank. shards: by stage, the two
+    vocabulary shards of this rank, if the vocabulary is sharded over all pipeline ranks.
     """
 
     def __init__(
@@ -224,7 +227,7 @@ class Transfers:
             slots.release()
 
     def without_peers(self) -> "Transfers":
-        """Return the same boundaries, which send nothing and receive noise."""
+        """Return boundaries that send nothing and receive random numbers."""
         return Transfers(
             {stage: slots.without_peer() for stage, slots in self.receive_activation.items()},
             {stage: slots.without_peer() for stage, slots in self.receive_gradient.items()},
@@ -238,7 +241,8 @@ Specs = tuple[TensorSpec, ...]
 
 
 class LinkPool:
-    """A rank's links, made once. Engines of one pipeline take turns on them: each has drained them when its step ends.
+    """A rank's links, which are created once. Engines of one pipeline use them in turn: each has drained them when its
+    step ends.
 
     kind, timeout: as in `make_links`.
     """
@@ -252,8 +256,8 @@ class LinkPool:
         self._made: list[LinkEnd] = []
 
     def links(self, edges: Sequence[Edge]) -> Mapping[Connection, LinkEnd]:
-        """Return at least this rank's ends of `edges`, by source and destination. A collective call of the pipeline
-        group.
+        """Return this rank's ends of `edges`, and possibly further links, by source and destination. A collective call
+        of the pipeline group.
 
         A link of an earlier engine is reused if it is large enough.
         """
@@ -265,8 +269,8 @@ class LinkPool:
         return dict(self._links)
 
     def close(self) -> None:
-        """Release the memory of the links. Peers may still receive what was sent; one that waits for more gets an
-        error."""
+        """Release the memory of the links. Peers may still receive messages that were sent; a peer that waits for more
+        gets an error."""
         for link in self._made:
             link.close()
         self._made, self._links, self._edges = [], {}, {}
@@ -327,7 +331,7 @@ def link_edges(header: Header, crossings: Mapping[tuple[int, int], Specs]) -> li
 
 
 def _crossings(schedule: Schedule, shapes: Mapping[int, tuple[Specs, Specs]]) -> dict[tuple[int, int], Specs]:
-    """Return the tensors that cross each boundary between ranks, by the stages on both sides."""
+    """Return the tensors that cross each boundary between ranks, by the two stages of the boundary."""
     crossings: dict[tuple[int, int], Specs] = {}
     for route in schedule.header.routes:
         for stage, following in itertools.pairwise(route):

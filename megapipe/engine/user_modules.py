@@ -1,7 +1,7 @@
 """A user's torch modules as a model table: measured on meta tensors, copied, and bound to unit states.
 
-The layers run once on meta tensors, which have shapes and no elements: nothing is computed, and every rank knows the
-whole model without building it. The stages then run copies of the layers that a rank needs.
+The layers run once on meta tensors, which have shapes but no elements. So nothing is computed, and every rank knows
+the whole model without building it. The stages then run copies of the layers that a rank needs.
 """
 
 import copy
@@ -38,10 +38,10 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One micro-batch: the first layer's inputs and the loss's targets, each empty where this rank does not need them.
+    """One micro-batch: the first layer's inputs and the loss's targets, each empty if this rank does not need them.
 
-    tape: collects a split backward. random: by unit that will be recomputed, the states of torch's generators before
-    its forward.
+    tape: collects a split backward. random: for each unit that will be recomputed, the states of torch's generators
+    before its forward.
     """
 
     inputs: tuple[Tensor, ...] = ()
@@ -51,11 +51,11 @@ class Microbatch:
 
 
 class ModuleUnit(nn.Module):
-    """A module as the engine calls it.
+    """Adapts a module to the engine.
 
-    first: takes the micro-batch's inputs. loss: this is the last layer; its outputs go into the loss. recomputed:
-    its forward runs a second time before its backward, and must then draw the same random numbers. order: in which
-    context ranks hold the tokens of samples.
+    first: whether it takes the micro-batch's inputs. loss: loss function if this is the last layer, whose outputs it
+    takes. recomputed: whether its forward runs a second time before its backward, and must then draw the same random
+    numbers. order: in which context ranks hold the tokens of samples.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ModuleUnit(nn.Module):
 
     @contextmanager
     def _same_numbers(self, context: Microbatch) -> Iterator[None]:
-        """Save the states of the random generators the first time, and use them the second time."""
+        """Save the states of the random generators in the first forward, and restore them for the second one."""
         devices = sorted({each.device.index for each in self.parameters() if each.device.type == "cuda"})
         if id(self) not in context.random:
             context.random[id(self)] = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
@@ -101,14 +101,14 @@ class ModuleUnit(nn.Module):
             yield
 
     def share_samples(self, group: Group, kind: ContextAttention) -> None:
-        """Let every `DotProductAttention` of the module attend to the tokens of all ranks of a group."""
+        """Let every `DotProductAttention` of the module see the tokens of all ranks of a group."""
         for part in self.module.modules():
             if isinstance(part, DotProductAttention):
                 part.share_samples(Share(self._order, group.rank, group.size), group)
 
     def share(self, original: nn.Module, paths: Iterable[str]) -> None:
-        """Put the parameters that were bound at `paths` wherever else the module has the original's: under a second
-        path, or in an attribute that torch does not know of, such as a list."""
+        """Put the parameters that were bound at `paths` into all other places of the original's parameters: a second
+        path, or an attribute that torch does not register, such as a list."""
         kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         bound = {id(original.get_parameter(path)): self.module.get_parameter(path) for path in paths}
         self.module = copy.deepcopy(self.module, kept | bound)
@@ -117,14 +117,14 @@ class ModuleUnit(nn.Module):
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     """Return the output of a module as a tuple of tensors. Raises TypeError for anything else."""
-    found = (outputs,) if isinstance(outputs, Tensor) else outputs
-    if not isinstance(found, tuple | list) or not all(isinstance(each, Tensor) for each in found):
+    results = (outputs,) if isinstance(outputs, Tensor) else outputs
+    if not isinstance(results, tuple | list) or not all(isinstance(each, Tensor) for each in results):
         raise TypeError(f"a layer returned {type(outputs).__name__}; it must return a tensor or a tuple of tensors")
-    return tuple(found)
+    return tuple(results)
 
 
 Layer = nn.Module | Callable[[], nn.Module]
-"""A module, or what makes one: then a rank builds only the layers that it runs."""
+"""A module, or a function that creates one, so that a rank creates only the layers that it runs."""
 
 _META_HINT = (
     " (layers are tried on meta tensors, which have no values: register what a layer keeps as a buffer, and read no "
@@ -136,9 +136,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A sequence of modules before it has memory, and the one dtype of its parameters.
+    """A sequence of modules before memory is allocated, and the common dtype of its parameters.
 
-    specs: of each layer, its parameters, each under the first of its paths. outputs: of each layer. order: in which
+    specs: parameters of each layer, each under the first of its paths. outputs: of each layer. order: in which
     context ranks hold the tokens of samples.
     """
 
@@ -164,14 +164,14 @@ def clone(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor], *, shared: bool = False) -> ModelPlan:
-    """Measure what passes between layers for micro-batches of the shape of `sample`.
+    """Determine the tensors between layers for micro-batches of the shape of `sample`.
 
     shared: context ranks hold parts of every sample, and the sample is such a part, with tokens in axis 1.
 
-    Raises PipelineError naming the layer that cannot take what it gets, changes a buffer or an input, mixes tokens
-    that are on several ranks, or has a parameter that no gradient reaches.
+    Raises PipelineError if a layer fails for its inputs, changes a buffer or an input, mixes tokens that are on
+    several ranks, or has a parameter that no gradient reaches.
     """
-    # All alive, so that identities are unique.
+    # All modules stay alive, so that their ids are unique.
     modules = [_on_meta(index, layer) for index, layer in enumerate(layers)]
     names: dict[int, str] = {}
     meta: dict[int, Tensor] = {}
@@ -194,7 +194,7 @@ def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor], *, shared: bo
 
 
 class _TokensApart(TorchFunctionMode):
-    """Refuses a layer that mixes tokens by its own means, where context ranks hold parts of samples."""
+    """Refuses layers that mix tokens without DotProductAttention, if context ranks hold parts of samples."""
 
     MIXING = (functional.scaled_dot_product_attention, torch.conv1d)
 
@@ -219,7 +219,7 @@ class _TokensApart(TorchFunctionMode):
 
 
 def _require_tokens(index: int, module: nn.Module, outputs: Sequence[Tensor], tokens: int) -> None:
-    """Raise PipelineError if the outputs of a layer do not have the tokens in hand in axis 1."""
+    """Raise PipelineError if axis 1 of a layer's outputs is not this rank's tokens."""
     if any(output.dim() < 2 or output.shape[1] != tokens for output in outputs):
         raise PipelineError(
             f"layer {index} ({type(module).__name__}) returns {described(outputs)} for {tokens} tokens of a sample; "
@@ -239,8 +239,8 @@ def _on_meta(index: int, layer: Layer) -> nn.Module:
 
 
 def _parameters(index: int, module: nn.Module, names: dict[int, str]) -> LayerSpec:
-    """Return the parameters, with names as in torch.nn.Sequential; one that an earlier layer has keeps its first
-    name."""
+    """Return the parameters, with names as in torch.nn.Sequential; a parameter that an earlier layer has keeps its
+    first name."""
     specs: dict[str, ParameterSpec] = {}
     for path, parameter in module.named_parameters():
         name = f"{index}.{path}"
@@ -259,7 +259,7 @@ def _parameters(index: int, module: nn.Module, names: dict[int, str]) -> LayerSp
 
 
 def _skeleton(index: int, module: nn.Module, meta: dict[int, Tensor]) -> nn.Module:
-    """Return the module on the meta device. meta: meta tensors by the identity of the tensors that they replace."""
+    """Return the module on the meta device. meta: meta tensors by the id of the tensors that they replace."""
 
     def convert(tensor: Tensor) -> Tensor:
         if id(tensor) not in meta:
@@ -306,7 +306,7 @@ def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _
 def _require_gradients(trials: Sequence[_Trial]) -> None:
     """Raise PipelineError for a parameter that does not affect any output of the model.
 
-    This goes from the last layer to the first: an output of a layer counts only if the next layer uses it.
+    Layers are checked from the last to the first, because an output of a layer counts only if the next layer uses it.
     """
     used: set[int] | None = None
     for index, trial in reversed(list(enumerate(trials))):
@@ -324,7 +324,7 @@ def _require_gradients(trials: Sequence[_Trial]) -> None:
 
 
 def _behind(outputs: Sequence[Tensor]) -> set[int]:
-    """Return the identities of the leaves that tensors depend on."""
+    """Return the ids of the leaves that tensors depend on."""
     reached = {id(output) for output in outputs if output.requires_grad and output.is_leaf}
     seen: set[object] = set()
     waiting = [output.grad_fn for output in outputs]
@@ -340,14 +340,14 @@ def _behind(outputs: Sequence[Tensor]) -> set[int]:
 
 
 def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
-    found: dict[torch.dtype, str] = {}
+    names: dict[torch.dtype, str] = {}
     for index, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            found.setdefault(parameter.dtype, f"{index}.{name}")
-    if len(found) > 1:
-        each = ", ".join(f"{name} {short(dtype)}" for dtype, name in found.items())
+            names.setdefault(parameter.dtype, f"{index}.{name}")
+    if len(names) > 1:
+        each = ", ".join(f"{name} {short(dtype)}" for dtype, name in names.items())
         raise PipelineError(f"parameters have several dtypes ({each}); convert the layers to one of them")
-    dtype = next(iter(found), torch.float32)
+    dtype = next(iter(names), torch.float32)
     if dtype not in DTYPES:
         raise PipelineError(
             f"parameters are {short(dtype)}; convert the layers to one of {', '.join(map(short, DTYPES))}"
@@ -356,17 +356,17 @@ def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
 
 
 WRAPPED = "module."
-"""Where a layer's paths begin inside its ModuleUnit."""
+"""Prefix of a layer's paths inside its ModuleUnit."""
 
 GENERATOR_LOCK = threading.Lock()
-"""torch's random generator is one for all threads, and ranks may be threads."""
+"""All threads have the same random generator of torch, and ranks may be threads."""
 
 
 class UserModules:
     """The modules of a user. They are not changed: the stages run copies.
 
-    plan: what they are, measured on meta tensors. loss: of the last layer's outputs. seed: from which layers that are
-    made here draw their weights, together with their number. recomputed: layers whose forward runs a second time.
+    plan: their plan, measured on meta tensors. loss: of the last layer's outputs. seed: for the weights of layers that
+    are created by functions, together with the layer's number. recomputed: layers whose forward runs a second time.
     """
 
     def __init__(
@@ -398,7 +398,8 @@ class UserModules:
         )
 
     def initialize(self, assembly: Assembly, header: Header, groups: Communicators) -> None:
-        """Take the weights of the layers; of replicas, tensor ranks and uses of a tied weight, the first one's.
+        """Copy the weights of the layers; if there are several replicas, tensor ranks or uses of a tied weight, those
+        of the first one.
 
         A collective call."""
         states, tensor = assembly.states, self._mesh.group("tensor")
@@ -427,7 +428,7 @@ class UserModules:
             _start(state, whole.pop(id(state)))
 
     def _copy(self, index: int, splits: bool) -> ModuleUnit:
-        """Return a copy of a layer that is to be bound to other memory; buffers are copied to this rank's device."""
+        """Return a copy of a layer whose parameters are not bound yet; buffers are copied to this rank's device."""
         if index not in self._originals:
             self._originals[index] = self._built(index)
         module = clone(self._originals[index], self._place)
@@ -465,7 +466,7 @@ class UserModules:
 
 
 def _start(state: UnitState, whole: Tensor) -> None:
-    """Give a state its first weights. whole: as its table lays them out."""
+    """Give a state its initial weights. whole: in the layout of its table."""
     state.master.copy_(whole[state.shard])
     if not state.weights_come_and_go:
         for copy in state.weights:

@@ -21,7 +21,7 @@ def score(
 ) -> list[tuple[float, bool]]:
     """Return for each continuation its log probability, and whether all of its tokens are the most likely ones.
 
-    A collective call. pairs: a context and its continuation, as at least one token each. If both together are longer
+    A collective call. pairs: a context and its continuation, of at least one token each. If both together are longer
     than model.max_positions + 1, the start of the context is left out. batch_size: number of pairs per pass.
 
     Raises ValueError for an empty context or continuation, and for a continuation above model.max_positions.
@@ -46,8 +46,8 @@ def score(
     for first in range(0, len(order), num_texts):
         group = order[first : first + num_texts]
         rows = [texts[index] for index in group] + [texts[group[0]]] * (num_texts - len(group))
-        found = _score_rows(model, passes, rows, width)
-        for index, row in zip(group, found, strict=False):
+        row_scores = _score_rows(model, passes, rows, width)
+        for index, row in zip(group, row_scores, strict=False):
             end = len(texts[index]) - 1
             log_probabilities, likeliest = row[end - len(pairs[index][1]) : end].double().unbind(dim=-1)
             scores[index] = (float(log_probabilities.sum()), bool(likeliest.all()))
@@ -63,9 +63,9 @@ def _score_rows(model: LoadedModel, passes: Passes, rows: Sequence[Sequence[int]
     for start in range(0, longest, width):
         positions = torch.arange(start, start + width).expand(len(rows), -1)
         piece = slice(start, start + width)
-        found = passes.run(padded[:, :-1][:, piece], positions, ends - start, padded[:, 1:][:, piece])
-        if found is not None:
-            scores[:, piece] = found
+        piece_scores = passes.run(padded[:, :-1][:, piece], positions, ends - start, padded[:, 1:][:, piece])
+        if piece_scores is not None:
+            scores[:, piece] = piece_scores
     model.mesh.world.broadcast(scores, model.last_rank)
     return scores.cpu()
 
@@ -78,7 +78,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class TaskAnswers:
     """The methods of lm-eval's `TemplateLM` that need the model. Every rank must get the same requests.
 
-    As in training, no token for the beginning of a text is added. What has no context follows an end of document.
+    As in training, no token for the beginning of a text is added. A text without a context follows an end-of-document
+    token.
     """
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer, batch_size: int) -> None:
@@ -96,7 +97,7 @@ class TaskAnswers:
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a document."""
+        """The id of the end-of-document token."""
         return self._end_of_document
 
     @property
@@ -122,9 +123,9 @@ class TaskAnswers:
         for request in requests:
             tokens = self._tokens.encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self._end_of_document, self._positions, context_len=1)
-            found = [make_disjoint_window(window) for window in windows]
-            pairs += found
-            counts.append(len(found))
+            disjoint = [make_disjoint_window(window) for window in windows]
+            pairs += disjoint
+            counts.append(len(disjoint))
         scores = iter(score(self._model, pairs, self._batch_size))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
@@ -228,8 +229,8 @@ class Tasks:
         class HarnessModel(TaskAnswers, TemplateLM):
             pass
 
-        found = simple_evaluate(
+        answer = simple_evaluate(
             HarnessModel(model, tokenizer, batch_size), tasks=self._names, task_manager=self._manager, limit=limit
         )
         # lm-eval returns nothing on ranks other than the first of a host.
-        return {} if found is None else found["results"]
+        return {} if answer is None else answer["results"]

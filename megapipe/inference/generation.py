@@ -150,7 +150,7 @@ class Text:
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Strings that end a text. They are sought in the new text only, in which a string may span tokens.
+    """Strings that end a text. Only the new text is searched; a string may span tokens.
 
     strings: of at least one character each. tokenizer: decodes the tokens.
     """
@@ -181,7 +181,7 @@ class NewText:
         self._start, self._end = max(0, len(prompt) - self._CONTEXT), len(prompt)
 
     def num_cut(self, tokens: Sequence[int]) -> int:
-        """Return the number of characters from the first stop string on; 0 if there is none.
+        """Return the number of characters after the start of the first stop string; 0 if there is none.
 
         tokens: the prompt and its continuation, with one token more than in the last call.
         """
@@ -419,6 +419,6 @@ def fill(model: LoadedModel, tokenizer: Tokenizer, text: str, tokens: Sequence[i
     filled, *parts = text.split(MASK)
     for part, candidates in zip(parts, gaps_filled, strict=True):
         piece = candidates[0].piece.removeprefix(CONTINUATION)
-        # A piece of a byte-level vocabulary brings the space before its word.
+        # A piece of a byte-level vocabulary includes the space before its word.
         filled += piece.removeprefix(" ") + part if filled.endswith(" ") else piece + part
     return Filled(filled, gaps_filled)

@@ -361,8 +361,8 @@ class Passes:
         tokens, positions: int64 [n, s], the s new tokens of each of the n texts, and their positions; the earlier
         tokens of a text were in earlier passes. last: int64 [n], index within s of the token whose logits are
         returned; tokens after it are padding. Below 0 for a text that ended in an earlier pass, whose logits mean
-        nothing; s or more if it goes on. targets: int64 [n, s]; with them, the result is float32 [n, s, 2] (see
-        `DecodingHead`).
+        nothing; s or more if the text continues. targets: int64 [n, s]; with them, the result is float32 [n, s, 2]
+        (see `DecodingHead`).
         """
         num_texts, width = tokens.shape
         split = self._splits[width]
@@ -382,7 +382,7 @@ class Passes:
                 )
             )
         result = self._engine(width).run(StepInput(0, contexts, token_counts=()))
-        return torch.cat([found for (found,) in result.outputs])[:num_texts] if result.outputs else None
+        return torch.cat([logits for (logits,) in result.outputs])[:num_texts] if result.outputs else None
 
     def _engine(self, width: int) -> Engine:
         """Return the engine for `width` new tokens of every text. It is connected at its first use."""

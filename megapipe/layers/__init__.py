@@ -1,7 +1,7 @@
 """Tensor-parallel layers, attention, MLP, norms, rotary positions, and the split backward.
 
-`megapipe.layers.adopt` gives torch's own layers inside any module a backward that splits. `ColumnLinear` and
-`RowLinear` are linear layers for a user's modules that tensor ranks split.
+`megapipe.layers.adopt` gives torch's own layers inside any module a split backward. `ColumnLinear` and `RowLinear` are
+linear layers for a user's modules, which tensor ranks shard.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ __all__ = ["ColumnLinear", "RowLinear", "adopt"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: the room's other modules shall not pay for it."""
+    """Import `adopt`, `ColumnLinear` and `RowLinear` at their first use, so that other imports of this package stay
+    fast."""
     if name == "adopt":
         from megapipe.layers.adoption import adopt
 

@@ -1,8 +1,8 @@
-"""Adopting foreign modules: torch's own layers inside any module are given a backward that splits.
+"""Adoption of modules from elsewhere: torch's own layers inside any module get a split backward.
 
-Without a tape the forward of an adopted layer is torch's, untouched. With one, it runs on leaves that share the
-parameters' memory, so that autograd computes the input's gradient exactly as it always does and stops there; the
-weight halves then repeat the arithmetic of torch's backward, which gives the same bits.
+Without a tape, the forward of an adopted layer is torch's own. With a tape, it runs on leaves that share the
+parameters' memory, so that autograd computes the input's gradient as usual and stops there; the weight halves then use
+the same arithmetic as torch's backward, which gives the same bits.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,15 +24,15 @@ WeightGradients = Iterable[tuple[nn.Parameter, Tensor]]
 class Adopted(SplitModule):
     """Base of the adopted layers.
 
-    tape: where the forward in progress records its uses; None runs torch's own. Others may use the parameters as well,
-    as `nn.MultiheadAttention` does with its output layer's; those uses are left to autograd.
+    tape: records the uses of the forward in progress; None runs torch's own forward. Other modules may use the
+    parameters too, as `nn.MultiheadAttention` uses those of its output layer; autograd handles these uses.
     """
 
     exclusive: ClassVar[bool] = False
     tape: SplitTape | None = None
 
     def splits(self) -> bool:
-        """Whether this forward is recorded; not where another dtype than the parameters' or a compiler takes over."""
+        """Whether this forward is recorded. It is not under autocast to another dtype, nor under a compiler."""
         return (
             not torch.compiler.is_compiling()
             and self.tape is not None
@@ -42,7 +42,7 @@ class Adopted(SplitModule):
         )
 
     def record(self, output: Tensor, *saved: Tensor) -> Tensor:
-        """Leave what the weight half needs on the tape; returns `output`."""
+        """Store the tensors that the weight half needs on the tape; return `output`."""
         assert self.tape is not None
         self.tape.record_output(self, output, tuple(tensor.detach() for tensor in saved))
         return output
@@ -77,7 +77,7 @@ class SplitLinear(Adopted, nn.Linear):
 
 
 class SplitEmbedding(Adopted, nn.Embedding):
-    """`nn.Embedding` with a split backward; neither renormalised nor sparse."""
+    """`nn.Embedding` with a split backward; without max_norm and sparse gradients."""
 
     weight: nn.Parameter
 
@@ -113,7 +113,7 @@ class SplitLayerNorm(Adopted, nn.LayerNorm):
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
         has_bias = self.bias is not None
-        # The weight's values do not enter its gradient, and may be on other replicas between the halves.
+        # The gradient does not depend on the weight's values, which may be on other replicas between the halves.
         unread = torch.empty_like(self.weight)
         _, weight, bias = torch.ops.aten.native_layer_norm_backward(
             gradient,
@@ -130,7 +130,8 @@ class SplitLayerNorm(Adopted, nn.LayerNorm):
 
 
 class SplitRMSNorm(Adopted, nn.RMSNorm):
-    """`nn.RMSNorm` with a split backward. Its weight half normalises again: torch keeps no statistics."""
+    """`nn.RMSNorm` with a split backward. Its weight half recomputes the normalisation, because torch does not save
+    the statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., *normalized_shape]` to the same."""
@@ -170,10 +171,10 @@ SPLIT_TYPES: dict[type[nn.Module], type[Adopted]] = {
 
 @dataclass(frozen=True)
 class AdoptionReport:
-    """Which modules split their backward, and which do not.
+    """Modules with a split backward, and modules without.
 
     split: path -> name of the type, e.g. `blocks.0.out` -> `Linear`. whole: path -> why the gradients of the module's
-    own parameters are computed in one go with its input's. Modules without parameters of their own are in neither.
+    own parameters are computed together with its input's. Modules without their own parameters are in neither.
     """
 
     split: dict[str, str]
@@ -185,14 +186,14 @@ class AdoptionReport:
 
 
 def adopt(module: Module) -> Module:
-    """Give every nn.Linear, nn.Embedding, nn.LayerNorm and nn.RMSNorm inside `module` a backward that splits.
+    """Give every nn.Linear, nn.Embedding, nn.LayerNorm and nn.RMSNorm inside `module` a split backward.
 
-    They change their type in place: they are the same objects with the same parameters, names and hooks, so shared
-    modules and tied weights stay so, and their numbers stay the same bit for bit, forward and backward. Subclasses
-    come along unless they have a forward of their own. Returns `module`; `report` lists what was done.
+    They change their type in place: they are the same objects with the same parameters, names and hooks, so modules
+    stay shared and weights stay tied, and results are the same bit for bit, forward and backward. Subclasses are
+    included unless they override forward. Returns `module`; `report` lists the result.
 
-    Modules without parameters, and all other types, are left alone and work under every schedule; where a schedule
-    splits the backward, their parameters' gradients are computed together with their input's.
+    All other modules are unchanged and work under every schedule; if a schedule splits the backward, the gradients of
+    their parameters are computed together with their input's.
 
     Example:
         >>> import torch
@@ -208,7 +209,7 @@ def adopt(module: Module) -> Module:
 
 
 def report(module: nn.Module) -> AdoptionReport:
-    """Return the modules inside `module` that are split and that are not, by path."""
+    """Return which modules inside `module` have a split backward and which do not, by path."""
     split, whole = {}, {}
     for path, part in module.named_modules():
         if not any(True for _ in part.parameters(recurse=False)):
@@ -224,17 +225,17 @@ def report(module: nn.Module) -> AdoptionReport:
 
 
 def adopted_modules(module: nn.Module) -> Iterator[Adopted]:
-    """The adopted layers inside `module`, each once."""
+    """Return the adopted layers inside `module`, each once."""
     return (part for part in module.modules() if isinstance(part, Adopted))
 
 
 def _base(module: nn.Module) -> type[nn.Module] | None:
-    """The type of `SPLIT_TYPES` that the module is, or None."""
+    """Return the type of `SPLIT_TYPES` that the module has, or None."""
     return next((base for base in SPLIT_TYPES if isinstance(module, base)), None)
 
 
 def _obstacle(module: nn.Module, base: type[nn.Module]) -> str | None:
-    """Why a module of type `base` cannot be adopted; None when it can."""
+    """Return why a module of type `base` cannot be adopted; None if it can."""
     kind = type(module).__name__
     if type(module).forward is not base.forward or "forward" in vars(module):
         return f"{kind} has a forward of its own"
@@ -252,6 +253,6 @@ def _obstacle(module: nn.Module, base: type[nn.Module]) -> str | None:
 
 @cache
 def _split_type(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """The split form of `kind`, a subclass of `base` or `base` itself."""
+    """Return the type with a split backward for `kind`, which is `base` or a subclass."""
     split = SPLIT_TYPES[base]
     return split if kind is base else type(kind.__name__, (split, kind), {"__doc__": kind.__doc__})

@@ -1,9 +1,9 @@
 """Self-attention: causal or bidirectional, grouped-query, sliding window, rotary positions, query and key norms.
 
 Attention within documents on a GPU is torch's flex_attention over the blocks of keys that a block of queries sees.
-Blocks that hold nothing visible cost nothing (Dong et al., "Flex Attention", arXiv 2412.05496, section 3.2), where a
-mask costs the whole square of the sample's length. Which blocks those are follows from where documents begin, without
-a look at a token and without a square in memory.
+Blocks without visible keys cost nothing (Dong et al., "Flex Attention", arXiv 2412.05496, section 3.2), whereas the
+cost of a mask is quadratic in the sample's length. The visible blocks are computed from the starts of documents,
+without reading tokens and in less than quadratic memory.
 """
 
 import math
@@ -28,19 +28,20 @@ from megapipe.layers.dropout import Dropout
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, empty_parameter, within
 from megapipe.layers.norms import Norm, ProjectionNorm
 from megapipe.layers.rotary import RotaryAngles, rotated
-from megapipe.layers.split import Remade, SplitModule, SplitTape, run_again
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_in_backward
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
 from megapipe.spec.token_order import Share
 
 BLOCK = 128
-"""Queries, and keys, of a block."""
+"""Number of queries, and of keys, in a block."""
 
 
 @dataclass(frozen=True)
 class BlockLists:
-    """Which blocks of keys each block of queries sees: int32 [b, 1, blocks] how many, [b, 1, blocks, blocks] which,
-    those that are seen first. partial: some of their keys by some queries. full: all of their keys by all queries.
+    """The blocks of keys that each block of queries sees: int32 [b, 1, blocks], their number, and [b, 1, blocks,
+    blocks], their indices, visible ones first. partial: blocks in which some queries see some keys. full: blocks in
+    which all queries see all keys.
     """
 
     num_partial: np.ndarray
@@ -50,7 +51,8 @@ class BlockLists:
 
 
 def block_lists(document_starts: np.ndarray, window: int | None, block: int = BLOCK) -> BlockLists:
-    """For document_starts int64 [b, s]; each token sees its own document up to itself, at most `window` in all."""
+    """Return the lists for document_starts int64 [b, s]; each token sees the tokens of its document up to itself, at
+    most the last `window`."""
     length = document_starts.shape[1]
     first = document_starts
     if window is not None:
@@ -66,7 +68,8 @@ def block_lists(document_starts: np.ndarray, window: int | None, block: int = BL
 
 
 def _listed(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """bool [b, n, n] to how many of each row, and which, ascending, followed by the others."""
+    """Return, for bool [b, n, n], the number of true values in each row, and their ascending indices, followed by the
+    others."""
     order = np.argsort(~wanted, axis=-1, kind="stable").astype(np.int32)
     return wanted.sum(axis=-1, dtype=np.int32)[:, None], order[:, None]
 
@@ -92,7 +95,8 @@ def document_blocks(lists: Sequence[Tensor], document_starts: Tensor, window: in
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> Tensor:
-    """Mixed values [b, heads, s, d] of query [b, heads, s, d] and of keys and values [b, kv heads, s, d]."""
+    """Return attention outputs [b, heads, s, d] for queries [b, heads, s, d], and keys and values [b, kv heads, s,
+    d]."""
     compiles = query.device.type == "cuda" and not torch.compiler.is_compiling()
     function = _compiled() if compiles else flex_attention
     mixed: Tensor = function(
@@ -103,7 +107,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    """Uncompiled, flex_attention makes the whole square of scores."""
+    """Return flex_attention compiled, because the uncompiled one computes all scores, masked or not."""
     return torch.compile(flex_attention)
 
 
@@ -111,7 +115,8 @@ AttentionPath = Literal["sdpa", "unfused"]
 
 
 def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPath:
-    """The faster path, forward and backward, on this device type; `spec.attention` has the rule."""
+    """Return the faster path, for forward and backward together, on this type of device, by the rule of
+    `spec.attention`."""
     half = dtype in (torch.bfloat16, torch.float16)
     return faster_path(device, half, num_tokens, amx=half and device == "cpu" and has_amx())
 
@@ -123,9 +128,9 @@ def has_amx() -> bool:
 
 
 def visible_within_documents(document_starts: Tensor, window: int | None) -> Tensor:
-    """Which keys (last axis) each query sees: bool [b, s, s] for document_starts int64 [b, s].
+    """Return which keys (last axis) each query sees, bool [b, s, s], for document_starts int64 [b, s].
 
-    Those of its own document up to itself, at most `window` in all.
+    These are the keys of its own document up to itself, at most the last `window`.
     """
     keys = torch.arange(document_starts.shape[1], device=document_starts.device)
     queries = keys.unsqueeze(1)
@@ -136,7 +141,7 @@ def visible_within_documents(document_starts: Tensor, window: int | None) -> Ten
 
 
 class SharedSamples(Protocol):
-    """Attention to whole samples by the ranks of a group that hold parts of them."""
+    """Attention to whole samples on the ranks of a group, each of which holds a part of every sample."""
 
     @property
     def share(self) -> Share:
@@ -144,12 +149,13 @@ class SharedSamples(Protocol):
         ...
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """As `Attention.mix`, of the tokens in hand."""
+        """As `Attention.mix`, for this rank's tokens."""
         ...
 
 
 class Sinks(SplitModule):
-    """A score for each head that takes part in its softmax. shapes: of `weight` (kv groups, query heads per group)."""
+    """Attention sinks: one more score per head in the softmax. shapes: of `weight` (kv groups, query heads per
+    group)."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -168,7 +174,7 @@ class Sinks(SplitModule):
 
 
 class _ProbedSinks(torch.autograd.Function):
-    """The scores as they are; the probe receives their gradient."""
+    """Return the scores unchanged; the probe receives their gradient."""
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, weight: Tensor) -> Tensor:
@@ -184,9 +190,10 @@ class Attention(nn.Module):
 
     shapes: of `qkv.weight` (kv groups, query heads per group + 2, head_dim, hidden) and so on, as stored here.
     site: number of the dropout site of the attention weights. recompute: recompute the attention weights in the
-    backward instead of keeping them; the fused paths never keep them. sharing: attention to samples whose tokens are
-    on several ranks; None for whole samples. in_pieces: attention to whole samples if neither path can do it.
-    own_heads: the heads that this rank attends with, of those that it projects. causal: no token sees later ones.
+    backward instead of saving them; the fused paths never save them. sharing: attention to samples whose tokens are on
+    several ranks; None for whole samples. in_pieces: attention to whole samples if no other path supports them.
+    own_heads: the heads for which this rank computes attention, among those that it projects. causal: no token sees
+    later ones.
     """
 
     causal = True
@@ -214,7 +221,7 @@ class Attention(nn.Module):
         self.dropout = Dropout(model.attention_dropout, site, kernels)
 
     def _add_projections(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
-        """Add what makes queries, keys and values of hidden states."""
+        """Add the projections from hidden states to queries, keys and values."""
         self.qkv = ColumnParallelLinear(within(shapes, "qkv"), group)
         self.kv_groups, rows, self.head_dim, _ = shapes["qkv.weight"]
         self.heads_per_group = rows - 2
@@ -224,45 +231,46 @@ class Attention(nn.Module):
             self.query_norm = ProjectionNorm(within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
             self.key_norm = ProjectionNorm(within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
         elif model.qk_norm:
-            # Each rank normalises its own heads with the one weight.
+            # Each rank normalises its own heads with the same weight.
             op = model.head_norm_kind.op
             self.query_norm = Norm(op, within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
             self.key_norm = Norm(op, within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
 
-    def forward(self, x: Tensor, context: MicrobatchContext, again: Remade | None = None) -> Tensor:
-        """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
-        query, key, value = self._projected(x, context, again)
+    def forward(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward, so that x is not saved."""
+        query, key, value = self._projected(x, context, rerun)
         if context.slice is not None:
             mixed = context.slice.mix(self, query, key, value, context)
         else:
             mixed = (self if self.sharing is None else self.sharing).mix(query, key, value, context)
         return self.project(mixed, context.tape)
 
-    def _projected(self, x: Tensor, context: MicrobatchContext, again: Remade | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [b, s, kv groups, heads, d], key [b, s, kv groups, 1, d] and value [b, s, kv groups, 1, d']."""
-        projected = self.qkv(x, context.tape, again)
-        batch, length, _ = projected.shape  # all tokens, of which x may be this rank's own
+        projected = self.qkv(x, context.tape, rerun)
+        batch, length, _ = projected.shape  # number of all tokens; x may be only this rank's
         heads = self.heads_per_group
         qkv = projected.view(batch, length, self.kv_groups, heads + 2, self.head_dim)
         query, key, value = qkv.split([heads, 1, 1], dim=3)
         return self._prepare(query, self.query_norm, context), self._prepare(key, self.key_norm, context), value
 
     def project(self, mixed: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return the hidden states [b, s, h] of mixed values [b, s, kv groups, heads, d'] or [b, s, heads, d'].
+        """Return the hidden states [b, s, h] for attention outputs [b, s, kv groups, heads, d'] or [b, s, heads, d'].
 
-        Decoding calls it too, so that what comes after the attention itself is written once.
+        Decoding calls it too, so that only one place has the code after the attention itself.
         """
         return self.output(mixed.flatten(2), tape)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, kv groups, heads, d'] or [b, s, all heads, d'] of whole samples: query [b, s, kv groups,
-        heads, d], key [b, s, kv groups, 1, d], value [b, s, kv groups, 1, d']."""
+        """Return attention outputs [b, s, kv groups, heads, d'] or [b, s, all heads, d'] for whole samples: query [b,
+        s, kv groups, heads, d], key [b, s, kv groups, 1, d], value [b, s, kv groups, 1, d']."""
         if self.chunk is not None and self.chunk < query.shape[1]:
             return self._in_chunks(query, key, value, context, self.chunk)
         return self._mix(query, key, value, context)
 
     def _in_chunks(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext, chunk: int) -> Tensor:
-        """Mixed values [b, s, heads, d'] of samples whose chunks attend to themselves: a sample by itself each."""
+        """Return attention outputs [b, s, heads, d'] for samples in which tokens only see their own chunk: each chunk
+        is treated as a sample."""
         batch, length = query.shape[:2]
         if length % chunk:
             raise ValueError(
@@ -286,8 +294,8 @@ class Attention(nn.Module):
         return self._fused(query, key, value, context)
 
     def weighing(self, queries: Tensor, keys: Tensor) -> Weighing:
-        """Return how pieces of attention turn scores into weights, without dropout. queries [..., rows], keys
-        [..., columns]: their integer places in samples."""
+        """Return how pieces of attention compute weights from scores, without dropout. queries [..., rows], keys [...,
+        columns]: their integer positions in samples."""
         how = Weighing(self.scale, unfused=self.path == "unfused", softcap=self.softcap)
         if not self.falls_with_distance:
             return how
@@ -295,7 +303,8 @@ class Attention(nn.Module):
         return replace(how, slopes=slopes, distances=(queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs())
 
     def own_sinks(self, tape: SplitTape | None) -> Tensor | None:
-        """Return the sinks of the heads that this rank attends with, [heads]; None if the model has none."""
+        """Return the sinks of the heads for which this rank computes attention, [heads]; None if the model has
+        none."""
         return None if self.sinks is None else self.sinks(tape).flatten()[self.own_heads]
 
     def _prepare(self, x: Tensor, norm: Norm | None, context: MicrobatchContext) -> Tensor:
@@ -327,14 +336,14 @@ class Attention(nn.Module):
         return choose_path(x.device.type, x.dtype, x.shape[1])
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, heads, d']."""
+        """Return attention outputs [b, s, heads, d']."""
         channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         mask = self._fused_mask(query, context)
         grouped = query.shape[1] > key.shape[1]
         if grouped and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
-            # There flash attention is out, and without it torch has no kernel for CUDA that shares keys among heads:
-            # plain products would keep the whole square of attention weights.
+            # Flash attention does not support this case, and torch's other CUDA kernels do not support fewer kv heads
+            # than heads: plain products would save all attention weights.
             key, value = (part.repeat_interleave(self.heads_per_group, dim=1) for part in (key, value))
             grouped = False
         mixed = functional.scaled_dot_product_attention(
@@ -349,13 +358,14 @@ class Attention(nn.Module):
         return narrowed(mixed.transpose(1, 2), channels)
 
     def _within_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
-        """Mixed values [b, s, heads, d'] of documents that are kept apart by blocks."""
+        """Return attention outputs [b, s, heads, d'] for documents that are separated by blocks."""
         channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         return narrowed(attend(query, key, value, blocks, self.scale).transpose(1, 2), channels)
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
-        """Return the visible keys of queries [b, heads, s, d], broadcastable to [b, heads, s, s]; None: all before."""
+        """Return the visible keys of queries [b, heads, s, d], broadcastable to [b, heads, s, s]; None for all earlier
+        keys."""
         if context.document_starts is not None:
             return visible_within_documents(context.document_starts, self.window).unsqueeze(1)
         length = query.shape[2]
@@ -364,7 +374,7 @@ class Attention(nn.Module):
         return causal_mask(length, self.window, query.dtype, query.device)
 
     def _weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
-        """Attention weights [n, rows, s] of query [n, rows, d] and key [n, s, d]; n = b x kv groups."""
+        """Return attention weights [n, rows, s] for query [n, rows, d] and key [n, s, d]; n = b x kv groups."""
         starts, length = context.document_starts, key.shape[1]
         if starts is None and self.softcap is None:
             op = self.kernels.pick("attention_probabilities", query)
@@ -376,30 +386,33 @@ class Attention(nn.Module):
             scores = torch.add(mask, products.view(len(query), -1, length, length), alpha=scale)
         else:
             hidden = visible_within_documents(starts, self.window).logical_not_().unsqueeze(1)
-            # The gradient of a capped score needs what is multiplied here.
+            # The gradient of a capped score needs these products.
             scores = products.mul_(scale) if self.softcap is None else products * scale
             scores = scores.view(len(hidden), -1, length, length).masked_fill_(hidden, -math.inf)
         return scores.softmax(dim=-1).view(products.shape)
 
     def _products(self, query: Tensor, key: Tensor) -> tuple[Tensor, float]:
-        """(Products [n, rows, s] of query and key, the factor that makes them scores); capped, tanh is between."""
+        """Return the products [n, rows, s] of query and key, and the factor that turns them into scores; with a
+        softcap, tanh is applied in between."""
         if self.softcap is None:
             return torch.bmm(query, key.transpose(1, 2)), self.scale
-        # The scale enters the product: unscaled scores might leave the range of fp16.
+        # Scale within the product, because unscaled scores might exceed the range of fp16.
         empty, scale = query.new_empty(1, 1, 1), self.scale / self.softcap
         return torch.baddbmm(empty, query, key.transpose(1, 2), beta=0.0, alpha=scale).tanh_(), self.softcap
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, kv groups, heads, d']. All query heads of a kv group share one product with its keys."""
+        """Return attention outputs [b, s, kv groups, heads, d']. All query heads of a kv group are in one product with
+        its keys."""
         batch, length, groups, heads, width = query.shape
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
         key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, -1) for part in (key, value))
         mix = partial(self._mixed, context=context)
-        mixed = run_again(mix, rows, key, value) if self.recompute else mix(rows, key, value)
+        mixed = rerun_in_backward(mix, rows, key, value) if self.recompute else mix(rows, key, value)
         return mixed.view(batch, groups, heads, length, -1).permute(0, 3, 1, 2, 4)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [n, rows, d'] of query [n, rows, d], key [n, s, d], value [n, s, d']; n = b x kv groups."""
+        """Return attention outputs [n, rows, d'] for query [n, rows, d], key [n, s, d] and value [n, s, d']; n = b x
+        kv groups."""
         weights = self._weights(query, key, context)
         if self.dropout.active(context):
             length = key.shape[1]
@@ -409,18 +422,19 @@ class Attention(nn.Module):
 
 
 def widened(value: Tensor, query: Tensor) -> Tensor:
-    """Return values [..., d'] with zeros up to the channels of queries [..., d]: fused kernels need one width."""
+    """Return values [..., d'] padded with zeros to the channels of queries [..., d], because fused kernels need equal
+    widths."""
     missing = query.shape[-1] - value.shape[-1]
     return functional.pad(value, (0, missing)) if missing else value
 
 
 def narrowed(mixed: Tensor, channels: int) -> Tensor:
-    """Return the first channels of mixed values, which are those of values before they were `widened`."""
+    """Return the first channels of attention outputs, without the padding of `widened`."""
     return mixed if mixed.shape[-1] == channels else mixed[..., :channels].contiguous()
 
 
 class BidirectionalAttention(Attention):
-    """One block's attention over samples of the lengths in a BertContext."""
+    """One block's bidirectional attention within the lengths of samples in a BertContext."""
 
     causal = False
 
@@ -438,10 +452,11 @@ class BidirectionalAttention(Attention):
 
 @lru_cache(maxsize=8)
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Float64 [heads], how much the scores of each head fall from one token to the next.
+    """Return the ALiBi slopes, float64 [heads]: the decrease of a head's scores per token of distance.
 
-    Powers of 2 (Press et al. 2022, arXiv 2108.12409, section 3); if the number of heads is not one itself, those of
-    the next lower power of 2, then every second one of the next higher (their published code, and BLOOM's).
+    Slopes are powers of 2 (Press et al. 2022, arXiv 2108.12409, section 3). If the number of heads is not a power of
+    2, they are those of the next lower power of 2, then every second one of the next higher power (their published
+    code, and BLOOM's).
     """
     lower = 2 ** (num_heads.bit_length() - 1)
     exponents = [8 * (i + 1) / lower for i in range(lower)]
@@ -452,10 +467,11 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
 
 
 def visible_keys(context: MicrobatchContext, num_tokens: int, window: int | None) -> Tensor:
-    """Which keys (last axis) each query sees: bool [b, 1, s] for all queries alike, or [b, s, s] in a window.
+    """Return which keys (last axis) each query sees: bool [b, 1, s], the same for all queries, or [b, s, s] with a
+    window.
 
-    Visible are tokens that are not padding, at distances below `window`, and each query itself, because padding may
-    have no other: a softmax of nothing would be NaN. Raises ValueError without lengths.
+    A query sees tokens that are not padding, at distances below `window`, and itself, because a padding query may see
+    no other key, and a softmax over no keys is NaN. Raises ValueError without lengths.
     """
     if not isinstance(context, BertContext) or context.lengths is None:
         raise ValueError("attention over padded samples needs their lengths: pass a BertContext with lengths")

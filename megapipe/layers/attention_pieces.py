@@ -1,11 +1,11 @@
-"""Attention of some queries to some keys, with what merges it with the rest (Rabe and Staats 2021, arXiv 2112.05682).
+"""Attention of some queries to some keys, in pieces that can be merged (Rabe and Staats 2021, arXiv 2112.05682).
 
-Each piece gives its mixed values and, per query, the logarithm of the sum of the exponentials of its scores. Its
-backward is that of the whole attention (Dao et al. 2022, 2205.14135, appendix B.2): given the merged log-sum, its
-weights are the whole attention's, and the gradients of all pieces add up.
+Each piece returns its outputs and, per query, the logarithm of the sum of the exponentials of its scores. The backward
+uses the merged log-sum, with which the weights of a piece are those of the whole attention, so the gradients of all
+pieces add up (Dao et al. 2022, 2205.14135, appendix B.2).
 
-Fused pieces are torch's flash kernels, of the CPU with or without a mask, of a GPU without one. The unfused path does
-the same with plain products if there is no kernel: masks on a GPU, fp32 on a GPU, dropout.
+Fused pieces are torch's flash kernels: on a CPU with or without a mask, on a GPU without one. The unfused path uses
+plain products if there is no kernel: masks on a GPU, fp32 on a GPU, dropout.
 """
 
 import math
@@ -26,7 +26,8 @@ Drop = Callable[[Tensor], Tensor]
 class Seen:
     """The keys of a piece that its queries see: all or some.
 
-    causal: they are the same tokens, and each query sees those up to itself. visible: bool [b or 1, 1, rows, columns].
+    causal: queries and keys are the same tokens, and each query sees those up to itself. visible: bool [b or 1, 1,
+    rows, columns].
     """
 
     causal: bool = False
@@ -35,9 +36,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Weighing:
-    """How scores become weights. drop: zeroes some of the weights [b, heads, rows, columns] and scales the others, the
-    same ones at every call; None keeps all. unfused: no kernels. softcap: largest magnitude of scores. slopes: float64
-    [heads], how much scores fall with each of the distances, integers [rows, columns] or [b, 1, rows, columns]."""
+    """How weights are computed from scores. drop: zeroes some of the weights [b, heads, rows, columns] and scales the
+    others, the same ones at every call; None keeps all. unfused: no kernels. softcap: largest magnitude of scores.
+    slopes: float64 [heads], decrease of scores per unit of `distances`, integers [rows, columns] or [b, 1, rows,
+    columns]."""
 
     scale: float
     drop: Drop | None = None
@@ -47,7 +49,8 @@ class Weighing:
     distances: Tensor | None = None
 
     def bias(self, query: Tensor) -> Tensor | None:
-        """What is added to scores [b, heads, rows, columns], in fp32 (fp64 for fp64); None if nothing."""
+        """Return the term added to scores [b, heads, rows, columns], in fp32 (fp64 for fp64); None if there is
+        none."""
         if self.slopes is None or self.distances is None:
             return None
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -55,7 +58,7 @@ class Weighing:
         return distances.to(dtype) * -self.slopes.to(dtype).view(-1, 1, 1)
 
     def is_fused(self, query: Tensor, seen: Seen) -> bool:
-        """Whether a kernel of torch's does it."""
+        """Return whether one of torch's kernels supports this piece."""
         if self.unfused or self.drop is not None or self.softcap is not None:
             return False
         if query.device.type == "cpu":
@@ -66,8 +69,8 @@ class Weighing:
 
 
 def piece_forward(query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighing: Weighing) -> tuple[Tensor, Tensor]:
-    """(mixed values [b, heads, rows, d], log-sum [b, heads, rows] in fp32, fp64 for fp64) of query [b, heads, rows, d]
-    and key and value [b, kv heads, columns, d]. A query that sees nothing gets zeros and minus infinity."""
+    """Return outputs [b, heads, rows, d] and log-sums [b, heads, rows] in fp32 (fp64 for fp64), for query [b, heads,
+    rows, d] and key and value [b, kv heads, columns, d]. A query that sees no key gets zeros and minus infinity."""
     if not weighing.is_fused(query, seen):
         return _unfused_forward(query, key, value, seen, weighing)
     if query.device.type == "cuda":
@@ -79,7 +82,7 @@ def piece_forward(query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighin
     mixed, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, seen.causal and addend is None, attn_mask=addend, scale=weighing.scale
     )
-    if seen.visible is not None:  # the kernel's log-sum of nothing is 0
+    if seen.visible is not None:  # the kernel's log-sum over no keys is 0
         log_sum = log_sum.masked_fill(~seen.visible.any(-1), -math.inf)
     return mixed, log_sum
 
@@ -94,16 +97,16 @@ def piece_backward(
     seen: Seen,
     how: Weighing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This piece's part of the gradients of query, key and value.
+    """Return this piece's contribution to the gradients of query, key and value.
 
-    gradient, mixed [b, heads, rows, d], log_sum [b, heads, rows]: of the whole attention of these queries.
+    gradient, mixed (outputs) [b, heads, rows, d], log_sum [b, heads, rows]: of the whole attention of these queries.
     """
     if not how.is_fused(query, seen):
         return _unfused_backward(gradient, query, key, value, mixed, log_sum, seen, how)
-    found: Any
+    gradients: Any
     if query.device.type == "cuda":
         none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout of 0
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient,
             query,
             key,
@@ -122,7 +125,7 @@ def piece_backward(
         )
     else:
         addend = _addend(query, key, seen, how)
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient,
             query,
             key,
@@ -134,28 +137,30 @@ def piece_backward(
             attn_mask=addend,
             scale=how.scale,
         )
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def with_sinks(mixed: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(Mixed values, log-sum) of whole attention, with one more score per head in the softmax, whose value is zero.
+    """Return outputs and log-sums of whole attention with sinks: one more score per head in the softmax, with a value
+    of zero.
 
-    mixed [b, heads, rows, d] and log_sum [b, heads, rows] of all keys, sinks [heads] (Agarwal et al. 2025, arXiv
-    2508.10925, section 2.2; Xiao et al. 2023, arXiv 2309.17453, equation 2).
+    mixed (outputs) [b, heads, rows, d] and log_sum [b, heads, rows] of all keys, sinks [heads] (Agarwal et al. 2025,
+    arXiv 2508.10925, section 2.2; Xiao et al. 2023, arXiv 2309.17453, equation 2).
     """
     total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype).unsqueeze(-1))
     return (mixed * (log_sum - total).exp_().unsqueeze(-1)).to(mixed.dtype), total
 
 
 def sink_gradient(gradient: Tensor, mixed: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient of sinks [heads]. mixed, log_sum: those of `with_sinks`; gradient: of mixed."""
+    """Return the gradient of the sinks [heads]. mixed, log_sum: results of `with_sinks`. gradient: of mixed."""
     weights = (sinks.to(log_sum.dtype).unsqueeze(-1) - log_sum).exp_()
     total = (gradient.to(log_sum.dtype) * mixed.to(log_sum.dtype)).sum(-1)
     return weights.mul_(total).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 def _addend(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor | None:
-    """What is added to scores: minus infinity where a query does not see a key. None: what a causal mask says."""
+    """Return the term added to scores, minus infinity where a query does not see a key; None if only a causal mask
+    applies."""
     bias = how.bias(query)
     if bias is not None:
         visible = _visible(query, key, seen)
@@ -167,7 +172,7 @@ def _addend(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor | N
 
 
 def _visible(query: Tensor, key: Tensor, seen: Seen) -> Tensor | None:
-    """Which keys each query sees, by a mask that broadcasts to the scores; None: all."""
+    """Return a mask of the keys that each query sees, which broadcasts to the scores; None for all keys."""
     if not seen.causal:
         return seen.visible
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril_()
@@ -200,7 +205,7 @@ def _unfused_backward(
     dropped = weights
     if how.drop is not None:
         dropped, dweights = how.drop(weights), how.drop(dweights)
-    # The weights of a query add up to 1: one number takes that out of its scores' gradients.
+    # The softmax backward subtracts one number per query, because the query's weights sum to 1.
     total = (gradient.to(weights.dtype) * mixed.to(weights.dtype)).sum(-1, keepdim=True)
     dscores = weights * (dweights - total) * how.scale
     if how.softcap is not None:  # the slope of tanh; a hidden score is minus infinity
@@ -212,12 +217,12 @@ def _unfused_backward(
 
 
 def _by_kv_head(x: Tensor, key: Tensor) -> Tensor:
-    """x [b, heads, rows, c] as [b, kv heads, heads of each x rows, c]."""
+    """Return x [b, heads, rows, c] as [b, kv heads, heads per kv head x rows, c]."""
     return x.reshape(x.shape[0], key.shape[1], -1, x.shape[-1])
 
 
 def _scores(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor:
-    """[b, heads, rows, columns] in fp32 (fp64 for fp64), minus infinity where hidden."""
+    """Return scores [b, heads, rows, columns] in fp32 (fp64 for fp64), minus infinity where hidden."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = _by_kv_head(query, key).matmul(key.transpose(-2, -1)).to(wide).mul_(how.scale)
     if how.softcap is not None:
@@ -230,5 +235,5 @@ def _scores(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor:
 
 
 def _weights(scores: Tensor, log_sum: Tensor) -> Tensor:
-    """Zeros where a query sees nothing at all."""
+    """Return the weights; zeros if a query sees no key."""
     return (scores - log_sum.masked_fill(log_sum == -math.inf, 0.0).unsqueeze(-1)).exp_()

@@ -1,4 +1,4 @@
-"""A module's forward under torch.compile, with the backward fused or split."""
+"""The forward of a module under torch.compile, with a fused or a split backward."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,8 @@ def _forward(module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchCon
 
 
 class CompiledForward:
-    """Runs modules through one torch.compile. Layers of the same shapes, and twins, share one compiled frame.
+    """Runs modules through one torch.compile. Layers of the same shapes, including modules for several weight
+    versions, share one compiled frame.
 
     options: for torch.compile, such as backend and mode.
     """
@@ -29,11 +30,12 @@ class CompiledForward:
         self._blanks: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], SplitTape]] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
-        """The module's outputs. The records of a split backward follow those on the context's tape."""
+        """Return the module's outputs. Records for a split backward are appended to the context's tape."""
         if context.tape is None:
             with _gradients_aside(module):
                 return self._compiled(module, tuple(inputs), context)
-        # A tape of its own: one that held other modules' records would make the compiler start again for each layer.
+        # Use a separate tape: with a tape that has other modules' records, the compiler would recompile for each
+        # layer.
         tape = SplitTape()
         tape.provide(self._blank(module, inputs, context).fresh_probes())
         with _gradients_aside(module):
@@ -42,9 +44,10 @@ class CompiledForward:
         return outputs
 
     def _blank(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> SplitTape:
-        """A tape with the probes of one forward, kept by shape: probes have to exist before a compiled forward runs.
+        """Return a tape with the probes of one forward, cached by shape: probes must exist before a compiled forward
+        runs.
 
-        They are found by running the module once, uncompiled: shapes that were predicted could be predicted wrong.
+        Their shapes come from one uncompiled run of the module, because predicted shapes could be wrong.
         """
         tensors = (*inputs, context.tokens, context.labels)
         shapes = tuple(tensor.shape for tensor in tensors if tensor is not None)
@@ -58,7 +61,7 @@ class CompiledForward:
 
 
 class CompiledUnit(nn.Module):
-    """A module as a pipeline stage runs it, through a compiled forward."""
+    """A unit of a pipeline stage that runs a module through a compiled forward."""
 
     def __init__(self, module: nn.Module, compiled: CompiledForward) -> None:
         super().__init__()
@@ -66,13 +69,14 @@ class CompiledUnit(nn.Module):
         self._compiled = compiled
 
     def forward(self, *inputs: Tensor, context: MicrobatchContext) -> tuple[Tensor, ...]:
-        """The module's outputs."""
+        """Return the module's outputs."""
         return self._compiled(self.module, inputs, context)
 
 
 @contextmanager
 def _gradients_aside(module: nn.Module) -> Iterator[None]:
-    """torch.compile refuses a bf16 parameter with an fp32 gradient, even where it never looks at the gradient."""
+    """Hide gradients within the block: torch.compile refuses a bf16 parameter with an fp32 gradient, even if it never
+    reads the gradient."""
     kept = [
         (parameter, parameter.grad)
         for parameter in module.parameters()

@@ -1,4 +1,4 @@
-"""The current micro-batch, as the layers of a stage see it."""
+"""The data of the current micro-batch that layers of a stage need in addition to their inputs."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,18 +13,17 @@ from megapipe.layers.split import SplitTape
 
 @dataclass
 class MicrobatchContext:
-    """Tensors and facts of one micro-batch of b samples of s tokens; each layer takes what it needs.
+    """Data of one micro-batch of b samples of s tokens; each layer reads what it needs.
 
-    Where ranks of a context group share samples, all is about the s tokens in hand, unless it says `whole`.
-    tokens: int64 [b, s], for the embedding. labels: int64 [b, s], for the loss. loss_mask: [b, s], weight of each
-    token's loss, None for 1. ordinals: int64 [b], number of each sample in the run, for dropout.
-    document_starts: int64 [b, s], place in its sample where each token's document begins: attention sees that document
-    alone and positions count from there; None for samples that are one text. document_blocks: the same as blocks for
-    flex_attention, where that is to be used in place of a mask, by the sliding window of a block's attention.
-    token_numbers: int64 [s], ascending, place in its sample of each token in hand; None for 0 to s - 1.
-    whole_document_starts: int64 [b, whole length], document_starts of all tokens, where attention gathers whole
-    samples; document_blocks are of these too.
-    slice: the part of every sample that is in hand, where a schedule passes samples in slices.
+    If samples are sharded over a context group, s counts this rank's tokens, and all fields are about these, except
+    those with `whole` in their names. tokens: int64 [b, s], for the embedding. labels: int64 [b, s], for the loss.
+    loss_mask: [b, s], weight of each token's loss, None for 1. ordinals: int64 [b], number of each sample in the run,
+    for dropout. document_starts: int64 [b, s], position in its sample where each token's document begins: attention is
+    limited to that document, and positions count from there; None for samples that are one text. document_blocks: the
+    same as blocks for flex_attention, if it is used in place of a mask, by the sliding window of a block's attention.
+    token_numbers: int64 [s], ascending, position in its sample of each of this rank's tokens; None for 0 to s - 1.
+    whole_document_starts: int64 [b, whole length], document_starts of all tokens, if attention gathers whole samples;
+    document_blocks are of these too. slice: the current part of every sample, if a schedule passes samples in slices.
     seed: of the run, below 2**64. training: dropout is active. tape: collects a split backward; None runs it fused.
     """
 
@@ -43,32 +42,32 @@ class MicrobatchContext:
 
 
 class SampleSlice(Protocol):
-    """One slice of the samples of a micro-batch, which attends to the slices before it."""
+    """One sequence slice of the samples of a micro-batch, which attends to the earlier slices."""
 
     @property
     def places(self) -> range:
-        """Places of its tokens in their samples."""
+        """Positions of its tokens in their samples."""
         ...
 
     @property
     def whole(self) -> int:
-        """Tokens of a whole sample."""
+        """Number of tokens of a whole sample."""
         ...
 
     def mix(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """As `Attention.mix`, of the tokens in hand."""
+        """As `Attention.mix`, for this rank's tokens."""
         ...
 
 
 @dataclass
 class BertContext(MicrobatchContext):
-    """A micro-batch of b padded samples of s tokens, of which at most p are hidden and predicted.
+    """A micro-batch of b padded samples of s tokens, of which at most p are masked and predicted.
 
-    lengths: int64 [b], tokens of each whole sample that are not padding, for attention. token_types: int64 [b, s], 0
-    up to the first [SEP], then 1, for the embedding. positions: int64 [b, p], places of the hidden tokens among those
-    in hand; `labels` [b, p] are the hidden tokens and `loss_mask` [b, p] is 0 after the last. sentence_labels: int64
-    [b], 1 where the pair is not as it was in the text; sentence_weights: [b], 0 for samples past the end and where the
-    first token is not in hand.
+    lengths: int64 [b], number of tokens of each whole sample that are not padding, for attention. token_types: int64
+    [b, s], 0 up to the first [SEP], then 1, for the embedding. positions: int64 [b, p], indices of the masked tokens
+    among this rank's tokens; `labels` [b, p] are their true ids and `loss_mask` [b, p] is 0 after the last.
+    sentence_labels: int64 [b], 1 if the pair is not as it was in the text; sentence_weights: [b], 0 for samples past
+    the end, and if the first token is on another rank.
     """
 
     lengths: Tensor | None = None
@@ -79,7 +78,7 @@ class BertContext(MicrobatchContext):
 
 
 def token_numbers(context: MicrobatchContext, num_tokens: int, device: torch.device) -> Tensor:
-    """int64 or int32 [s]: the place in its sample of each of the s = num_tokens tokens in hand."""
+    """Return the position in its sample of each of this rank's s = num_tokens tokens, int64 or int32 [s]."""
     if context.token_numbers is not None:
         return context.token_numbers.to(device)
     # A view, because a compiler (torch 2.13) cannot save the constant itself for the backward.

@@ -1,17 +1,17 @@
 """Attention over samples whose tokens are on several ranks: ring attention and all-to-all attention.
 
-Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay on their rank of a group, keys and values go round.
-Each rank begins with its own keys; a hop of the ring goes on alongside the products with the keys of the hop before.
-Under a causal mask tokens are arranged head and tail together (spec/token_order.py), and what the mask hides is left
-out, so that every rank has the same work at every hop. Pieces are merged by their log-sums, in fp32. In the backward
-keys and values go round again, and the gradients of a rank's keys and values travel with them, in fp32, from the first
-rank that adds to them to their owner. All ranks call this in the same order, forward and backward, because their
-schedules are one; that is enough to exclude a deadlock.
+Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay on their rank of a group, while keys and values pass
+around the ring. Each rank starts with its own keys; a hop of the ring overlaps the products with the keys of the
+previous hop. Under a causal mask each rank has tokens of the head and of the tail (spec/token_order.py), and masked
+products are skipped, so that every rank has the same work at every hop. Pieces are merged by their log-sums, in fp32.
+In the backward keys and values pass around the ring a second time, and the gradients of a rank's keys and values
+travel with them, in fp32, from the first rank that adds to them to their owner. All ranks call this in the same order,
+forward and backward, because they have the same schedule; this excludes deadlocks.
 
-All-to-all attention (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509, section 3): before attention every rank
-of a group trades heads for tokens: it gives away all heads but its share, of its own tokens, and gets its share of
-heads, of all tokens. Whatever attends to whole samples does so unchanged, and its result goes back the same way. Ranks
-hold their tokens in rank order (`contiguous` in spec/token_order.py).
+All-to-all attention (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509, section 3): before attention, the ranks
+of a group exchange heads for tokens: a rank sends all heads but its own part, for its tokens, and receives its own
+heads for all tokens. Attention to whole samples then runs unchanged, and its result is sent back in the same way.
+Ranks hold their tokens in rank order (`contiguous` in spec/token_order.py).
 """
 
 import functools
@@ -42,7 +42,7 @@ from megapipe.spec.token_order import Piece, Share, TokenOrder, Visibility, orde
 
 @dataclass(frozen=True)
 class Ring:
-    """The attention of one block in pieces, over the ranks of a group. One rank alone has whole samples."""
+    """The attention of one block in pieces, over the ranks of a group. With one rank, samples are whole."""
 
     attention: Attention
     group: Group
@@ -54,11 +54,11 @@ class Ring:
         return Share(self.order, self.group.rank, self.group.size)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, heads, d'] of query [b, s, kv heads, heads of each, d], key [b, s, kv heads, 1, d] and
-        value [b, s, kv heads, 1, d'], all of the tokens in hand."""
+        """Return attention outputs [b, s, heads, d'] for query [b, s, kv heads, heads of each, d], key
+        [b, s, kv heads, 1, d] and value [b, s, kv heads, 1, d'], all of this rank's tokens."""
         channels, value = value.shape[-1], widened(value, query)
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
-        # The graph keeps the pass, and a tape keeps the graph: together they would keep each other for ever.
+        # Pass no tape: the graph refers to the pass, and a tape to the graph, so they would form a reference cycle.
         known = replace(context, tape=None)
         sinks = self.attention.own_sinks(context.tape)
         mixed: Tensor = _Ring.apply(query, key, value, sinks, Pass(self, known, query.shape[2]))
@@ -66,7 +66,7 @@ class Ring:
 
 
 class RingPass(Protocol):
-    """What each rank of a group computes while keys and values go round once."""
+    """The work of each rank of a group while keys and values pass around the ring once."""
 
     @property
     def group(self) -> Group:
@@ -108,8 +108,8 @@ class Pass:
 def seen_and_weighed(
     attention: Attention, context: MicrobatchContext, piece: Piece, queries: Tensor, keys: Tensor, length: int
 ) -> tuple[Seen, Weighing]:
-    """Return what the queries of a piece see of its keys, both int64 places in samples of `length` tokens, and how
-    scores become weights."""
+    """Return which keys of a piece its queries see, both given as int64 positions in samples of `length` tokens, and
+    how weights are computed from scores."""
     seen = Seen(causal=piece.kind == "causal")
     if piece.kind == "masked":
         seen = Seen(visible=_visible(attention, context, piece, queries, keys))
@@ -124,7 +124,7 @@ def seen_and_weighed(
 
 
 def _visible(attention: Attention, context: MicrobatchContext, piece: Piece, queries: Tensor, keys: Tensor) -> Tensor:
-    """bool [b or 1, 1, rows, columns]: what queries see of keys, both int64 numbers of tokens."""
+    """Return which keys the queries see, bool [b or 1, 1, rows, columns]; both are int64 positions of tokens."""
     visible = torch.ones(1, 1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
     queries = queries.unsqueeze(1)
     if attention.causal:
@@ -142,7 +142,7 @@ def _visible(attention: Attention, context: MicrobatchContext, piece: Piece, que
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: RingPass) -> Tensor:
-        # In memory as the output projection wants it: tokens before heads.
+        # The memory layout that the output projection needs: tokens before heads.
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
         mixed = mixed.transpose(1, 2)
@@ -155,7 +155,7 @@ class _Ring(torch.autograd.Function):
         if sinks is not None:
             mixed, log_sum = with_sinks(mixed, log_sum, sinks)
         mixed = mixed.to(query.dtype)
-        # Finite for kernels, where a query has seen nothing.
+        # Kernels need finite values, also for queries that have seen no key.
         ctx.save_for_backward(query, key, value, sinks, mixed, log_sum.masked_fill_(log_sum == -math.inf, 0.0))
         ctx.once = once
         return mixed
@@ -170,7 +170,7 @@ class _Ring(torch.autograd.Function):
         arriving: Work | None = None
         group = once.group
         for key_rank, (keys, values) in _blocks_in_turn(key, value, group):
-            found = own if key_rank == group.rank else torch.zeros_like(own)
+            partial = own if key_rank == group.rank else torch.zeros_like(own)
             for piece, seen, weighing in once.work(key_rank, query.device):
                 rows, columns = _slice(piece.queries), _slice(piece.keys)
                 part = piece_backward(
@@ -184,14 +184,14 @@ class _Ring(torch.autograd.Function):
                     weighing,
                 )
                 dquery[:, :, rows] += part[0]
-                found[0][:, :, columns] += part[1]
-                found[1][:, :, columns] += part[2]
+                partial[0][:, :, columns] += part[1]
+                partial[1][:, :, columns] += part[2]
             if key_rank == group.rank:
                 continue
             if arriving is not None:
                 arriving.wait()
-                found += travelling
-            arriving = group.shift(found, travelling)
+                partial += travelling
+            arriving = group.shift(partial, travelling)
         if arriving is not None:
             arriving.wait()
             own += travelling
@@ -201,9 +201,9 @@ class _Ring(torch.autograd.Function):
 
 
 def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """(rank, its keys and values, each [b, kv heads, s, d]), beginning here and going back through the ring.
+    """Yield each rank with its keys and values, each [b, kv heads, s, d], from this rank backwards through the ring.
 
-    The next ones are under way while the caller works on those that it was given.
+    The next ones are in transit while the caller works on the current ones.
     """
     if group.size == 1:
         yield group.rank, (key, value)
@@ -221,7 +221,7 @@ def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[
 
 
 def merge(mixed: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor) -> None:
-    """Take a piece into the mixed values [b, heads, rows, d] and log-sums [b, heads, rows] so far, in place."""
+    """Merge a piece into the outputs [b, heads, rows, d] and log-sums [b, heads, rows] so far, in place."""
     merged = torch.logaddexp(log_sum, part_log_sum)
     finite = merged.masked_fill(merged == -math.inf, 0.0)
     mixed.mul_((log_sum - finite).exp_().unsqueeze(-1))
@@ -235,8 +235,8 @@ def _slice(of: range) -> slice:
 
 @functools.lru_cache(maxsize=8)
 def _numbers(order: TokenOrder, size: int, length: int, device: torch.device) -> Tensor:
-    """int64 [size, length / size]: the tokens of every rank."""
-    # Tensors born in inference mode could never take part in training.
+    """Return the token positions of every rank, int64 [size, length / size]."""
+    # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
         held = [torch.from_numpy(token_numbers(order, rank, size, length)) for rank in range(size)]
         return torch.stack(held).to(device)
@@ -255,8 +255,8 @@ class HeadExchange:
         return Share("contiguous", self.group.rank, self.group.size)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Mixed values [b, s, heads, d'] of query [b, s, kv heads, heads of each, d], key [b, s, kv heads, 1, d] and
-        value [b, s, kv heads, 1, d'], all of the tokens in hand."""
+        """Return attention outputs [b, s, heads, d'] for query [b, s, kv heads, heads of each, d], key
+        [b, s, kv heads, 1, d] and value [b, s, kv heads, 1, d'], all of this rank's tokens."""
         channels, value = value.shape[-1], widened(value, query)
         batch, length, groups, heads, width = query.shape
         copies = kv_copies(groups, heads, self.group.size)
@@ -270,7 +270,7 @@ class HeadExchange:
         return self._heads_for_tokens(mixed.reshape(batch, self.group.size * length, -1, channels))
 
     def _tokens_for_heads(self, x: Tensor) -> Tensor:
-        """[b, s, kv heads, n, d] of the tokens in hand to [b, size x s, kv heads / size, n, d]."""
+        """Map [b, s, kv heads, n, d] of this rank's tokens to [b, size x s, kv heads / size, n, d]."""
         batch, length, groups, rows, width = x.shape
         size = self.group.size
         cut = x.view(batch, length, size, groups // size, rows, width)
@@ -278,7 +278,7 @@ class HeadExchange:
         return by_rank.transpose(0, 1).reshape(batch, size * length, groups // size, rows, width)
 
     def _heads_for_tokens(self, x: Tensor) -> Tensor:
-        """[b, size x s, heads / size, d] to [b, s, heads, d] of the tokens in hand."""
+        """Map [b, size x s, heads / size, d] to [b, s, heads, d] of this rank's tokens."""
         batch, whole, heads, width = x.shape
         size = self.group.size
         cut = x.view(batch, size, whole // size, heads, width)
@@ -287,9 +287,9 @@ class HeadExchange:
 
 
 def share_samples(attention: Attention, group: Group, kind: ContextAttention) -> None:
-    """From now on the ranks of `group` hold parts of every sample, and `attention` works over all of them.
+    """Let `attention` work over the ranks of `group`, each of which has a part of every sample.
 
-    The parts are those of spec/token_order.py, in the order that suits the kind.
+    The parts are those of spec/token_order.py, in the order of the kind.
     """
     if kind == "ring":
         attention.sharing = Ring(attention, group, order_of(kind, attention.causal))
@@ -301,13 +301,13 @@ def share_samples(attention: Attention, group: Group, kind: ContextAttention) ->
 
 
 def attend_in_pieces(attention: Attention) -> None:
-    """From now on `attention` to whole samples is that of a ring of one rank, which keeps no weights."""
+    """Let `attention` to whole samples run as a ring of one rank, which saves no attention weights."""
     attention.in_pieces = Ring(attention, SoloGroup("context"), "contiguous")
 
 
 @dataclass(frozen=True)
 class WholeSamples:
-    """A ring over samples without documents or padding, for the attention of a user's module.
+    """A ring over samples without documents or padding, for attention in a user's module.
 
     scale: factor of scores. num_local: tokens of a sample on each rank."""
 
@@ -328,7 +328,8 @@ class DotProductAttention(nn.Module):
     """Scaled dot-product attention that may run on parts of samples, for a user's modules.
 
     In one process it is `torch.nn.functional.scaled_dot_product_attention`. On a mesh with context ranks,
-    `megapipe.Pipeline` lets each rank hold a part of every sample, and keys and values go round those ranks.
+    `megapipe.Pipeline` lets each rank hold a part of every sample, and keys and values pass around a ring of those
+    ranks.
 
     Attributes:
         causal: each token attends to itself and to earlier tokens.
@@ -350,12 +351,13 @@ class DotProductAttention(nn.Module):
         self._shared: tuple[Share, Group] | None = None
 
     def share_samples(self, share: Share, group: Group) -> None:
-        """From now on the ranks of `group` hold parts of every sample; `share` is this rank's."""
+        """Let this attention work over the ranks of `group`, each of which has a part of every sample; `share` is this
+        rank's."""
         self._shared = share, group
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return mixed values [b, heads, s, d'] of query [b, heads, s, d], key [b, kv heads, s, d] and value
-        [b, kv heads, s, d'], all of the tokens in hand; the number of kv heads divides that of heads.
+        """Return outputs [b, heads, s, d'] for query [b, heads, s, d], key [b, kv heads, s, d] and value
+        [b, kv heads, s, d'], all of this rank's tokens; the number of kv heads divides that of heads.
         """
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self._shared is None:
@@ -367,15 +369,15 @@ class DotProductAttention(nn.Module):
 
 
 whole_attention = torch.ops.aten.scaled_dot_product_attention
-"""torch's attention by its operator, so that the trial of a user's layers can tell `DotProductAttention`, which works
-over context ranks, from a layer's own call of the function."""
+"""The operator of torch's attention. The trial of a user's layers distinguishes `DotProductAttention`, which supports
+context ranks, from a layer's own call of torch's function."""
 
 
 class OutsideGraphs:
-    """A ring that torch.compile leaves alone: a graph cannot express hops that run during products.
+    """A ring that torch.compile does not trace: a graph cannot express hops that run during products.
 
-    Ring.mix is not decorated itself, because the decorator imports the compiler and Triton: seconds for every run, and
-    too late for TRITON_INTERPRET.
+    Ring.mix is not decorated itself, because the decorator imports the compiler and Triton, which takes seconds in
+    every run, and is too late for TRITON_INTERPRET.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -389,7 +391,7 @@ class OutsideGraphs:
 
 
 def keep_rings_out_of_graphs(module: nn.Module) -> bool:
-    """Prepare a module for torch.compile; whether it can still be one graph."""
+    """Prepare a module for torch.compile, and return whether it can still be one graph."""
     whole = True
     for part in module.modules():
         for name in ("sharing", "in_pieces") if isinstance(part, Attention) else ():

@@ -1,13 +1,13 @@
-"""Output projection and cross entropy, over a vocabulary that the ranks of a group share.
+"""Output projection and cross entropy, over a vocabulary that is sharded over the ranks of a group.
 
-`VocabParallelHead` is both in one. The op's backends take rows in chunks or write over the logits, so that fp32 logits
-of a whole micro-batch never exist. What is kept for the backward is the gradient of the logits, in the compute dtype;
-or, where the logits are to be recomputed, four bytes a row, and then those of a whole micro-batch exist in no dtype.
-Ranks exchange three numbers a row, once: 12 bytes from which each finds the softmax over all columns.
+`VocabParallelHead` is both in one. The op's backends process rows in chunks or overwrite the logits, so that fp32
+logits of a whole micro-batch never exist. The gradient of the logits is saved for the backward, in the compute dtype;
+if logits are recomputed, only four bytes per row are saved, and the logits of a whole micro-batch never exist in any
+dtype. Ranks exchange three numbers per row, once: 12 bytes from which each rank computes the softmax over all columns.
 
-`MaskedTokenHead` has a bias, and takes the few tokens of a sample that a masked language model predicts: their logits
-mostly fit in memory, so that projection and loss can be two operations. Where they do not, `recomputed_loss_sum` makes
-them one.
+`MaskedTokenHead` has a bias, and processes the few tokens of a sample that a masked language model predicts: their
+logits usually fit in memory, so that projection and loss can be two operations. If they do not, `recomputed_loss_sum`
+combines them.
 """
 
 from collections.abc import Iterable
@@ -27,10 +27,10 @@ from megapipe.parallel.groups import Group
 
 @dataclass(frozen=True)
 class Targets:
-    """Labels as seen by one rank, one entry a row.
+    """Labels from the view of one rank, one entry per row.
 
-    columns: int64 [n], the label's column here, 0 where `owned` (bool [n]) is false.
-    known: bool [n], the label is in the vocabulary, or its row has no weight.
+    columns: int64 [n], the label's column on this rank, 0 if `owned` (bool [n]) is false. known: bool [n], whether the
+    label is in the vocabulary, or its row has no weight.
     """
 
     columns: Tensor
@@ -39,11 +39,11 @@ class Targets:
 
 
 class VocabParallelHead(Linear, OnShards):
-    """Projection to the vocabulary, of which each rank holds an equal part, followed by the loss.
+    """Projection to the vocabulary, of which each rank has an equal part, followed by the loss.
 
     shapes: of `weight` (stored rows, hidden). vocabulary_size: true number of tokens; rows after it are padding,
     which neither enters a softmax nor gets a gradient. recompute: recompute the logits in the backward, chunk by
-    chunk, instead of keeping their gradient; such a loss cannot be split. softcap: bound of the logits, by tanh.
+    chunk, instead of saving their gradient; such a loss cannot be split. softcap: bound of the logits, by tanh.
     """
 
     def __init__(
@@ -66,18 +66,19 @@ class VocabParallelHead(Linear, OnShards):
         self.num_columns = max(0, min(stored, vocabulary_size - self.first_column))
 
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        """x [b, s, h] to logits over the true vocabulary [b, s, v], on every rank."""
+        """Return the logits [b, s, v] of x [b, s, h] over the true vocabulary, on every rank."""
         local = self.local_product(self._all_tokens(x), tape, add_bias=False)
         if self.softcap is not None:
             local = softcapped(local, self.softcap)[0].to(local.dtype)
         return gather_from_group(local, self.group, dim=-1)[..., : self.vocabulary_size]
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """Weighted sum over tokens of the cross entropy, a scalar in fp32 (fp64 for fp64), the same on every rank.
+        """Return the weighted sum of the cross entropy over tokens, a scalar in fp32 (fp64 for fp64), the same on
+        every rank.
 
         x: [b, s, h]. labels: int64 [b, s]. loss_mask: [b, s] weights, None for 1.
-        Raises ValueError for a label outside of the vocabulary that has weight; on a GPU, where looking would stall
-        the device, the loss becomes NaN instead. Raises SplitError with a tape for a loss to be recomputed.
+        Raises ValueError for a label outside of the vocabulary that has weight; on a GPU, where the check would stall
+        the device, the loss becomes NaN instead. Raises SplitError if there is a tape and logits are recomputed.
         """
         if self.recompute:
             return self.recomputed_loss_sum(x, labels, loss_mask, tape)
@@ -86,7 +87,7 @@ class VocabParallelHead(Linear, OnShards):
         row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
         targets = self._targets(labels.flatten(), row_weight)
         if tape is None:
-            # Inside of the function autograd is always off.
+            # Autograd is always disabled within the function.
             keep = torch.is_grad_enabled()
             return _FusedCrossEntropy.apply(rows, self.weight, self, targets, row_weight, keep, self._kept(x, rows))
         record = tape.record(self, (), rows.new_empty((), dtype=wide))
@@ -98,7 +99,8 @@ class VocabParallelHead(Linear, OnShards):
     def recomputed_loss_sum(
         self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None
     ) -> Tensor:
-        """As `loss_sum`, with the bias if there is one: no tensor of rows times vocabulary, forward or backward."""
+        """As `loss_sum`, with the bias if there is one, but without any tensor of size rows x vocabulary in forward
+        and backward."""
         if tape is not None:
             raise SplitError(
                 "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
@@ -117,7 +119,7 @@ class VocabParallelHead(Linear, OnShards):
         return [(self.weight, loss_weight_gradient(self.rows_of(saved[0]), saved[1], row_weight, gradient))]
 
     def loss_op(self, rows: Tensor) -> Implementation:
-        """The op for such rows; its functions take `capped` too."""
+        """Return the op for such rows; its functions also take the arguments of `capped`."""
         capped = "softcapped_" if self.capped else ""
         return self.kernels.pick(f"{capped}linear_cross_entropy", rows)
 
@@ -126,11 +128,12 @@ class VocabParallelHead(Linear, OnShards):
         return copy_to_group(x, self.group) if self.sequence is None else self.sequence.whole(x)
 
     def _kept(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return what a backward gets the rows [n, h] from: this rank's tokens x [b, s / t, h], or the rows."""
+        """Return the tensor from which a backward gets the rows [n, h]: this rank's tokens x [b, s / t, h], or the
+        rows."""
         return rows.detach() if self.sequence is None else x.detach()
 
     def rows_of(self, kept: Tensor) -> Tensor:
-        """The rows [n, h] from what was kept of them."""
+        """Return the rows [n, h] from the tensor that `_kept` returned."""
         return kept if self.sequence is None else self.sequence.whole(kept).flatten(0, -2)
 
     def _targets(self, labels: Tensor, row_weight: Tensor | None) -> Targets:
@@ -146,18 +149,18 @@ class VocabParallelHead(Linear, OnShards):
         return Targets(*self.columns_of(labels), known)
 
     def columns_of(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(columns, owned) of `Targets` for labels [n]."""
+        """Return columns and owned of `Targets` for labels [n]."""
         columns = labels - self.first_column
         owned = (columns >= 0) & (columns < self.num_columns)
         return columns.masked_fill(~owned, 0), owned
 
 
 class SharedHead(VocabParallelHead):
-    """A shard of an output matrix that all pipeline ranks share, whose statistics are exchanged between forward and
-    backward: algorithm 1 of "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, for whole
-    backwards, and algorithm 2 for split ones.
+    """A shard of an output matrix that is sharded over all pipeline ranks; its statistics are exchanged between
+    forward and backward: algorithm 1 of "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv
+    2411.05288, for whole backwards, and algorithm 2 for split ones.
 
-    Where gradients are computed, the loss is 0 until the backward, or its input half, has run.
+    If gradients are computed, the loss is 0 until the backward, or its input half, has run.
     """
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
@@ -182,8 +185,9 @@ class SharedHead(VocabParallelHead):
         return [(self.weight, loss_weight_gradient(rows, local, row_weight[0] if row_weight else None, gradient))]
 
     def shares(self, own: Tensor, by_rank: Tensor) -> tuple[Tensor, Tensor]:
-        """(what this rank's exponentials are of the sum over all ranks [n], factor [n]): the gradient of a row's loss
-        is the first times that by the rank's own softmax alone, less the second in the target's column.
+        """Return this rank's share of the sum of exponentials over all ranks [n], and a factor [n]: the gradient of a
+        row's loss is that share times the gradient with the rank's own softmax, minus the factor in the target's
+        column.
 
         own: the rank's statistics [3, n]. by_rank: of all ranks [ranks, 3, n].
         """
@@ -195,7 +199,8 @@ class SharedHead(VocabParallelHead):
 def loss_and_logit_gradient(
     rows: Tensor, weight: Tensor, head: VocabParallelHead, targets: Targets, row_weight: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(loss sum, gradient of the unweighted loss of each row by its logits [n, stored columns] if `keep`)."""
+    """Return the loss sum and, if `keep`, the gradient of each row's unweighted loss with respect to its logits [n,
+    stored columns]."""
     op = head.loss_op(rows)
     group, columns, owned = head.group, targets.columns, targets.owned
     gradient = None
@@ -212,7 +217,7 @@ def loss_and_logit_gradient(
 
 
 def merged_loss(own: Tensor, group: Group, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp of each row [n], loss sum) from each rank's own statistics [3, n]."""
+    """Return the log-sum-exp of each row [n] and the loss sum, from each rank's own statistics [3, n]."""
     by_rank = own.unsqueeze(0)
     return loss_of_statistics(
         by_rank if group.size == 1 else gather_from_group(by_rank, group, dim=0), targets, row_weight
@@ -220,19 +225,19 @@ def merged_loss(own: Tensor, group: Group, targets: Targets, row_weight: Tensor 
 
 
 def loss_of_statistics(by_rank: Tensor, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp of each row [n], loss sum) from the statistics of all ranks [ranks, 3, n]."""
+    """Return the log-sum-exp of each row [n] and the loss sum, from the statistics of all ranks [ranks, 3, n]."""
     log_sum_exp, target = merged(by_rank)
     losses = (log_sum_exp - target).masked_fill(~targets.known, torch.nan)
     return log_sum_exp, losses.sum() if row_weight is None else (losses * row_weight).sum()
 
 
 def loss_input_gradient(weight: Tensor, logit_gradient: Tensor, row_weight: Tensor | None, dloss: Tensor) -> Tensor:
-    """Gradient [n, h] of the rows."""
+    """Return the gradient [n, h] of the rows."""
     return (logit_gradient @ weight).mul_(_row_scale(row_weight, dloss))
 
 
 def loss_weight_gradient(rows: Tensor, logit_gradient: Tensor, row_weight: Tensor | None, dloss: Tensor) -> Tensor:
-    """Gradient [stored columns, h] of the weight. Scaling the rows is cheaper than scaling the result."""
+    """Return the gradient [stored columns, h] of the weight. Scaling the rows is cheaper than scaling the result."""
     scaled = torch.mul(rows, _row_scale(row_weight, dloss), out=torch.empty_like(rows))
     return weight_gradient(scaled, logit_gradient)
 
@@ -271,7 +276,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 class _DelayedCrossEntropy(torch.autograd.Function):
-    """The forward starts to gather the statistics of all ranks, and the backward completes loss and gradients."""
+    """The forward starts gathering the statistics of all ranks, and the backward completes loss and gradients."""
 
     @staticmethod
     def forward(
@@ -305,9 +310,9 @@ class _DelayedCrossEntropy(torch.autograd.Function):
 
 
 class _RescaledCrossEntropy(torch.autograd.Function):
-    """Loss, and what the weight half needs: gradient of the logits by the rank's own softmax, statistics of the rank
-    and of all ranks. The forward starts to gather these, and multiplies that gradient by the matrix; the input half
-    rescales the product. The probe receives the loss's gradient."""
+    """The loss, and the tensors for the weight half: gradient of the logits with the rank's own softmax, statistics of
+    the rank and of all ranks. The forward starts gathering these, and multiplies that gradient by the matrix; the
+    input half rescales the product. The probe receives the loss's gradient."""
 
     @staticmethod
     def forward(
@@ -374,12 +379,14 @@ class _Recomputed(torch.autograd.Function):
         op = head.loss_op(rows)
         scale = dloss.expand(len(rows)).contiguous() if row_weight is None else dloss * row_weight
         columns, owned = head.columns_of(labels)
-        found = op.backward(rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias, **head.capped)
-        return (*found, *[None] * (7 - len(found)))
+        gradients = op.backward(
+            rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias, **head.capped
+        )
+        return (*gradients, *[None] * (7 - len(gradients)))
 
 
 class _ProbedCrossEntropy(torch.autograd.Function):
-    """The input half: the weight comes detached, the probe receives the loss's gradient."""
+    """The input half: the weight is detached, and the probe receives the loss's gradient."""
 
     @staticmethod
     def forward(
@@ -412,7 +419,7 @@ class MaskedTokenHead(VocabParallelHead):
     """
 
     def local_logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        """x [..., h] to this rank's logits [..., stored rows]."""
+        """Return this rank's logits [..., stored rows] for x [..., h]."""
         return self.local_product(copy_to_group(x, self.group), tape, add_bias=True)
 
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
@@ -424,7 +431,8 @@ class MaskedTokenHead(VocabParallelHead):
         return self.loss_of(self.local_logits(x, tape), labels, loss_mask)
 
     def loss_of(self, local: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Weighted sum of the cross entropies of `local_logits` [..., stored rows], a scalar in fp32 (fp64 for fp64).
+        """Return the weighted sum of the cross entropies of `local_logits` [..., stored rows], a scalar in fp32 (fp64
+        for fp64).
 
         labels: int64 [...]. weights: [...], None for 1. Raises ValueError as `VocabParallelHead.loss_sum` does.
         """
@@ -434,15 +442,16 @@ class MaskedTokenHead(VocabParallelHead):
         return _CrossEntropy.apply(local.flatten(0, -2), self, targets, row_weight)
 
     def correct(self, local: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Weighted number of rows whose largest logit is the label's: float32, 0-dim, the same on every rank."""
+        """Return the weighted number of rows whose largest logit is the label's: float32, 0-dim, the same on every
+        rank."""
         columns = local.detach().flatten(0, -2)[:, : self.num_columns].float()
         if self.num_columns:
             best, place = columns.max(dim=-1)
-        else:  # a rank may hold padding alone
+        else:  # a rank may only have padding
             best = columns.new_full((len(columns),), -torch.inf)
             place = torch.zeros_like(best, dtype=torch.int64)
-        found = torch.stack([best.double(), (place + self.first_column).double()]).unsqueeze(0)
-        by_rank = gather_from_group(found, self.group, dim=0)
+        candidates = torch.stack([best.double(), (place + self.first_column).double()]).unsqueeze(0)
+        by_rank = gather_from_group(candidates, self.group, dim=0)
         winner = by_rank[:, 0].argmax(dim=0, keepdim=True)
         predicted = by_rank[:, 1].gather(0, winner).squeeze(0)
         return ((predicted == labels.flatten()) * weights.flatten().float()).sum()

@@ -1,4 +1,4 @@
-"""Dropout whose masks depend on the seed and on global indices alone, so that every layout drops the same channels."""
+"""Dropout whose masks depend only on the seed and on global indices, so that every layout drops the same channels."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ EMBEDDING_SITE = 0
 
 
 def block_sites(index: int) -> tuple[int, int, int]:
-    """Numbers of the dropout sites in block `index`: attention weights, attention output, MLP output."""
+    """Return the numbers of the dropout sites in block `index`: attention weights, attention output, MLP output."""
     return 1 + 4 * index, 2 + 4 * index, 3 + 4 * index
 
 
@@ -29,24 +29,25 @@ class Dropout(nn.Module, OnShards):
         self.kernels = kernels
 
     def active(self, context: MicrobatchContext) -> bool:
-        """Whether anything is dropped."""
+        """Return whether this micro-batch uses dropout here."""
         return self.probability > 0.0 and context.training
 
     def forward(self, x: Tensor, context: MicrobatchContext) -> Tensor:
-        """Hidden states [b, s, h], of all tokens or of this rank's own."""
+        """Drop channels of hidden states [b, s, h], of all tokens or of this rank's."""
         if not self.active(context):
             return x
         return self._drop(x, self._row_keys(context, x).unsqueeze(-1), numbers(0, x.shape[2], x.device))
 
     def add(self, update: Tensor, residual: Tensor, context: MicrobatchContext | None) -> Tensor:
-        """Residual [b, s, h] plus an update, of which an active dropout drops channels."""
+        """Return residual [b, s, h] plus an update, with channels of the update dropped."""
         if context is None or not self.active(context):
             return residual + update
         op = self.kernels.pick("bias_dropout_residual", update)
         return op.apply(update, None, residual, self._row_keys(context, update), self.probability)
 
     def drop_attention(self, weights: Tensor, first_head: int, context: MicrobatchContext) -> Tensor:
-        """Attention weights [b, heads, s, s] of the global heads from `first_head` on: channel = head * s + key."""
+        """Drop attention weights [b, heads, s, s] of the global heads that start at `first_head`: channel = head * s +
+        key."""
         if not self.active(context):
             return weights
         _, heads, length, _ = weights.shape
@@ -57,8 +58,8 @@ class Dropout(nn.Module, OnShards):
     def drop_weights(
         self, weights: Tensor, first_head: int, queries: Tensor, keys: Tensor, length: int, context: MicrobatchContext
     ) -> Tensor:
-        """As `drop_attention`, for weights [b, heads, rows, columns] of some queries and keys, int64 places in samples
-        of `length` tokens."""
+        """As `drop_attention`, for weights [b, heads, rows, columns] of some queries and keys: int64 positions in
+        samples of `length` tokens."""
         if context.ordinals is None:
             raise ValueError("dropout needs the samples' ordinals: pass ordinals in the context, or training=False")
         rows = token_keys(context.seed, context.ordinals, self.site, queries)[:, None, :, None]
@@ -66,7 +67,7 @@ class Dropout(nn.Module, OnShards):
         return self._drop(weights, rows, (heads * length + keys).to(torch.int32))
 
     def _row_keys(self, context: MicrobatchContext, x: Tensor) -> Tensor:
-        """Keys of the tokens whose hidden states x [b, s, h] holds."""
+        """Return the random-number keys of the tokens whose hidden states are x [b, s, h]."""
         return own_tokens(self._keys(context, num_tokens(x, self.sequence)), self.sequence)
 
     def _keys(self, context: MicrobatchContext, num_tokens: int) -> Tensor:

@@ -18,7 +18,7 @@ from megapipe.parallel.groups import Group
     lambda rows, dy, num_rows: dy.new_empty(num_rows, dy.shape[-1]),
 )
 def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
-    """Gradient [num_rows, h] of a table whose `rows` [...] were looked up, for dy [..., h].
+    """Return the gradient [num_rows, h] of a table whose `rows` [...] were looked up, for dy [..., h].
 
     Summed in fp32 (fp64 for fp64): a frequent token gets thousands of small contributions, which bf16 would lose.
     """
@@ -28,8 +28,8 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The rows of a table on this rank: `number` of them, the first of which is that of the number `first` (below 0 if
-    no number uses the first rows). shards: other ranks have the rest."""
+    """The rows of a table on this rank: `number` rows, starting at the row for number `first` (below 0 if no number
+    uses the first rows). shards: whether other ranks have the remaining rows."""
 
     first: int
     number: int
@@ -38,7 +38,7 @@ class _Rows(NamedTuple):
     def of(self, numbers: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the rows [...] for numbers [...] that count from `starts`, and which of them other ranks have.
 
-        A backward computes this again, so that nothing but the micro-batch's own numbers is kept for it.
+        A backward recomputes this, so that only the micro-batch's own numbers are saved for it.
         """
         rows = numbers if starts is None else numbers - starts
         if self.first:
@@ -49,10 +49,10 @@ class _Rows(NamedTuple):
         return rows.masked_fill(absent, 0), absent
 
     def look_up(self, table: Tensor, numbers: Tensor, starts: Tensor | None) -> Tensor:
-        """Return the rows [..., h] of the table [number, h]; zero for those that other ranks have."""
+        """Return the rows [..., h] of the table [number, h]; zeros for rows on other ranks."""
         rows, absent = self.of(numbers, starts)
-        found = nn.functional.embedding(rows, table)
-        return found if absent is None else found.masked_fill_(absent.unsqueeze(-1), 0.0)
+        looked_up = nn.functional.embedding(rows, table)
+        return looked_up if absent is None else looked_up.masked_fill_(absent.unsqueeze(-1), 0.0)
 
     def gradient(self, numbers: Tensor, starts: Tensor | None, dy: Tensor) -> Tensor:
         """Return the table's gradient [number, h] for dy [..., h]."""
@@ -87,8 +87,8 @@ class _ProbedEmbedding(torch.autograd.Function):
 
 
 class _Table(SplitModule):
-    """A table of rows [num_rows, h], looked up by number. rank, shards: which part of its rows this rank has. unused:
-    rows before that of the number 0."""
+    """A table of rows [num_rows, h], looked up by number. rank, shards: index of this rank's part of the rows, and
+    number of parts. unused: number of rows before that of number 0."""
 
     def __init__(self, shapes: Shapes, rank: int = 0, shards: int = 1, unused: int = 0) -> None:
         super().__init__()
@@ -97,7 +97,8 @@ class _Table(SplitModule):
         self._rows = _Rows(rank * number - unused, number, shards > 1)
 
     def look_up(self, numbers: Tensor, starts: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """Numbers int64 [...], which count from `starts` unless it is None, to [..., h]; zero for rows of others."""
+        """Return rows [..., h] for numbers int64 [...], which count from `starts` unless it is None; zeros for rows on
+        other ranks."""
         if tape is None:
             return _FusedEmbedding.apply(self.weight, self._rows, numbers, starts)
         shape = torch.broadcast_shapes(numbers.shape, () if starts is None else starts.shape)
@@ -111,7 +112,7 @@ class _Table(SplitModule):
 
 
 class VocabParallelEmbedding(_Table, OnShards):
-    """Word embedding: each rank of the group holds an equal share of the rows, with padding after the last.
+    """Word embedding: each rank of the group has an equal part of the rows, with padding after the last.
 
     vocabulary_size: true number of tokens. scale: factor of the rows, which is rounded to their dtype first.
     """
@@ -123,19 +124,24 @@ class VocabParallelEmbedding(_Table, OnShards):
         self.group = group
 
     def forward(self, tokens: Tensor, tape: SplitTape | None) -> Tensor:
-        """Tokens int64 [b, s] to [b, s, h], the same on every rank; where tokens are sharded to its own [b, s / t, h].
+        """Return embeddings [b, s, h] of tokens int64 [b, s], the same on every rank; under sequence parallelism this
+        rank's [b, s / t, h].
 
         Raises ValueError as `own_rows`.
         """
-        found = self.own_rows(tokens, tape)
+        embeddings = self.own_rows(tokens, tape)
         if self.group.size > 1:
-            found = reduce_from_group(found, self.group) if self.sequence is None else scatter_sum(found, self.group)
-        return scaled(found, self.scale)
+            embeddings = (
+                reduce_from_group(embeddings, self.group)
+                if self.sequence is None
+                else scatter_sum(embeddings, self.group)
+            )
+        return scaled(embeddings, self.scale)
 
     def own_rows(self, tokens: Tensor, tape: SplitTape | None) -> Tensor:
-        """Tokens int64 [b, s] to [b, s, h]; zero for those whose rows other ranks have.
+        """Return embeddings [b, s, h] of tokens int64 [b, s]; zeros for rows on other ranks.
 
-        Raises ValueError on the CPU for a token outside of the vocabulary; on a GPU, looking would stall the device.
+        Raises ValueError on the CPU for a token outside of the vocabulary; on a GPU, the check would stall the device.
         """
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             lowest, highest = torch.aminmax(tokens)
@@ -148,7 +154,7 @@ class VocabParallelEmbedding(_Table, OnShards):
 
 
 def scaled(rows: Tensor, scale: float) -> Tensor:
-    """Return the rows times a factor, which is rounded to their dtype first."""
+    """Return the rows times a factor that is first rounded to their dtype."""
     return rows if scale == 1 else rows * _rounded(scale, rows.dtype)
 
 
@@ -163,19 +169,19 @@ class LearnedPositions(_Table, OnShards):
     partial = ("weight",)
 
     def forward(self, positions: Tensor, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """[s, h] for `positions` int64 [s]; [b, s, h] for those in documents that begin at `document_starts`.
+        """Return vectors [s, h] for `positions` int64 [s]; [b, s, h] if positions count from `document_starts`.
 
-        Of these the rank's own tokens, where they are sharded.
+        Under sequence parallelism, only those of this rank's tokens.
         """
         starts = None if document_starts is None else own_tokens(document_starts, self.sequence)
         return self.look_up(own_tokens(positions, self.sequence), starts, tape)
 
 
 class TokenTypes(_Table, OnShards):
-    """One learned vector per type of token: which of a sample's two parts it belongs to."""
+    """One learned vector per token type, which says to which of a sample's two parts a token belongs."""
 
     partial = ("weight",)
 
     def forward(self, types: Tensor, tape: SplitTape | None) -> Tensor:
-        """Types int64 [b, s] to [b, s, h], where tokens are sharded to [b, s / t, h]."""
+        """Return vectors [b, s, h] for types int64 [b, s]; under sequence parallelism [b, s / t, h]."""
         return self.look_up(own_tokens(types, self.sequence), None, tape)

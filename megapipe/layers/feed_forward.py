@@ -1,14 +1,14 @@
 """The feed-forward half of a block: an MLP, or a mixture of experts in its place.
 
 The experts are sharded over the tensor ranks (PPMoE, arXiv 2304.11414). Tensor ranks have the same tokens after
-attention, so each picks those that go to experts of its own, and the sum that a row-parallel MLP needs anyway brings
-the results together: no rank sends a token anywhere. No token is dropped. Which experts a token goes to, and with what
-shares, is decided by a router (Shazeer et al. 2017, arXiv 1701.06538, section 2.1). A shared expert is an MLP that
-every token goes to as well (Dai et al. 2024, arXiv 2401.06066, section 3.2).
+attention, so each picks the tokens of its own experts, and the sum that a row-parallel MLP needs anyway combines the
+results: no token is sent between ranks, and no token is dropped. A router chooses the experts of a token and their
+weights (Shazeer et al. 2017, arXiv 1701.06538, section 2.1). A shared expert is an MLP that processes every token (Dai
+et al. 2024, arXiv 2401.06066, section 3.2).
 
-Tokens go to the rows of their experts and back, each direction the transpose of the other. Both directions gather:
-sums are over a token's own experts in the order of its choices, so a device that adds with atomics gives the same bits
-every time.
+Tokens are copied to the rows of their experts and back; each direction is the transpose of the other. Both directions
+gather: sums are over a token's own experts in the order of its choices, so results are deterministic without atomic
+additions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from megapipe.layers.linear import (
     empty_parameter,
     within,
 )
-from megapipe.layers.split import Remade, SplitModule, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import (
     copy_to_group,
     gather_tokens,
@@ -43,18 +43,18 @@ from megapipe.parallel.collectives import (
 from megapipe.parallel.groups import Group
 
 SMALLEST_SUM = 1e-20
-"""Added to the sum of the chosen experts' sigmoids before it divides them, as in DeepSeek-V3."""
+"""Added to the sum of the chosen experts' sigmoids before dividing by it, as in DeepSeek-V3."""
 
 
 class Router(SplitModule, OnShards):
-    """Scores every expert for every token, in fp32 whatever the rest computes in: small differences decide.
+    """Scores every expert for every token, in fp32 whatever the compute dtype, because small differences decide.
 
-    Every tensor rank has the whole weight [experts, h] and the same tokens, and so the same scores; where tokens are
-    sharded each scores its own. shapes: of `weight`, where the linear layer has a bias of `score_bias` [experts], and,
-    where loads are evened out, of `bias` [experts], which is added to the softmax or the sigmoids of the scores when
-    experts are chosen and in nothing else (Wang et al. 2024, arXiv 2408.15664, equation 3). model.expert_bias "scores"
-    adds it to the scores instead, as version 0.1 did. The bias's gradient is not the loss's: it is how many more
-    tokens than its share each expert got, times the number of experts, a sum over tokens as other gradients are.
+    Every tensor rank has the whole weight [experts, h] and the same tokens, and so the same scores; if tokens are
+    sharded, each rank scores its own. shapes: of `weight`, of `score_bias` [experts] if the linear layer has a bias,
+    and, if loads are balanced, of `bias` [experts], which is added to the softmax or the sigmoids of the scores only
+    for the choice of experts (Wang et al. 2024, arXiv 2408.15664, equation 3). model.expert_bias "scores" adds it to
+    the scores instead, as version 0.1 did. The bias's gradient is not that of the loss: it is the number of tokens
+    above an even share that each expert got, times the number of experts, a sum over tokens like other gradients.
     """
 
     partial = ("weight", "score_bias", "bias")
@@ -66,19 +66,19 @@ class Router(SplitModule, OnShards):
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
         self.model = model
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
-        """(shares, experts) [b, s, choices] for x [b, s, h]: of each token the experts that it goes to, int64, the
-        best first, equal ones by number, and what share of the result each has, fp32 (fp64 for fp64).
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> tuple[Tensor, Tensor]:
+        """Return (shares, experts) [b, s, choices] for x [b, s, h]: the experts of each token, int64, best first, ties
+        by number, and their weights in the result, fp32 (fp64 for fp64).
 
-        again: makes x again in the backward, so that x need not be kept.
+        rerun: recomputes x in the backward, so that x is not saved.
         """
         score_bias = self.score_bias
         record = None
         if tape is None:
-            scores = _FusedRouter.apply(x, self.weight, score_bias, again)
+            scores = _FusedRouter.apply(x, self.weight, score_bias, rerun)
         else:
             record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
-            record.keep_input(x, again)
+            record.keep_input(x, rerun)
             bias = None if score_bias is None else score_bias.detach()
             scores = _ProbedRouter.apply(x, record.probe, self.weight.detach(), bias)
         experts = self._choices(scores.detach())
@@ -91,7 +91,7 @@ class Router(SplitModule, OnShards):
         return self._shares(scores, experts), experts
 
     def _choices(self, scores: Tensor) -> Tensor:
-        """Return the experts [b, s, choices] for scores [b, s, experts], those of the best groups alone."""
+        """Return the experts [b, s, choices] for scores [b, s, experts], chosen only from the best groups."""
         model, ranked = self.model, scores
         if model.router_scores == "sigmoid":
             ranked = scores.sigmoid()
@@ -111,9 +111,10 @@ class Router(SplitModule, OnShards):
     def _shares(self, scores: Tensor, experts: Tensor) -> Tensor:
         """Return the shares [b, s, choices] of the chosen experts.
 
-        Where the router normalises them: of a softmax over the chosen alone (Jiang et al. 2024, arXiv 2401.04088,
-        section 2.1), of sigmoids their part of the chosen ones' sum (DeepSeek-AI 2024, arXiv 2412.19437, equations 13
-        to 15). Else: part of the softmax over all (Fedus et al. 2022, arXiv 2101.03961), or the sigmoids themselves.
+        If the router normalises them, they are a softmax over the chosen experts only (Jiang et al. 2024, arXiv
+        2401.04088, section 2.1), or sigmoids divided by the sum over the chosen experts (DeepSeek-AI 2024, arXiv
+        2412.19437, equations 13 to 15). Otherwise they are entries of the softmax over all experts (Fedus et al. 2022,
+        arXiv 2101.03961), or the sigmoids themselves.
         """
         normalize = self.model.normalize_expert_shares
         if self.model.router_scores == "sigmoid":
@@ -134,7 +135,8 @@ class Router(SplitModule, OnShards):
             yield self.bias, saved[1]
 
     def _load(self, experts: Tensor) -> Tensor:
-        """int64 [experts]: pairs of a token and one of its choices beyond an even share, times the experts."""
+        """Return, int64 [experts], the number of (token, choice) pairs above an even share, times the number of
+        experts."""
         num_experts, flat = self.weight.shape[0], experts.flatten()
         counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         return num_experts * counts - flat.numel()
@@ -154,12 +156,12 @@ def _input_gradient(dtype: torch.dtype, weight: Tensor, dscores: Tensor) -> Tens
 
 
 def _weight_gradient(x: Tensor, dscores: Tensor) -> Tensor:
-    """In the dtype of the scores, as wide as what gradients are summed in."""
+    """Return the gradient in the dtype of the scores, which is as wide as that of gradient sums."""
     return dscores.flatten(0, -2).t() @ x.to(dscores.dtype).flatten(0, -2)
 
 
 class _Loaded(torch.autograd.Function):
-    """The scores as they are; the bias that they were chosen with gets its load."""
+    """Return the scores unchanged; the gradient of the bias for the choice of experts is their load."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, bias: Tensor, load: Tensor) -> Tensor:
@@ -174,8 +176,8 @@ class _Loaded(torch.autograd.Function):
 
 class _FusedRouter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: Remade | None) -> Tensor:
-        save_input(ctx, x, again, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rerun: Rerun | None) -> Tensor:
+        save_input(ctx, x, rerun, weight)
         ctx.dtype = x.dtype
         return _scores(x, weight, bias)
 
@@ -191,7 +193,7 @@ class _FusedRouter(torch.autograd.Function):
 
 
 class _ProbedRouter(torch.autograd.Function):
-    """The input half: weight and bias come detached, the probe receives the scores' gradient."""
+    """The input half: weight and bias are detached, and the probe receives the scores' gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -208,7 +210,8 @@ class _ProbedRouter(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which tokens the experts of one rank work on. A pair is a token and one of its k choices: number token x k + i.
+    """The tokens that the experts of one rank process. A pair is a token and one of its k choices, with number token x
+    k + i.
 
     pairs: int64 [n], the pairs of this rank's n rows: expert by expert, ascending within each.
     rows: int64 [tokens x k], the row of every pair, n for those of other ranks' experts.
@@ -222,9 +225,10 @@ class Assignment:
 
 
 def assign(chosen: Tensor, first: int, num_experts: int) -> Assignment:
-    """The rows of experts first to first + num_experts - 1. chosen: integers [tokens, k], every token's experts.
+    """Return the rows of experts first to first + num_experts - 1. chosen: integers [tokens, k], every token's
+    experts.
 
-    Waits for the device, since how many rows there are has to be known.
+    Waits for the device, because the number of rows must be known.
     """
     local = chosen.flatten() - first
     place = torch.where((local >= 0) & (local < num_experts), local, num_experts)
@@ -236,7 +240,8 @@ def assign(chosen: Tensor, first: int, num_experts: int) -> Assignment:
 
 
 def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
-    """As `assign`, where tensors have no values (the meta device): each of `num_all` experts gets an even share."""
+    """As `assign`, but for the meta device, whose tensors have no values: each of `num_all` experts gets an even
+    share."""
     pairs = chosen.numel()
     counts = [pairs * (expert + 1) // num_all - pairs * expert // num_all for expert in range(num_experts)]
     flat = chosen.flatten()
@@ -244,7 +249,7 @@ def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
 
 
 def pick_rows(tokens: Tensor, assignment: Assignment) -> Tensor:
-    """The rows [n, h] out of tokens [tokens, h]; a token's gradient is the sum of its rows'."""
+    """Return the rows [n, h] for tokens [tokens, h]; a token's gradient is the sum of its rows' gradients."""
     return _Pick.apply(tokens, assignment.pairs, assignment.rows, assignment.choices)
 
 
@@ -259,8 +264,8 @@ def _picked(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
 
 def _summed(values: Tensor, rows: Tensor, choices: int) -> Tensor:
     elsewhere = values.new_zeros(1, values.shape[-1])
-    found = torch.cat([values, elsewhere]).index_select(0, rows)
-    return found.view(-1, choices, values.shape[-1]).sum(1)
+    by_choice = torch.cat([values, elsewhere]).index_select(0, rows)
+    return by_choice.view(-1, choices, values.shape[-1]).sum(1)
 
 
 class _Pick(torch.autograd.Function):
@@ -297,7 +302,7 @@ class GroupedLinear(SplitModule):
     """y = x W_e^T + b_e for the rows x of expert e.
 
     shapes: of `weight` [experts, ..., in], all axes between being output axes, and, where there is one, of `bias`
-    [experts, ...]: of this rank's experts. Parameters are left unbound on the meta device.
+    [experts, ...]: of this rank's experts. Parameters are on the meta device until they are bound.
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -305,16 +310,16 @@ class GroupedLinear(SplitModule):
         self.weight = empty_parameter(shapes["weight"])
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
 
-    def forward(self, x: Tensor, counts: Counts, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Rows [n, in] to [n, out], output axes flattened into one.
+    def forward(self, x: Tensor, counts: Counts, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map rows [n, in] to [n, out], with output axes flattened into one.
 
-        again: makes x again for the gradient of W, so that x need not be kept.
+        rerun: recomputes x for the gradient of W, so that x is not saved.
         """
         if tape is None:
-            return _FusedGroupedLinear.apply(x, self.weight, self.bias, counts, again)
+            return _FusedGroupedLinear.apply(x, self.weight, self.bias, counts, rerun)
         width = self.weight[0].numel() // self.weight.shape[-1]
         record = tape.record(self, (len(x), width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         record.beside = (torch.tensor(counts),)
         bias = None if self.bias is None else self.bias.detach()
         return _ProbedGroupedLinear.apply(x, record.probe, self.weight.detach(), bias, counts)
@@ -327,7 +332,7 @@ class GroupedLinear(SplitModule):
 
 
 def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> Tensor:
-    """[n, out] of rows x [n, in], with weight [experts, ..., in] and bias [experts, ...]."""
+    """Return outputs [n, out] for rows x [n, in], weight [experts, ..., in] and bias [experts, ...]."""
     y = x.new_empty(len(x), weight[0].numel() // weight.shape[-1])
     for expert, rows in _spans(counts):
         matrix = as_matrix(weight[expert]).t()
@@ -339,7 +344,7 @@ def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> T
 
 
 def input_gradients(dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
-    """[n, in] for output gradients dy [n, out]."""
+    """Return input gradients [n, in] for output gradients dy [n, out]."""
     dx = dy.new_empty(len(dy), weight.shape[-1])
     for expert, rows in _spans(counts):
         torch.mm(dy[rows], as_matrix(weight[expert]), out=dx[rows])
@@ -347,23 +352,23 @@ def input_gradients(dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
 
 
 def weight_gradients(x: Tensor, dy: Tensor, counts: Counts) -> Tensor:
-    """[experts, out, in]; zeros for an expert without rows."""
-    found = x.new_zeros(len(counts), dy.shape[-1], x.shape[-1])
+    """Return gradients [experts, out, in]; zeros for an expert without rows."""
+    gradients = x.new_zeros(len(counts), dy.shape[-1], x.shape[-1])
     for expert, rows in _spans(counts):
-        torch.mm(dy[rows].t(), x[rows], out=found[expert])
-    return found
+        torch.mm(dy[rows].t(), x[rows], out=gradients[expert])
+    return gradients
 
 
 def bias_gradients(dy: Tensor, counts: Counts) -> Tensor:
-    """[experts, out]; zeros for an expert without rows."""
-    found = dy.new_zeros(len(counts), dy.shape[-1])
+    """Return gradients [experts, out]; zeros for an expert without rows."""
+    gradients = dy.new_zeros(len(counts), dy.shape[-1])
     for expert, rows in _spans(counts):
-        torch.sum(dy[rows], 0, out=found[expert])
-    return found
+        torch.sum(dy[rows], 0, out=gradients[expert])
+    return gradients
 
 
 def _spans(counts: Counts) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, with their place."""
+    """Yield each expert that has rows, with their range."""
     start = 0
     for expert, count in enumerate(counts):
         if count:
@@ -374,9 +379,9 @@ def _spans(counts: Counts) -> Iterator[tuple[int, slice]]:
 class _FusedGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, again: Remade | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, rerun: Rerun | None
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.counts = counts
         ctx.bias_shape = None if bias is None else bias.shape
         return outputs(x, weight, bias, counts)
@@ -411,12 +416,13 @@ class _ProbedGroupedLinear(torch.autograd.Function):
 
 
 class Experts(nn.Module, OnShards):
-    """hidden -> ffn -> hidden in the experts that each token chooses; rank j of t holds the j-th t-th of them, whole.
+    """hidden -> ffn -> hidden in the experts that are chosen for each token; rank j of t has the j-th part of the
+    experts, each of them whole.
 
     shapes: of `router.weight` (experts, hidden) and its biases, and of this rank's experts: `up.weight`
     (experts, ffn, hidden), or (experts, 2, ffn, hidden) with the gate first for SwiGLU, `down.weight`
-    (experts, hidden, ffn) and biases; of a `shared` expert as there.
-    recompute: make the activation again in the backward rather than keep it.
+    (experts, hidden, ffn) and biases; of a `shared` expert likewise. recompute: recompute the activation in the
+    backward instead of saving it.
     """
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
@@ -431,14 +437,15 @@ class Experts(nn.Module, OnShards):
         self.group = group
         self.kernels = kernels
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward; the rows picked of it are kept.
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward; the rows picked from it are
+        saved.
 
-        Gradients of tokens and of shares are sums over the ranks, each having those of its own experts; those of the
-        scores, and the router's, are then the same on every rank.
+        Gradients of tokens and of shares are summed over the ranks, each of which has those of its own experts; so
+        gradients of the scores and of the router are the same on every rank.
         """
         own_x = x
-        shares, chosen = self.router(x, tape, again)
+        shares, chosen = self.router(x, tape, rerun)
         if self.sequence is None:
             x, shares = copy_to_group(x, self.group), copy_to_group(shares, self.group)
         else:
@@ -452,29 +459,29 @@ class Experts(nn.Module, OnShards):
         rows = pick_rows(x.flatten(0, -2), assignment)
         inner = self.up(rows, assignment.counts, tape)
         activate = self._activation(inner)
-        made_again = Remade(activate, (inner.detach(),)) if self.recompute else None
-        rows = self.down(activate(inner), assignment.counts, tape, made_again)
+        rerun_activation = Rerun(activate, (inner.detach(),)) if self.recompute else None
+        rows = self.down(activate(inner), assignment.counts, tape, rerun_activation)
         weights = shares.flatten().index_select(0, assignment.pairs).unsqueeze(-1)
         y = sum_rows(rows * weights.to(rows.dtype), assignment).view(x.shape)
         y = reduce_from_group(y, self.group) if self.sequence is None else scatter_sum(y, self.group)
         if self.shared is None:
             return y
         self.shared.recompute = self.recompute
-        return y + self.shared(own_x, tape, again)
+        return y + self.shared(own_x, tape, rerun)
 
     def _activation(self, inner: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the activation; for a rank without rows that of the reference, because no kernel runs on nothing."""
+        """Return the activation; the reference for a rank without rows, because kernels do not support empty
+        tensors."""
         kind = self.activation
         op = self.kernels.pick(kind.op, inner) if len(inner) else self.kernels.reference(kind.op)
         return lambda inner: op.apply(inner, *kind.arguments)
 
 
 class MLP(nn.Module):
-    """hidden -> ffn -> hidden on one tensor rank, which holds an equal share of the ffn channels.
+    """hidden -> ffn -> hidden on one tensor rank, which has an equal part of the ffn channels.
 
-    shapes: of `up.weight` (ffn, hidden), or (2, ffn, hidden) with the gate first where the activation is gated,
-    `down.weight` and biases.
-    recompute: make the activation again in the backward rather than keep it.
+    shapes: of `up.weight` (ffn, hidden), or (2, ffn, hidden) with the gate first if the activation is gated,
+    `down.weight` and biases. recompute: recompute the activation in the backward instead of saving it.
     """
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
@@ -485,29 +492,29 @@ class MLP(nn.Module):
         self.recompute = False
         self.kernels = kernels
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Hidden states [b, s, h] to [b, s, h]. again: makes x again in the backward, so that x need not be kept."""
-        inner, activate = self._before_activation(x, tape, again)
-        made_again = Remade(activate, (inner.detach(),)) if self.recompute else None
-        return self.down(activate(inner), tape, made_again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward, so that x is not saved."""
+        inner, activate = self._before_activation(x, tape, rerun)
+        rerun_activation = Rerun(activate, (inner.detach(),)) if self.recompute else None
+        return self.down(activate(inner), tape, rerun_activation)
 
     def _before_activation(
-        self, x: Tensor, tape: SplitTape | None, again: Remade | None
+        self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return what the activation reads, and the activation, which adds the bias if its kernel can."""
+        """Return the input of the activation, and the activation, which adds the bias if its kernel can."""
         kind, arguments = self.activation, self.activation.arguments
         if self.up.bias is not None and kind.biased is not None:
             # The linear layer computes the bias's gradient, wherever the bias is added.
             bias = self.up.bias.detach()
             op = self.kernels.pick(kind.biased, bias)
             if op is not self.kernels.reference(kind.biased):
-                if self.recompute and tape is not None:  # the weight half may come when sharded weights are released
+                if self.recompute and tape is not None:  # sharded weights may be released before the weight half
                     bias = bias.clone()
-                return self.up.without_bias(x, tape, again), lambda inner: op.apply(inner, bias, *arguments)
-            # Without a fused kernel the bias costs least inside the product.
+                return self.up.without_bias(x, tape, rerun), lambda inner: op.apply(inner, bias, *arguments)
+            # Without a fused kernel, adding the bias within the product is cheapest.
             alone = self.kernels.reference(kind.op)
-            return self.up(x, tape, again), lambda inner: alone.apply(inner, *arguments)
-        inner = self.up(x, tape, again)
+            return self.up(x, tape, rerun), lambda inner: alone.apply(inner, *arguments)
+        inner = self.up(x, tape, rerun)
         plain = self.kernels.pick(kind.op, inner)
         return inner, lambda inner: plain.apply(inner, *arguments)
 
@@ -517,22 +524,22 @@ class TokenGate(Linear, OnShards):
 
     partial = ("weight",)
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None) -> Tensor:
-        """Hidden states [b, s, h] to [b, s, 1]. again: as in `MLP`."""
-        return self.local_product(x, tape, add_bias=True, again=again).sigmoid()
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, 1]. rerun: as in `MLP`."""
+        return self.local_product(x, tape, add_bias=True, rerun=rerun).sigmoid()
 
 
 class SharedExpert(MLP):
-    """The expert of every token, whose channels the tensor ranks shard.
+    """The expert of every token, whose channels are sharded over tensor ranks.
 
-    shapes: as of an MLP, and of `gate.weight` where a gate weighs the result.
+    shapes: as for an MLP, and of `gate.weight` if a gate scales the result.
     """
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__(model, shapes, group, kernels)
         self.gate = TokenGate(within(shapes, "gate"), group) if "gate.weight" in shapes else None
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Hidden states [b, s, h] to [b, s, h]. again: as in `MLP`."""
-        y = super().forward(x, tape, again)
-        return y if self.gate is None else y * self.gate(x, tape, again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map hidden states [b, s, h] to [b, s, h]. rerun: as in `MLP`."""
+        y = super().forward(x, tape, rerun)
+        return y if self.gate is None else y * self.gate(x, tape, rerun)

@@ -1,10 +1,10 @@
 """Multi-latent attention: keys and values are computed from a small latent of each token (DeepSeek-V2, arXiv
 2405.04434, section 2.1).
 
-A token has one latent for the keys and values of all heads, one rotated key that all heads share, and where the model
-says so a latent for queries. Generation caches latents and rotated keys alone. Tensor ranks compute latents alike,
-each from all tokens, and heads each for itself; under sequence parallelism they compute latents of their own tokens
-and gather these, which are narrower than hidden states.
+A token has one latent for the keys and values of all heads, one rotated key that all heads share and, in some models,
+a latent for queries. Generation caches only latents and rotated keys. Every tensor rank computes the latents of all
+tokens, and its own heads; under sequence parallelism it computes latents of its own tokens, which are then gathered,
+because they are narrower than hidden states.
 """
 
 import torch
@@ -16,21 +16,22 @@ from megapipe.layers.attention import Attention
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.linear import ColumnParallelLinear, OnShards, OwnTokensLinear, Shapes, within
 from megapipe.layers.norms import Norm
-from megapipe.layers.split import Remade, SplitTape
+from megapipe.layers.split import Rerun, SplitTape
 from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 
 EPSILON = 1e-6
-"""Epsilon of norms of latents, whatever that of the model's other norms is (transformers' DeepseekV2Attention)."""
+"""Epsilon of the norms of latents, independent of that of the model's other norms (transformers'
+DeepseekV2Attention)."""
 
 
 class MultiLatentAttention(Attention, OnShards):
-    """One block's multi-latent attention on one tensor rank, which holds an equal share of the heads.
+    """One block's multi-latent attention on one tensor rank, which has an equal part of the heads.
 
     shapes: of `kv_down.weight` (latent + rotated channels, hidden), `kv_latent_norm.weight` (latent),
     `kv_up.weight` (heads x (d - rotated channels + d'), latent) with the key before the value, and of `query.weight`
-    (heads x d, hidden), or `query_down`, `query_latent_norm` and `query_up` likewise. A head's d channels are the
-    rotated ones first, in queries and in keys; d' are those of values.
+    (heads x d, hidden), or `query_down`, `query_latent_norm` and `query_up` likewise. The rotated ones of a head's d
+    channels come first, in queries and in keys; values have d' channels.
     """
 
     def _add_projections(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
@@ -48,10 +49,10 @@ class MultiLatentAttention(Attention, OnShards):
         self.kv_latent_norm = _latent_norm(model, within(shapes, "kv_latent_norm"), kernels)
         self.kv_up = ColumnParallelLinear(within(shapes, "kv_up"), group)
 
-    def _projected(self, x: Tensor, context: MicrobatchContext, again: Remade | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None) -> tuple[Tensor, Tensor, Tensor]:
         tape = context.tape
-        query = self._prepare(self.queries(x, tape, again), None, context)
-        latent, shared = self.latents(x, tape, again)
+        query = self._prepare(self.queries(x, tape, rerun), None, context)
+        latent, shared = self.latents(x, tape, rerun)
         own, value = (
             self.kv_up(latent, tape)
             .unflatten(-1, (self.kv_groups, 1, -1))
@@ -61,17 +62,17 @@ class MultiLatentAttention(Attention, OnShards):
         rotated = self._prepare(whole[:, :, None, None], None, context)
         return query, torch.cat([rotated.expand(-1, -1, self.kv_groups, -1, -1), own], dim=-1), value
 
-    def queries(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Return queries [b, s, heads, 1, d] before the rotation, of hidden states [b, s, h]."""
+    def queries(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Return queries [b, s, heads, 1, d], before rotation, for hidden states [b, s, h]."""
         if self.query_down is None:
-            query = self.query(x, tape, again)
+            query = self.query(x, tape, rerun)
         else:
-            query = self.query_up(self.query_latent_norm(self.query_down(x, tape, again), tape), tape)
+            query = self.query_up(self.query_latent_norm(self.query_down(x, tape, rerun), tape), tape)
         return query.unflatten(-1, (self.kv_groups, 1, self.head_dim))
 
-    def latents(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> tuple[Tensor, Tensor]:
-        """Return normalised latents [b, s, c] of keys and values, and shared keys [b, s, r] before the rotation."""
-        down = self.kv_down(x, tape, again)
+    def latents(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> tuple[Tensor, Tensor]:
+        """Return normalised latents [b, s, c] of keys and values, and shared keys [b, s, r] before rotation."""
+        down = self.kv_down(x, tape, rerun)
         latent, shared = down.split([self.latent_size, down.shape[-1] - self.latent_size], dim=-1)
         return self.kv_latent_norm(latent, tape), shared
 

@@ -1,15 +1,15 @@
-"""Linear layers whose matrix is shared by the ranks of a tensor group (Shoeybi et al. 2019, 1909.08053, section 3).
+"""Linear layers whose matrix is sharded over a tensor group (Shoeybi et al. 2019, 1909.08053, section 3).
 
 Parameters keep their canonical shape, in which all axes but the last are output axes, and are used as matrices.
 
-Products in fp8 (Micikevicius et al. 2022, 2209.05433) scale operands and round them to 8 bits right before each
-product, whose sum is in fp32. Scales are current, from the operand itself: its largest magnitude becomes the format's
-largest number. tensorwise has one for an operand, with E4M3 forward and E5M2, which has the wider range, for
-gradients. rowwise has one for each row or column that the product does not sum over, and E4M3 throughout.
+Products in fp8 (Micikevicius et al. 2022, 2209.05433) scale operands and round them to 8 bits directly before each
+product, which accumulates in fp32. Scales are computed from the operand itself: its largest magnitude becomes the
+format's largest number. tensorwise has one scale per operand, with E4M3 in the forward and E5M2, which has a wider
+range, for gradients. rowwise has one scale for each row or column that the product does not sum over, and always E4M3.
 
-`ColumnLinear` and `RowLinear` are for a user's own modules: `nn.Linear` until a pipeline gives them a tensor group, so
-that a model made of them trains in one process as it is. Between the two, a rank has its own part of the features:
-code there must take their number from the tensor, not from the model's sizes.
+`ColumnLinear` and `RowLinear` are for a user's own modules. They work as `nn.Linear` until a pipeline gives them a
+tensor group, so the same model also trains in one process. Between the two layers, a rank has its own part of the
+features, so code there must read their number from the tensor, not from the model's sizes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.registry import Registry
-from megapipe.layers.split import Remade, SplitModule, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import copy_to_group, gather_tokens, largest_in_group, reduce_from_group
 from megapipe.parallel.groups import Group
 
@@ -32,24 +32,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SequenceShards:
-    """The ranks that share the tokens of every sample.
+    """The ranks over which the tokens of every sample are sharded.
 
-    chunks: pieces in which a matrix product's tokens are gathered or scattered, one during the product of another.
+    chunks: number of pieces in which the tokens of a matrix product are gathered or scattered, each during the product
+    of another piece.
     """
 
     group: Group
     chunks: int = 1
 
     def whole(self, x: Tensor) -> Tensor:
-        """All ranks' tokens [b, s, h] of x [b, s / t, h]; each rank's gradient is a part of the sum."""
+        """Return all ranks' tokens [b, s, h] of x [b, s / t, h]; each rank's gradient is a part of the sum."""
         return gather_tokens(x, self.group)
 
 
 class OnShards:
-    """Mixed into modules that act differently where tokens are sharded.
+    """Mixin of modules that behave differently if tokens are sharded.
 
-    sequence: how they are; None for whole samples. partial: own parameters that every rank holds whole and whose
-    gradient there is of its own tokens (or heads) alone, so that it has to be summed over the ranks before an update.
+    sequence: how tokens are sharded; None for whole samples. partial: replicated parameters of the module whose
+    gradient on a rank covers only its own tokens (or heads), so that it must be summed over the ranks before an
+    update.
     """
 
     sequence: "SequenceProducts | None" = None
@@ -57,7 +59,8 @@ class OnShards:
 
 
 def own_tokens(per_token: Tensor, shards: SequenceShards | None) -> Tensor:
-    """This rank's tokens [..., s / t] of what is known of every token [..., s], a view; all without shards."""
+    """Return this rank's part [..., s / t] of a tensor with an entry per token [..., s], as a view; all of it without
+    shards."""
     if shards is None:
         return per_token
     share = per_token.shape[-1] // shards.group.size
@@ -65,14 +68,14 @@ def own_tokens(per_token: Tensor, shards: SequenceShards | None) -> Tensor:
 
 
 def num_tokens(x: Tensor, shards: SequenceShards | None) -> int:
-    """Tokens of the samples that hidden states [b, s / t, h] belong to."""
+    """Return the number of tokens of the samples to which hidden states [b, s / t, h] belong."""
     return x.shape[1] * (1 if shards is None else shards.group.size)
 
 
 def shard_sequence(layer: nn.Module, products: "SequenceProducts") -> list[str]:
-    """Let a layer take and give hidden states [b, s / t, h]; returns the paths of its `partial` parameters.
+    """Let a layer take and return hidden states [b, s / t, h]; return the paths of its `partial` parameters.
 
-    A layer may name parts in `whole_sequence` that it runs on gathered tokens, alike on every rank.
+    A layer may name parts in `whole_sequence` that it runs on gathered tokens, identically on every rank.
     """
     for _, part in _parts_on_shards(layer):
         part.sequence = products
@@ -101,13 +104,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def within(shapes: Shapes, module: str) -> Shapes:
-    """The shapes of the parameters inside the submodule `module`, by their path there."""
+    """Return the shapes of the parameters inside the submodule `module`, by their path in it."""
     prefix = f"{module}."
     return {path.removeprefix(prefix): shape for path, shape in shapes.items() if path.startswith(prefix)}
 
 
 def empty_parameter(shape: tuple[int, ...]) -> nn.Parameter:
-    """A parameter without storage or values: its owner binds it to memory."""
+    """Return a parameter without storage or values; its owner binds it to memory."""
     return nn.Parameter(torch.empty(shape, device="meta"))
 
 
@@ -116,7 +119,7 @@ def empty_parameter(shape: tuple[int, ...]) -> nn.Parameter:
     lambda x, dy: x.new_empty(dy.shape[-1], x.shape[-1]),
 )
 def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """Gradient [out, in] of the matrix, for input x [..., in] and output gradient dy [..., out]."""
+    """Return the gradient [out, in] of the matrix, for input x [..., in] and output gradient dy [..., out]."""
     return dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
@@ -125,12 +128,12 @@ def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     lambda dy: dy.new_empty(dy.shape[-1]),
 )
 def bias_gradient(dy: Tensor) -> Tensor:
-    """Gradient [out] of the bias."""
+    """Return the gradient [out] of the bias."""
     return dy.flatten(0, -2).sum(0)
 
 
 def as_matrix(weight: Tensor) -> Tensor:
-    """[out, in] view of a weight in canonical shape [..., in]."""
+    """Return an [out, in] view of a weight in canonical shape [..., in]."""
     return weight.view(-1, weight.shape[-1])
 
 
@@ -150,11 +153,12 @@ class Products:
         return weight_gradient(x, dy)
 
     def accumulator_of(self, weight: Tensor) -> Tensor | None:
-        """The parameter whose `.grad` these products are added to as they are computed, or None."""
+        """Return the parameter to whose `.grad` these products are added as they are computed, or None."""
         return None
 
     def gradient(self, x: Tensor, dy: Tensor, weight: Tensor, accumulator: Tensor | None) -> Tensor | None:
-        """Gradient of the weight in its shape, or None if it has been added to the accumulator's `.grad`."""
+        """Return the gradient of the weight in its shape, or None if it has been added to the accumulator's
+        `.grad`."""
         return self.weight_gradient(x, dy).view(weight.shape)
 
 
@@ -164,7 +168,7 @@ PLAIN = Products()
 class AccumulatingProducts(Products):
     """Products whose weight gradients the kernel registry's `weight_gradient` adds to the accumulators.
 
-    Autograd would add them later, after they were rounded to the dtype of the product.
+    Autograd would add them later, after rounding them to the dtype of the product.
     """
 
     def __init__(self, kernels: Registry) -> None:
@@ -202,10 +206,10 @@ class _FusedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         add_bias: bool,
-        again: Remade | None,
+        rerun: Rerun | None,
         products: Products,
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.products = products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
@@ -225,7 +229,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _ProbedLinear(torch.autograd.Function):
-    """The input half: weight and bias come detached, the probe receives dy."""
+    """The input half: weight and bias are detached, and the probe receives dy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
@@ -243,8 +247,8 @@ class _ProbedLinear(torch.autograd.Function):
 class Linear(SplitModule):
     """y = x W^T + b with one rank's part of W.
 
-    shapes: of `weight` [..., in] and, where there is a bias, `bias`. Parameters are left unbound on the meta device.
-    products: how matrices are multiplied; may be replaced before the first forward.
+    shapes: of `weight` [..., in] and, if there is a bias, `bias`. Parameters are on the meta device until they are
+    bound. products: how matrices are multiplied; may be replaced before the first forward.
     """
 
     def __init__(self, shapes: Shapes, group: Group) -> None:
@@ -255,17 +259,18 @@ class Linear(SplitModule):
         self.products = PLAIN
 
     def local_product(
-        self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None = None
+        self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None = None
     ) -> Tensor:
-        """x W^T [..., out], output axes flattened into one. The bias gets its gradient here even if added later.
+        """Return x W^T [..., out], with output axes flattened into one. The bias gets its gradient here even if it is
+        added later.
 
-        again: makes x again for the gradient of W, so that x need not be kept.
+        rerun: recomputes x for the gradient of W, so that x is not saved.
         """
         if tape is None:
-            return _FusedLinear.apply(x, self.weight, self.bias, add_bias, again, self.products)
+            return _FusedLinear.apply(x, self.weight, self.bias, add_bias, rerun, self.products)
         width = self.weight.numel() // self.weight.shape[-1]
         record = tape.record(self, (*x.shape[:-1], width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         bias = self.bias.detach() if self.bias is not None and add_bias else None
         return _ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
@@ -275,7 +280,7 @@ class Linear(SplitModule):
             yield self.bias, bias_gradient(gradient)
 
     def weight_gradients(self, x: Tensor, dy: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """The weight with its gradient, or nothing if the gradient has been added to the weight's."""
+        """Return the weight with its gradient, or nothing if the gradient has already been added to `.grad`."""
         gradient = self.products.gradient(x, dy, self.weight, self.products.accumulator_of(self.weight))
         if gradient is not None:
             yield self.weight, gradient
@@ -284,21 +289,22 @@ class Linear(SplitModule):
 class ColumnParallelLinear(Linear, OnShards):
     """A linear layer with sharded outputs: every rank has the whole x and computes its own part of y.
 
-    Under sequence parallelism a rank has its own tokens of x, which are gathered first.
+    Under sequence parallelism a rank has only its own tokens of x, which are gathered first.
     """
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """[..., in] to this rank's [..., out / size], output axes flattened. again: as in `local_product`."""
-        return self._shared_product(x, tape, add_bias=True, again=again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map [..., in] to this rank's [..., out / size], with output axes flattened. rerun: as in `local_product`."""
+        return self._shared_product(x, tape, add_bias=True, rerun=rerun)
 
-    def without_bias(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """Return `forward` without the bias, which the caller adds, detached: the bias's gradient is computed here."""
-        return self._shared_product(x, tape, add_bias=False, again=again)
+    def without_bias(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Return the result of `forward` without the bias. The caller adds the detached bias, whose gradient is
+        computed here."""
+        return self._shared_product(x, tape, add_bias=False, rerun=rerun)
 
-    def _shared_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None) -> Tensor:
+    def _shared_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None) -> Tensor:
         if self.sequence is not None:
-            return self.sequence.column(self, x, tape, add_bias=add_bias, again=again)
-        return self.local_product(copy_to_group(x, self.group), tape, add_bias=add_bias, again=again)
+            return self.sequence.column(self, x, tape, add_bias=add_bias, rerun=rerun)
+        return self.local_product(copy_to_group(x, self.group), tape, add_bias=add_bias, rerun=rerun)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         if self.sequence is not None:
@@ -309,19 +315,19 @@ class ColumnParallelLinear(Linear, OnShards):
 class RowParallelLinear(Linear, OnShards):
     """A linear layer with sharded inputs: the ranks' products are summed, then the bias is added once.
 
-    Under sequence parallelism a rank gets its own tokens of the sum.
+    Under sequence parallelism a rank gets only its own tokens of the sum.
     """
 
     partial = ("bias",)
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """This rank's [..., in / size] to the whole [..., out]. again: as in `local_product`."""
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map this rank's [..., in / size] to the whole [..., out]. rerun: as in `local_product`."""
         if self.group.size == 1:
-            return self.local_product(x, tape, add_bias=True, again=again)
+            return self.local_product(x, tape, add_bias=True, rerun=rerun)
         if self.sequence is not None:
-            y = self.sequence.row(self, x, tape, again=again)
+            y = self.sequence.row(self, x, tape, rerun=rerun)
         else:
-            y = reduce_from_group(self.local_product(x, tape, add_bias=False, again=again), self.group)
+            y = reduce_from_group(self.local_product(x, tape, add_bias=False, rerun=rerun), self.group)
         return y if self.bias is None else y + self.bias.detach()
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
@@ -331,15 +337,15 @@ class RowParallelLinear(Linear, OnShards):
 
 
 class ReplicatedLinear(Linear):
-    """A linear layer that every rank computes whole, on the same x: small ones, not worth an exchange."""
+    """A linear layer that every rank computes whole, on the same x; for small layers that are not worth sharding."""
 
-    def forward(self, x: Tensor, tape: SplitTape | None, again: Remade | None = None) -> Tensor:
-        """[..., in] to [..., out]. again: as in `local_product`."""
-        return self.local_product(x, tape, add_bias=True, again=again)
+    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Map [..., in] to [..., out]. rerun: as in `local_product`."""
+        return self.local_product(x, tape, add_bias=True, rerun=rerun)
 
 
 class OwnTokensLinear(ReplicatedLinear, OnShards):
-    """A replicated linear layer that under sequence parallelism has a rank's own tokens alone."""
+    """A replicated linear layer whose input, under sequence parallelism, is only a rank's own tokens."""
 
     partial = ("weight", "bias")
 
@@ -349,7 +355,7 @@ Recipe = Literal["tensorwise", "rowwise"]
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 ALIGNMENT = 16
-"""Every extent of a product on a GPU is a multiple of this."""
+"""Every dimension of a product on a GPU must be a multiple of this."""
 
 
 @opaque(
@@ -357,9 +363,10 @@ ALIGNMENT = 16
     lambda a, b, scale_a, scale_b, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
 )
 def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [m, k] times the transpose of b [n, k], both fp8, each times its scales: [m, n] in `dtype`.
+    """Return a [m, k] times the transpose of b [n, k], both fp8, each times its scales: [m, n] in `dtype`.
 
-    scale_a, scale_b: fp32, a single one or [m, 1] and [n, 1]. Without fp8 units (CPU) the same product in fp32.
+    scale_a, scale_b: fp32, one element, or [m, 1] and [n, 1]. Without fp8 units (CPU), the same product is computed in
+    fp32.
     """
     if a.is_cuda:
         return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=dtype)
@@ -367,10 +374,10 @@ def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: t
 
 
 def quantised(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x / scale in fp8, scale), the scale being that which brings `largest` to the format's largest number.
+    """Return x / scale in fp8, and the scale that maps `largest` to the format's largest number.
 
-    largest: magnitudes that broadcast to x. Where one is not finite, neither is what comes of it. A normal number is
-    off by at most 1/16 of itself in E4M3 and 1/8 in E5M2, a smaller one by scale * 2^-10 and scale * 2^-17.
+    largest: magnitudes that broadcast to x. If one is not finite, its results are not finite either. The error of a
+    normal number is at most 1/16 of it in E4M3 and 1/8 in E5M2, that of a smaller one scale * 2^-10 and scale * 2^-17.
     """
     limit = torch.finfo(dtype).max
     scale = (largest.float() / limit).clamp(min=torch.finfo(torch.float32).tiny)
@@ -380,8 +387,8 @@ def quantised(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 class Fp8Products(Products):
     """The products of a linear layer in fp8; one instance for all layers of a rank.
 
-    group: tensor ranks; they agree on tensorwise scales, as if each had the whole operand. Rowwise scales are of what
-    a rank has: where the ranks share the axis that is summed over, these are finer than one process's.
+    group: tensor ranks; they agree on tensorwise scales, as if each had the whole operand. Rowwise scales are those of
+    a rank's part: if the axis of the sum is sharded, they are finer than in one process.
     """
 
     def __init__(self, recipe: Recipe, group: Group) -> None:
@@ -402,14 +409,14 @@ class Fp8Products(Products):
         return self._product(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), self.gradients)
 
     def _product(self, a: Tensor, b: Tensor, format_a: torch.dtype) -> Tensor:
-        """a [m, k] times the transpose of b [n, k]; b is in E4M3."""
+        """Return a [m, k] times the transpose of b [n, k]; b is in E4M3."""
         largest_a, largest_b = self._largest(a, b)
         short_a, scale_a = quantised(a, largest_a, format_a)
         short_b, scale_b = quantised(b, largest_b, E4M3)
         return fp8_product(short_a, short_b, scale_a, scale_b, a.dtype)
 
     def _largest(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Magnitudes of what shares a scale."""
+        """Return the largest magnitudes of elements with the same scale."""
         if self.recipe == "rowwise":
             return a.abs().amax(1, keepdim=True), b.abs().amax(1, keepdim=True)
         both = largest_in_group(torch.stack([a.abs().amax(), b.abs().amax()]).float(), self.group)
@@ -417,10 +424,10 @@ class Fp8Products(Products):
 
 
 class SplitFeatures(nn.Linear):
-    """Base of the linear layers that tensor ranks split.
+    """Base of the linear layers that tensor ranks shard.
 
-    partition_axes: parameter -> the axis along which tensor ranks split it. group: the tensor ranks; None for one
-    rank, which has it whole. products: how matrices are multiplied.
+    partition_axes: parameter -> the axis along which it is sharded. group: the tensor ranks; None for one rank, which
+    has whole parameters. products: how matrices are multiplied.
     """
 
     partition_axes: ClassVar[Mapping[str, int]] = {}
@@ -434,7 +441,7 @@ class SplitFeatures(nn.Linear):
 
 
 class ColumnLinear(SplitFeatures):
-    """`nn.Linear` whose outputs tensor ranks split; `RowLinear` follows it.
+    """`nn.Linear` whose outputs are sharded over tensor ranks; `RowLinear` follows it.
 
     Example:
         >>> import torch
@@ -452,7 +459,7 @@ class ColumnLinear(SplitFeatures):
 
 
 class RowLinear(SplitFeatures):
-    """`nn.Linear` whose inputs tensor ranks split: the outputs of a `ColumnLinear`.
+    """`nn.Linear` whose inputs are sharded over tensor ranks: the outputs of a `ColumnLinear`.
 
     Example:
         >>> import torch
@@ -473,14 +480,15 @@ class RowLinear(SplitFeatures):
 
 
 def partition_axis(module: nn.Module, path: str) -> int | None:
-    """Return the axis along which tensor ranks split a parameter of `module`, None if each has it whole."""
+    """Return the axis along which a parameter of `module` is sharded over tensor ranks, None if it is replicated."""
     owner, _, name = path.rpartition(".")
     part = module.get_submodule(owner)
     return part.partition_axes.get(name) if isinstance(part, SplitFeatures) else None
 
 
 def set_tensor_group(module: nn.Module, group: Group) -> None:
-    """Let the ranks of a group split the linear layers within `module`, whose parameters are each rank's part."""
+    """Shard the linear layers within `module` over the ranks of a group; their parameters must be this rank's
+    parts."""
     for part in module.modules():
         if isinstance(part, SplitFeatures) and group.size > 1:
             part.group = group

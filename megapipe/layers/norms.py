@@ -10,7 +10,7 @@ from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.norms import to_dtype, wide
 from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter
-from megapipe.layers.split import Remade, SplitModule, SplitTape
+from megapipe.layers.split import Rerun, SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
 
@@ -38,7 +38,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _ProbedNorm(torch.autograd.Function):
-    """The input half: parameters come detached, the probe receives dy."""
+    """The input half: parameters are detached, and the probe receives dy."""
 
     @staticmethod
     def forward(
@@ -63,13 +63,13 @@ class _ProbedNorm(torch.autograd.Function):
 
 
 class Norm(SplitModule, OnShards):
-    """Normalisation of [..., h] with weight and, where the op has one, bias [h].
+    """Normalisation of [..., h] with a weight and, if the op has one, a bias [h].
 
     op: of the kernel registry, such as layer_norm. shapes: of `weight` and `bias`. epsilon: added to the variance
     (mean square). kernels: runs the op.
-    gradient_group: ranks that normalise different rows with one weight, so that its gradient is a sum over them. Where
-    tokens are sharded that holds for every norm, and the sum is left to the step.
-    recompute: the layers after the norm recompute its result, see `again`.
+    gradient_group: ranks that normalise different rows with the same weight, so that its gradient is a sum over them.
+    If tokens are sharded, this is true for every norm, and the step computes the sum. recompute: the layers after the
+    norm recompute its result, see `recomputation`.
     """
 
     partial: ClassVar[tuple[str, ...]] = ("weight", "bias")
@@ -87,7 +87,7 @@ class Norm(SplitModule, OnShards):
         self.recompute = False
 
     def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        """[..., h] to [..., h]."""
+        """Map [..., h] to [..., h]."""
         parameters = self._parameters_in_order()
         if tape is None:
             return _FusedNorm.apply(x, None, self, *parameters)
@@ -98,7 +98,8 @@ class Norm(SplitModule, OnShards):
         return y
 
     def add(self, x: Tensor, residual: Tensor, tape: SplitTape | None) -> tuple[Tensor, Tensor]:
-        """(normalised sum, sum) of x and residual [..., h]: one pass where the backend has one for both."""
+        """Return the normalised sum, and the sum, of x and residual [..., h]; in one pass if the backend supports
+        it."""
         parameters = self._parameters_in_order()
         if tape is None:
             return _FusedNorm.apply(x, residual, self, *parameters)
@@ -108,16 +109,16 @@ class Norm(SplitModule, OnShards):
         record.saved = (total.detach(), *statistics)
         return y, total
 
-    def again(self, x: Tensor, tape: SplitTape | None) -> Remade | None:
-        """How to make the norm of x (of `add`'s sum) again, where `recompute` says not to keep it."""
+    def recomputation(self, x: Tensor, tape: SplitTape | None) -> Rerun | None:
+        """Return how to recompute the norm of x (or of the sum in `add`); None if it is saved instead."""
         if not self.recompute:
             return None
         parameters = [parameter.detach() for parameter in self._parameters_in_order()]
         if tape is None:
-            return Remade(lambda x: self.run(x, None, *parameters)[0], (x.detach(),))
-        # The weight half may come when sharded weights are released: these few numbers stay.
+            return Rerun(lambda x: self.run(x, None, *parameters)[0], (x.detach(),))
+        # The weight half may run after sharded weights have been released, so copy these few numbers.
         copies = [parameter.clone() for parameter in parameters]
-        return Remade(lambda x, *copies: self.run(x, None, *copies)[0], (x.detach(), *copies))
+        return Rerun(lambda x, *copies: self.run(x, None, *copies)[0], (x.detach(), *copies))
 
     def implementation(self, x: Tensor) -> Implementation:
         """The functions that compute the norm of x and its gradients."""
@@ -126,7 +127,7 @@ class Norm(SplitModule, OnShards):
     def run(
         self, x: Tensor, residual: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """(normalised, sum of x and residual if there is one, the op's statistics)."""
+        """Return the normalised tensor, the sum of x and residual if there is one, and the op's statistics."""
         op = self.implementation(x)
         if residual is None:
             y, *statistics = op.forward(x, *parameters, self.epsilon)
@@ -135,18 +136,18 @@ class Norm(SplitModule, OnShards):
         return y, total, statistics
 
     def weight_gradients(self, dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of weight and bias. rest: the op's statistics and the weight."""
+        """Return the gradients of weight and bias. rest: the op's statistics and the weight."""
         return self.summed(self.implementation(x).weight_gradient(dy, x, *rest))
 
     def summed(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """This rank's gradients of weight and bias to those over `gradient_group`."""
+        """Sum this rank's gradients of weight and bias over `gradient_group`."""
         if self.gradient_group is None or self.sequence is not None:
             return tuple(gradients)
         return tuple(reduce_from_group(gradient, self.gradient_group) for gradient in gradients)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         weight: Tensor = self.weight
-        if weight.untyped_storage().nbytes() == 0:  # sharded, and released: its shape and type are all that is read
+        if weight.untyped_storage().nbytes() == 0:  # released, but only its shape and dtype are read
             weight = torch.zeros_like(weight)
         return zip(self._parameters_in_order(), self.weight_gradients(gradient, *saved, weight), strict=True)
 
@@ -155,10 +156,10 @@ class Norm(SplitModule, OnShards):
 
 
 class ProjectionNorm(Norm):
-    """RMS normalisation of all heads of a projection together, which the ranks of a group share (OLMo 2: Walsh et al.
-    2024, arXiv 2501.00656, section 3.2): x [b, s, kv groups, heads, d], weight [kv groups, heads, d] of this rank.
+    """RMS normalisation over all heads of a projection, which are sharded over a group (OLMo 2: Walsh et al. 2024,
+    arXiv 2501.00656, section 3.2): x [b, s, kv groups, heads, d], weight [kv groups, heads, d] of this rank.
 
-    In torch alone: a kernel would need the heads side by side, which is a copy of them to keep.
+    Only in torch: a kernel would need contiguous heads, and saving that copy costs memory.
     """
 
     partial: ClassVar[tuple[str, ...]] = ()
@@ -172,12 +173,12 @@ class ProjectionNorm(Norm):
 
 
 class AcrossHeads(Implementation):
-    """The functions of a `ProjectionNorm`. group: the ranks that have a part of the heads each."""
+    """The functions of a `ProjectionNorm`. group: the ranks over which the heads are sharded."""
 
     group: Group
 
     def forward(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """(normalised, reciprocal root of the mean square [b, s, 1, 1, 1])."""
+        """Return the normalised tensor, and the reciprocal root of the mean square [b, s, 1, 1, 1]."""
         x_wide = wide(x)
         rstd = torch.rsqrt(self._mean(x_wide.square()) + epsilon)
         return to_dtype(x_wide * rstd * weight.view(x.shape[2:]), x.dtype), rstd
@@ -185,20 +186,20 @@ class AcrossHeads(Implementation):
     def backward(
         self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of x and weight."""
+        """Return the gradients of x and weight."""
         return self.input_gradient(dy, x, rstd, weight, dx), *self.weight_gradient(dy, x, rstd, weight)
 
     def input_gradient(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None) -> Tensor:
-        """Gradient of x. dx: always None, since nothing is added to projections."""
+        """Return the gradient of x. dx: always None, because nothing is added to projections."""
         normalised, scaled = wide(x) * rstd, wide(dy) * weight.view(x.shape[2:])
         return to_dtype((scaled - normalised * self._mean(scaled * normalised)) * rstd, x.dtype)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor]:
-        """Gradient of the weight."""
+        """Return the gradient of the weight."""
         return (_projection_weight_gradient(dy, x, rstd, weight),)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Mean [b, s, 1, 1, 1] over the channels of all ranks."""
+        """Return the mean [b, s, 1, 1, 1] over the channels of all ranks."""
         total = reduce_from_group(x.sum((2, 3, 4), keepdim=True), self.group)
         return total / (x.shape[2:].numel() * self.group.size)
 

@@ -1,9 +1,9 @@
 """Rotary positions: the frequencies of channel pairs, stretched for long contexts, and tables of their angles.
 
 Query and key are rotated by the kernel op `rotary`. Scalings whose frequencies depend on the length of the sequence
-(dynamic, longrope) read the length of the whole sample, also where a rank has a part of it or documents count their
-positions from 0: one table serves all layers and samples of a micro-batch. In generation it is the capacity of the
-caches, so that all keys in a cache have one set of frequencies.
+(dynamic, longrope) use the length of the whole sample, even if a rank has a part of it or documents count their
+positions from 0: one table serves all layers and samples of a micro-batch. In generation the length is the capacity of
+the caches, so that all keys in a cache have the same frequencies.
 """
 
 import functools
@@ -20,7 +20,7 @@ from megapipe.spec.token_order import Share, TokenOrder
 
 
 def inverse_frequencies(channels: int, theta: float, scaling: RopeScaling, num_tokens: int) -> Tensor:
-    """Radians per position of each channel pair, float64 [channels / 2], in sequences of num_tokens tokens.
+    """Return the radians per position of each channel pair, float64 [channels / 2], in sequences of num_tokens tokens.
 
     theta^(-2i/d) (2104.09864, section 3.2.2). `linear` divides all by the factor (Chen et al. 2023, 2306.15595).
     `llama3` divides wavelengths above original_length / low_frequency_factor, keeps those below original_length /
@@ -49,8 +49,8 @@ def inverse_frequencies(channels: int, theta: float, scaling: RopeScaling, num_t
 
 
 def _kept_by_yarn(channels: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Which part of each pair's frequency is not stretched, float64 [channels / 2]: falls linearly with the pair's
-    number from the pair that turns beta_fast times within original_length to the one that turns beta_slow times."""
+    """Return the fraction of each pair's frequency that is not stretched, float64 [channels / 2]: it falls linearly
+    from the pair that rotates beta_fast times within original_length to the pair that rotates beta_slow times."""
 
     def pair(turns: float) -> float:
         return channels * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -65,8 +65,8 @@ def _kept_by_yarn(channels: int, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """Factor of cosines and sines, by default the one that transformers' ROPE_INIT_FUNCTIONS infer from the scaling's
-    factor (YaRN, section 3.4; LongRoPE, section 3.3)."""
+    """Return the factor of cosines and sines, by default the one that transformers' ROPE_INIT_FUNCTIONS infer from the
+    scaling's factor (YaRN, section 3.4; LongRoPE, section 3.3)."""
     if scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -82,7 +82,7 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 class RotaryAngles:
-    """Cosines and sines of one model's rotary positions. Layers of one model may share it."""
+    """Cosines and sines of a model's rotary positions, which its layers may share."""
 
     def __init__(self, model: ModelConfig) -> None:
         fields = vars(model.rope_scaling).items()
@@ -90,8 +90,8 @@ class RotaryAngles:
         self._key = (model.rotary_dim, model.rope_theta, *scaling)
 
     def tables(self, num_tokens: int, like: Tensor, share: Share | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [s, rotary_dim / 2] of s = num_tokens tokens, or of those that a rank holds of so many,
-        times the attention factor.
+        """Return cosine and sine [s, rotary_dim / 2] of s = num_tokens tokens, or of this rank's part of them, times
+        the attention factor.
 
         On the device of `like`, in fp32 (fp64 for fp64).
         """
@@ -127,7 +127,7 @@ def _cached_held_tables(
 def _cached_tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     channels, theta, *fields = key
     scaling = RopeScaling(**dict(fields))
-    # Tensors born in inference mode could never take part in training.
+    # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
         positions = torch.arange(num_tokens, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(channels, theta, scaling, num_tokens))
@@ -138,12 +138,13 @@ def _cached_tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torc
 def rotated(x: Tensor, cosine: Tensor, sine: Tensor, kernels: Registry, *, own_positions: bool = False) -> Tensor:
     """Rotate the first 2 r channels of x [b, s, kv groups, heads, d] by the angles of cosine and sine [s, r].
 
-    own_positions: every token of every sample has an angle of its own, [b x s, r].
+    own_positions: every token of every sample has its own angles, [b x s, r].
     """
     batch, length, groups, heads, width = x.shape
     channels = 2 * cosine.shape[-1]
     turned = x if channels == width else x[..., :channels]
-    # The op knows one angle a token of one text: samples with their own angles pass as one long one.
+    # The op supports one table of angles for all samples, so samples with their own angles are passed as one long
+    # sample.
     rows = turned.reshape(1 if own_positions else batch, -1, groups * heads, channels)
     turned = kernels.pick("rotary", rows).apply(rows, cosine, sine).view(batch, length, groups, heads, channels)
     return turned if channels == width else torch.cat([turned, x[..., channels:]], dim=-1)

@@ -1,9 +1,9 @@
 """Matrix products at the ends of a tensor-parallel region whose tokens are sharded outside of it (2205.05198, 4.2.2).
 
-Column-parallel products gather the tokens and scatter the sum of their gradients, row-parallel ones the reverse. Only
-the rank's own shard of an input is kept; the input is gathered a second time during the product that gives its
-gradient. With several chunks each is gathered while the one before is multiplied, and scattered while the next one is;
-in fp8 it has scales of its own.
+Column-parallel products gather the tokens and scatter the sum of their gradients; row-parallel products do the
+reverse. Only the rank's own shard of an input is saved; the input is gathered a second time during the product that
+computes its gradient. With several chunks, a chunk is gathered while the previous one is multiplied, and scattered
+while the next one is; in fp8 it has its own scales.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.linear import Linear, Products, SequenceShards, bias_gradient
-from megapipe.layers.split import Remade, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import by_rank, joined, start_gather, start_scatter
 
 Multiply = Callable[[Tensor], Tensor]
@@ -27,24 +27,25 @@ class SequenceProducts(SequenceShards):
     """Products of linear layers between shards of the tokens and whole samples."""
 
     def column(
-        self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, again: Remade | None
+        self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None
     ) -> Tensor:
-        """x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in `local_product`."""
+        """Map x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in
+        `local_product`."""
         if tape is None:
-            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, again, self, linear.products)
+            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, rerun, self, linear.products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] * self.group.size, width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         bias = linear.bias.detach() if linear.bias is not None and add_bias else None
         return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, self, linear.products)
 
-    def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, again: Remade | None) -> Tensor:
-        """This rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
+    def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, rerun: Rerun | None) -> Tensor:
+        """Map this rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
         if tape is None:
-            return _RowFused.apply(x, linear.weight, linear.bias, again, self, linear.products)
+            return _RowFused.apply(x, linear.weight, linear.bias, rerun, self, linear.products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] // self.group.size, width), x)
-        record.keep_input(x, again)
+        record.keep_input(x, rerun)
         return _RowProbed.apply(x, record.probe, linear.weight.detach(), self, linear.products)
 
     def column_weight_half(
@@ -55,7 +56,7 @@ class SequenceProducts(SequenceShards):
         if linear.bias is not None:
             yield linear.bias, bias_gradient(gradient)
         tokens = joined(gathered())
-        del gathered  # it refers to what `tokens` may be a copy of
+        del gathered  # it refers to the tensor of which `tokens` may be a copy
         yield from linear.weight_gradients(tokens, gradient)
 
     def row_weight_half(self, linear: Linear, x: Tensor, shard: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
@@ -68,7 +69,8 @@ class SequenceProducts(SequenceShards):
         yield from linear.weight_gradients(x, tokens)
 
     def gathered(self, x: Tensor, multiply: Multiply, *, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """(product [b, s, out] of all ranks' tokens x [b, s / t, in], the tokens [b, s, in] themselves if `keep`)."""
+        """Return the product [b, s, out] of all ranks' tokens x [b, s / t, in] and, if `keep`, the tokens [b, s,
+        in]."""
         if self.chunks == 1:
             everything = joined(start_gather(x, self.group)())
             return multiply(everything), everything if keep else None
@@ -86,9 +88,9 @@ class SequenceProducts(SequenceShards):
         return joined(torch.cat(products, dim=2)), joined(torch.cat(inputs, dim=2)) if keep else None
 
     def start_scattered(self, x: Tensor, multiply: Multiply) -> Callable[[], Tensor]:
-        """Start to sum the ranks' products of x [b, s, in]; the call that waits for it gives [b, s / t, out].
+        """Start summing the ranks' products of x [b, s, in]; return a function that waits for [b, s / t, out].
 
-        The last chunk is still under way on return.
+        The last chunk is still in progress on return.
         """
         if self.chunks == 1:
             return start_scatter(by_rank(multiply(x), self.group.size), self.group)
@@ -105,11 +107,11 @@ class _ColumnFused(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         add_bias: bool,
-        again: Remade | None,
+        rerun: Rerun | None,
         sequence: SequenceProducts,
         products: Products,
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.sequence, ctx.products = sequence, products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
@@ -161,7 +163,7 @@ class _ColumnProbed(torch.autograd.Function):
 
 
 class _RowFused(torch.autograd.Function):
-    """The bias gets its gradient here and is added later."""
+    """The bias's gradient is computed here; the bias is added later."""
 
     @staticmethod
     def forward(
@@ -169,11 +171,11 @@ class _RowFused(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        again: Remade | None,
+        rerun: Rerun | None,
         sequence: SequenceProducts,
         products: Products,
     ) -> Tensor:
-        save_input(ctx, x, again, weight)
+        save_input(ctx, x, rerun, weight)
         ctx.sequence, ctx.products = sequence, products
         ctx.accumulator = products.accumulator_of(weight)
         ctx.bias_shape = None if bias is None else bias.shape
@@ -194,7 +196,7 @@ class _RowFused(torch.autograd.Function):
 
 
 class _RowProbed(torch.autograd.Function):
-    """The input half: the weight comes detached, the probe receives dy."""
+    """The input half: the weight is detached, and the probe receives dy."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,10 @@
-"""Attention of samples that pass the layers in slices, one after another (Sun et al. 2024, Seq1F1B, arXiv 2406.03488,
-section 3.2).
+"""Attention for samples that pass through the layers in slices, one after another (Sun et al. 2024, Seq1F1B, arXiv
+2406.03488, section 3.2).
 
-The queries of a slice see its own keys and those of the slices before it, which are kept from forward to backward.
-Backwards run in the reverse order: that of a slice adds to the gradients of earlier slices' keys and values, in fp32,
-and takes what the later ones have added to those of its own. Pieces are those of a ring (`layers.context_parallel`).
+The queries of a slice see its own keys and those of earlier slices, which are saved from forward to backward.
+Backwards run in reverse order: the backward of a slice adds to the gradients of earlier slices' keys and values, in
+fp32, and uses the gradients that later slices have added for its own. Pieces are those of a ring
+(`layers.context_parallel`).
 """
 
 import math
@@ -23,10 +24,10 @@ from megapipe.spec.token_order import Piece, Visibility, slice_pieces
 
 @dataclass
 class SliceCache:
-    """What the slices of one micro-batch share, by attention and number of a slice.
+    """Keys and values that the slices of one micro-batch share, by attention and number of the slice.
 
-    blocks: keys and values [2, b, kv heads, s, d], from the forward of a slice to its backward; those of the last
-    slice are read by no other. gradients: of these, in fp32 (fp64 for fp64), from the last slice's backward to the
+    blocks: keys and values [2, b, kv heads, s, d], from the forward of a slice to its backward; no other slice reads
+    those of the last one. gradients: their gradients, in fp32 (fp64 for fp64), from the last slice's backward to the
     slice's own.
     """
 
@@ -36,7 +37,8 @@ class SliceCache:
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of the samples of a micro-batch. ranges: places of the tokens of all slices. number: of this one."""
+    """One slice of the samples of a micro-batch. ranges: positions of the tokens of all slices. number: of this
+    slice."""
 
     ranges: Sequence[range]
     number: int
@@ -44,7 +46,7 @@ class Slice:
 
     @property
     def places(self) -> range:
-        """Places of its tokens in their samples."""
+        """Positions of its tokens in their samples."""
         return self.ranges[self.number]
 
     @property
@@ -54,14 +56,14 @@ class Slice:
 
     @property
     def is_last(self) -> bool:
-        """Whether no slice follows."""
+        """Whether this is the last slice."""
         return self.number == len(self.ranges) - 1
 
     def mix(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext
     ) -> Tensor:
-        """Mixed values [b, s, heads, d] of query [b, s, kv heads, heads of each, d] and of key and value [b, s, kv
-        heads, 1, d], all of this slice."""
+        """Return attention outputs [b, s, heads, d] for query [b, s, kv heads, heads of each, d], and key and
+        value [b, s, kv heads, 1, d], all of this slice."""
         query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
         sinks = attention.own_sinks(context.tape)
         once = SlicePass(self, attention, replace(context, tape=None))
@@ -73,14 +75,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class SlicePass:
-    """One slice through one attention."""
+    """The work of one slice in one attention layer."""
 
     slice: Slice
     attention: Attention
     context: MicrobatchContext
 
     def work(self, block: Tensor) -> Iterator[tuple[int, Tensor, Piece, Seen, Weighing]]:
-        """Yield the pieces: the number of a slice, its keys and values, what of them is seen and how it is weighed.
+        """Yield the pieces: the number of a slice, its keys and values, which of them are seen, and how weights are
+        computed.
 
         block: keys and values of this slice.
         """
@@ -96,20 +99,21 @@ class SlicePass:
                 yield number, block if number == own.number else earlier[number], piece, *how
 
     def keep(self, block: Tensor) -> None:
-        """Keep this slice's keys and values for the slices after it."""
+        """Save this slice's keys and values for later slices."""
         if not self.slice.is_last:
             self._of(self.slice.cache.blocks)[self.slice.number] = block
 
     def gradients(self, block: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Return by slice, up to this one, the gradients of keys and values so far; this one's leave the cache."""
-        number, found = self.slice.number, self._of(self.slice.cache.gradients)
+        """Return the gradients of keys and values so far, by slice, up to this one; this slice's are removed from the
+        cache."""
+        number, by_slice = self.slice.number, self._of(self.slice.cache.gradients)
         if self.slice.is_last:
             shape = (2, *block.shape[1:3])
             for earlier, places in enumerate(self.slice.ranges[:-1]):
-                found[earlier] = block.new_zeros((*shape, len(places), block.shape[-1]), dtype=dtype)
+                by_slice[earlier] = block.new_zeros((*shape, len(places), block.shape[-1]), dtype=dtype)
         self._of(self.slice.cache.blocks).pop(number, None)
-        own = found.pop(number, None)
-        return {**found, number: torch.zeros_like(block, dtype=dtype) if own is None else own}
+        own = by_slice.pop(number, None)
+        return {**by_slice, number: torch.zeros_like(block, dtype=dtype) if own is None else own}
 
     def _of(self, kept: dict[Attention, dict[int, Tensor]]) -> dict[int, Tensor]:
         return kept.setdefault(self.attention, {})
@@ -122,7 +126,7 @@ class _Sliced(torch.autograd.Function):
         block = torch.stack([key, value])
         if query.untyped_storage().nbytes() > query.numel() * query.element_size():
             query = query.clone(memory_format=torch.contiguous_format)  # a part of the projection, which it would keep
-        # In memory as the output projection wants it: tokens before heads.
+        # The memory layout that the output projection needs: tokens before heads.
         mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
         mixed = mixed.transpose(1, 2)
         log_sum = torch.full(query.shape[:3], -math.inf, dtype=wide, device=query.device)
@@ -145,31 +149,32 @@ class _Sliced(torch.autograd.Function):
         once: SlicePass = ctx.once
         dquery = torch.zeros_like(query, dtype=log_sum.dtype)
         pieces = list(once.work(block))
-        found = once.gradients(block, log_sum.dtype)
+        by_slice = once.gradients(block, log_sum.dtype)
         for number, (keys, values), piece, seen, weighing in pieces:
             rows = slice(piece.queries.start, piece.queries.stop)
             parts = [each[:, :, rows] for each in (gradient, query, mixed, log_sum)]
             part = piece_backward(parts[0], parts[1], keys, values, parts[2], parts[3], seen, weighing)
             dquery[:, :, rows] += part[0]
-            found[number][0] += part[1]
-            found[number][1] += part[2]
-        dkey, dvalue = found[once.slice.number].to(block.dtype)
+            by_slice[number][0] += part[1]
+            by_slice[number][1] += part[2]
+        dkey, dvalue = by_slice[once.slice.number].to(block.dtype)
         dsinks = None if sinks is None else sink_gradient(gradient, mixed, log_sum, sinks)
         return dquery.to(query.dtype), dkey, dvalue, dsinks, None
 
 
 def sliced(context: MicrobatchContext, ranges: Sequence[range]) -> list[MicrobatchContext]:
-    """Return a context for each slice of the samples of a micro-batch; ranges: places of its tokens."""
+    """Return a context for each slice of the samples of a micro-batch. ranges: positions of the tokens of each
+    slice."""
     if len(ranges) == 1:
         return [context]
-    cache, found = SliceCache(), []
+    cache, contexts = SliceCache(), []
     device = None if context.ordinals is None else context.ordinals.device
     for number, places in enumerate(ranges):
         numbers = torch.arange(places.start, places.stop, device=device)
         part = replace(context, token_numbers=numbers, slice=Slice(ranges, number, cache))
         for name in ("tokens", "labels", "loss_mask", "document_starts"):
             if (whole := getattr(context, name)) is not None:
-                # Contiguous, or ops would copy them and keep the copies for the backward.
+                # Contiguous, because otherwise ops would copy them and save the copies for the backward.
                 setattr(part, name, whole[:, places.start : places.stop].contiguous())
-        found.append(part)
-    return found
+        contexts.append(part)
+    return contexts

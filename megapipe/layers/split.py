@@ -1,16 +1,16 @@
-"""The split backward as data flow (the halves B and W of zero-bubble pipelining: Qi et al. 2023, 2401.10241).
+"""The split backward (the halves B and W of zero-bubble pipelining: Qi et al. 2023, 2401.10241).
 
 In split mode every module with parameters passes its output through a *probe*, a leaf that takes no memory and whose
-gradient is the gradient of that output, and leaves what its weight half needs on a tape. The input half is then
+gradient is the gradient of that output, and records the tensors for its weight half on a tape. The input half is then
 `torch.autograd.grad` with respect to the inputs and the probes, and the weight half is a plain computation outside of
 autograd. Probes are inputs and saved tensors are outputs of the forward, so a compiled forward stays a pure function.
 
-`accumulate` and `gradients_of` call autograd's engine directly. `torch.autograd.backward` and `grad` look into every
-argument before they call the engine. Between two waits for another rank, when caches are cold, that is a quarter of a
-small backward's processor time (measured). A pipeline knows what it passes: a gradient for each place in the graph, of
-its shape; the engine itself refuses others.
+`accumulate` and `gradients_of` call autograd's engine directly. `torch.autograd.backward` and `grad` check every
+argument before they call the engine. Between two waits for another rank, when caches are cold, this takes a quarter of
+a small backward's CPU time (measured). A pipeline does not need these checks: it passes one gradient of the right
+shape for each edge, and the engine itself refuses others.
 
-A backward may recompute tensors instead of saving them (Korthikanti et al. 2022, 2205.05198, section 5): `Remade`.
+A backward may recompute tensors instead of saving them (Korthikanti et al. 2022, 2205.05198, section 5): `Rerun`.
 """
 
 import warnings
@@ -25,14 +25,15 @@ from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 Place = Tensor | GradientEdge
-"""Where a gradient enters or leaves the graph."""
+"""An edge of the autograd graph at which a gradient enters or leaves."""
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """As torch's `get_gradient_edge`: holds the graph of a tensor that requires grad, not the tensor's memory."""
+    """As torch's `get_gradient_edge`: return an edge that keeps the graph of a tensor alive, but not the tensor's
+    memory."""
     node = tensor.grad_fn
     if node is None or isinstance(node, _FunctionBase):
-        # A leaf, or a node in Python, which lives only as long as something in C++ refers to it.
+        # A leaf, or a Python node, which only lives while C++ code refers to it.
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
 
@@ -47,23 +48,24 @@ def accumulate(outputs: Sequence[Place], gradients: Sequence[Tensor]) -> None:
 def gradients_of(
     inputs: Sequence[Place], outputs: Sequence[Place], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """As `torch.autograd.grad`: gradients of `inputs`, None for one that `outputs` do not use. Frees the graph."""
+    """As `torch.autograd.grad`: return the gradients of `inputs`, None for inputs that `outputs` do not use. Frees the
+    graph."""
     return _engine_run_backward(tuple(outputs), tuple(gradients), False, False, tuple(inputs), True, False)
 
 
 class SplitModule(nn.Module):
-    """A module that owns parameters directly and can compute their gradients apart from its input's gradient.
+    """A module with its own parameters that can compute their gradients separately from its input's gradient.
 
-    exclusive: only the module's own forward computes with its parameters.
+    exclusive: only the module's own forward uses its parameters.
     """
 
     exclusive: ClassVar[bool] = True
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """(parameter, its gradient) for each own parameter.
+        """Return (parameter, gradient) for each own parameter.
 
-        saved: what the forward left on the tape. gradient: that of the probed output. The fused backward of a module
-        uses the same arithmetic, so both give the same bits.
+        saved: tensors that the forward recorded on the tape. gradient: of the probed output. The fused backward of a
+        module uses the same arithmetic, so both give the same bits.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define weight_half")
 
@@ -76,40 +78,41 @@ class SplitError(RuntimeError):
 class Record:
     """One use of a module: the probe of its output, and the detached tensors that its weight half needs.
 
-    probe: a leaf, or the output's own place in the autograd graph. again: recomputes, from `saved`, the one tensor
-    that the weight half needs. beside: small tensors of integers that it gets after these.
+    probe: a leaf, or the output's own edge in the autograd graph. rerun: recomputes, from `saved`, the one tensor that
+    the weight half needs. beside: small integer tensors that are passed to it after these.
     """
 
     module: SplitModule
     probe: Tensor | GradientEdge
     saved: tuple[Tensor, ...] = ()
-    again: Callable[[], Tensor] | None = None
+    rerun: Callable[[], Tensor] | None = None
     beside: tuple[Tensor, ...] = ()
 
-    def keep_input(self, x: Tensor, again: "Remade | None") -> None:
-        """Save the input x for the weight half, or the sources from which `again` recomputes it."""
-        self.saved, self.again = ((x.detach(),), None) if again is None else (again.sources, again)
+    def keep_input(self, x: Tensor, rerun: "Rerun | None") -> None:
+        """Save the input x for the weight half, or the sources from which `rerun` recomputes it."""
+        self.saved, self.rerun = ((x.detach(),), None) if rerun is None else (rerun.sources, rerun)
 
 
 def unsplit_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Parameters whose gradient some forward of `module` may leave to autograd, whatever it records on a tape."""
+    """Return the parameters whose gradients autograd may compute in a forward of `module`, even if it records on a
+    tape."""
     owners = (part for part in module.modules() if not (isinstance(part, SplitModule) and part.exclusive))
-    found = {id(own): own for owner in owners for own in owner.parameters(recurse=False) if own.requires_grad}
-    return tuple(found.values())
+    parameters = {id(own): own for owner in owners for own in owner.parameters(recurse=False) if own.requires_grad}
+    return tuple(parameters.values())
 
 
 def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
-    """A leaf of zeros of this shape, in the dtype and on the device of `like`, that occupies one element."""
+    """Return a leaf of zeros of this shape, in the dtype and on the device of `like`, that occupies one element."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape)).requires_grad_()
 
 
 class SplitTape:
     """Records of one forward of one micro-batch for the two halves of its backward.
 
-    Made for one forward. Probes are made on the way unless `provide` gave them.
+    Created for one forward. Probes are created when needed, unless `provide` supplied them.
 
-    unsplit: parameters that the forward may use without recording it: those of modules that cannot split. They get
-    their whole gradient in the input half.
+    unsplit: parameters that the forward may use without recording it: those of modules that cannot split. Their whole
+    gradient is computed in the input half.
     """
 
     def __init__(self, unsplit: Sequence[nn.Parameter] = ()) -> None:
@@ -119,7 +122,8 @@ class SplitTape:
         self._gradients: tuple[Tensor | None, ...] | None = None
 
     def provide(self, probes: list[Tensor]) -> None:
-        """Probes for the whole forward to come, in order of use: those of a compiled forward exist beforehand."""
+        """Supply the probes for the next forward, in order of use, because a compiled forward needs them
+        beforehand."""
         self._provided = probes
 
     def record(self, module: SplitModule, shape: Sequence[int], like: Tensor) -> Record:
@@ -133,46 +137,48 @@ class SplitTape:
         return record
 
     def record_output(self, module: SplitModule, output: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Record a use of `module` by the autograd graph that has just made its `output`, without a probe.
+        """Record a use of `module` by the autograd node that has just computed its `output`, without a probe.
 
-        The gradient that reaches that place is the output's, even if the output is changed in place later: a view
-        represents its base, since the graph of a changed view leads around the view's own place.
+        The gradient that reaches this node is the output's, even if the output is changed in place later. A view is
+        represented by its base, because the graph of a changed view bypasses the view's own node.
         """
         whole = output._base if output._is_view() and output._base is not None else output
         self._records.append(Record(module, gradient_edge(whole), saved))
 
     def extend(self, other: "SplitTape") -> None:
-        """Take over the records of a tape that another part of this forward was recorded on."""
+        """Append the records of a tape on which another part of this forward was recorded."""
         self._records += other._records
 
     def fresh_probes(self) -> list[Tensor]:
-        """New probes of the shapes that this forward used, for another forward of the same module and shapes."""
+        """Return new probes of the shapes in this forward, for another forward of the same module and shapes."""
         probes = (record.probe for record in self._records)
         return [new_probe(probe.shape, probe) for probe in probes if isinstance(probe, Tensor)]
 
     def emptied(self) -> "SplitTape":
-        """This tape without the tensors that it keeps: good for `fresh_probes` alone."""
+        """Return this tape without its tensors; only `fresh_probes` can be called on it."""
         for record in self._records:
-            record.saved, record.again = (), None
+            record.saved, record.rerun = (), None
         return self
 
     @property
     def records(self) -> Sequence[Record]:
-        """The records so far, in order."""
+        """Return the records so far, in order."""
         return self._records
 
     @property
     def kept(self) -> list[Tensor]:
-        """Tensors for the weight half: the inputs that the forward saved and, after the input half, the gradients."""
+        """Return the tensors for the weight half: the inputs that the forward saved and, after the input half, the
+        gradients."""
         saved = [tensor for record in self._records for tensor in record.saved]
         return saved + [gradient for gradient in self._gradients or () if gradient is not None]
 
     def backward_input(
         self, outputs: Sequence[Place], grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        """The input half: gradients of `inputs`, and, kept on the tape, of every probe. Frees the autograd graph.
+        """Run the input half: return the gradients of `inputs`, and save those of all probes on the tape. Frees the
+        autograd graph.
 
-        An input that needs no gradient gets None. Uses of parameters that the forward did not record get their whole
+        An input that needs no gradient gets None. Parameters whose uses the forward did not record get their whole
         gradient now, with a warning the first time. Raises SplitError when called twice.
         """
         if self._gradients is not None:
@@ -180,19 +186,19 @@ class SplitTape:
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         probes = [record.probe for record in self._records]
         sought: list[Place] = [*wanted, *probes, *self._unsplit]
-        found: Sequence[Tensor | None] = [None] * len(sought)
+        gradients: Sequence[Tensor | None] = [None] * len(sought)
         if outputs and sought:
-            found = gradients_of(sought, outputs, grad_outputs)
-        self._gradients = tuple(found[len(wanted) : len(wanted) + len(probes)])
-        self._add_unsplit(found[len(wanted) + len(probes) :])
-        of_wanted = iter(found)
+            gradients = gradients_of(sought, outputs, grad_outputs)
+        self._gradients = tuple(gradients[len(wanted) : len(wanted) + len(probes)])
+        self._add_unsplit(gradients[len(wanted) + len(probes) :])
+        of_wanted = iter(gradients)
         return tuple(next(of_wanted) if tensor.requires_grad else None for tensor in inputs)
 
     def _add_unsplit(self, gradients: Sequence[Tensor | None]) -> None:
-        found = [(p, gradient) for p, gradient in zip(self._unsplit, gradients, strict=True) if gradient is not None]
-        for parameter, gradient in found:
+        pairs = [(p, gradient) for p, gradient in zip(self._unsplit, gradients, strict=True) if gradient is not None]
+        for parameter, gradient in pairs:
             _accumulate(parameter, gradient)
-        if found:
+        if pairs:
             warnings.warn(
                 "some parameters are used by modules without a weight half (SplitModule): their gradients are "
                 "computed in the input half, so less work is left to fill bubbles with; "
@@ -201,7 +207,7 @@ class SplitTape:
             )
 
     def backward_weight(self) -> None:
-        """The weight half: add every parameter's gradient to its `.grad`. Frees what the tape kept.
+        """Run the weight half: add every parameter's gradient to its `.grad`. Frees the tape's tensors.
 
         Raises SplitError before the input half, or when called twice.
         """
@@ -209,7 +215,7 @@ class SplitTape:
             raise SplitError(
                 "the weight half needs the gradients that backward_input leaves; call that first, and each half once"
             )
-        # A parameter's uses are added up first, from the last to the first, as autograd does: the same bits.
+        # Add up a parameter's uses first, from the last to the first, as autograd does, to get the same bits.
         pairs = zip(self._records, self._gradients, strict=True)
         reached = [(record, gradient) for record, gradient in pairs if gradient is not None]
         self._records, self._gradients = [], None
@@ -221,11 +227,11 @@ class SplitTape:
 
 
 def _add_gradients(record: Record, gradient: Tensor, uses_left: Counter[int], sums: dict[int, Tensor]) -> None:
-    """Accumulate the gradients of a module's parameters, or add them to `sums` if other uses are to follow.
+    """Accumulate the gradients of a module's parameters, or add them to `sums` if there are further uses.
 
     gradient: of the module's output. uses_left, sums: by the id of the parameter.
     """
-    saved = record.saved if record.again is None else (record.again(),)
+    saved = record.saved if record.rerun is None else (record.rerun(),)
     for parameter, contribution in record.module.weight_half((*saved, *record.beside), gradient):
         key = id(parameter)
         uses_left[key] -= 1
@@ -248,10 +254,10 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Remade:
-    """How to make a tensor again, with the same bits.
+class Rerun:
+    """How to recompute a tensor, with the same bits.
 
-    make: pure. sources: what it takes, cut out of the graph; others keep them for their own backward.
+    make: a pure function. sources: its arguments, detached from the graph; other ops save them for their own backward.
     """
 
     make: Callable[..., Tensor]
@@ -263,22 +269,22 @@ class Remade:
             return self.make(*self.sources)
 
 
-def save_input(ctx: Any, x: Tensor, again: Remade | None, *others: Tensor) -> None:
-    """Save for `saved_input` what an operation's backward needs: `others`, and x or what makes it again.
+def save_input(ctx: Any, x: Tensor, rerun: Rerun | None, *others: Tensor) -> None:
+    """Save the tensors of an operation's backward for `saved_input`: `others`, and x or the sources that recompute it.
 
-    Autograd frees saved tensors as soon as the operation's backward is over; what else a node refers to lives for as
-    long as the graph.
+    Autograd frees saved tensors directly after the operation's backward; all else that a node refers to lives as long
+    as the graph.
     """
-    ctx.make = None if again is None else again.make
-    ctx.save_for_backward(*others, *((x,) if again is None else again.sources))
+    ctx.make = None if rerun is None else rerun.make
+    ctx.save_for_backward(*others, *((x,) if rerun is None else rerun.sources))
 
 
 def saved_input(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
-    """The input x, from what `save_input` saved after `others`."""
-    return saved[0] if ctx.make is None else Remade(ctx.make, tuple(saved))()
+    """Return the input x, from the tensors that `save_input` saved after `others`."""
+    return saved[0] if ctx.make is None else Rerun(ctx.make, tuple(saved))()
 
 
-class _RunAgain(torch.autograd.Function):
+class _RerunFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
@@ -293,10 +299,10 @@ class _RunAgain(torch.autograd.Function):
         return None, *torch.autograd.grad(output, leaves, gradient)
 
 
-def run_again(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function` of tensors that all require grad, keeping them alone: the backward runs it again.
+def rerun_in_backward(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Call `function` on tensors that all require grad, and save only these: the backward reruns it.
 
-    function: without parameters, with the same bits every time.
+    function: has no parameters, and returns the same bits every time.
     """
-    output: Tensor = _RunAgain.apply(function, *tensors)
+    output: Tensor = _RerunFunction.apply(function, *tensors)
     return output

@@ -1,1 +1,1 @@
-"""The layout table: who holds what, and what every rank of a layout will hold and send."""
+"""The layout table, which says what each rank holds, and the prediction of each rank's memory and traffic."""

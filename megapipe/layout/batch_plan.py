@@ -1,4 +1,4 @@
-"""How many samples each step takes: a constant, or a linear ramp.
+"""The number of samples of each step: a constant, or a linear ramp.
 
 A ramp trains on small batches early on, where a large one would spend more samples for the same progress (Brown et
 al., 2020, arXiv 2005.14165, section 2.3 and appendix B).
@@ -14,8 +14,8 @@ from megapipe.config.run import BatchConfig, PretrainConfig
 class BatchPlan:
     """Samples per step as a pure function of the samples consumed before it, the run's only cursor.
 
-    The size grows linearly from `start` to `full` over `samples` samples, rounded down to a multiple of `start`. The
-    multiple is of `start`, not of what one micro-batch on every replica holds, so that the same run has the same
+    The size grows linearly from `start` to `full` over `samples` samples, rounded down to a multiple of `start`. It is
+    a multiple of `start`, not of the samples of one micro-batch on every replica, so that the same run has the same
     batches on every layout.
     """
 
@@ -42,13 +42,15 @@ class BatchPlan:
         return (*range(self.start, self.full, self.start), self.full)
 
     def cursors(self, consumed: int) -> Iterator[int]:
-        """Yield the samples consumed before each step, without end, from the step after `consumed` samples on."""
+        """Yield the number of samples consumed before each step, endlessly, starting with the step after `consumed`
+        samples."""
         while True:
             yield consumed
             consumed += self.size(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """Return the samples consumed once `steps` more steps have run after `consumed` samples."""
+        """Return the number of samples consumed after `steps` more steps, when `consumed` samples have been
+        consumed."""
         while steps > 0 and consumed < self.samples:
             consumed, steps = consumed + self.size(consumed), steps - 1
         return consumed + steps * self.full
@@ -62,15 +64,15 @@ def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
     sizes = {"batch.global_size": batch.global_size}
     if batch.ramp_start is not None:
         sizes["batch.ramp_start"] = batch.ramp_start
-    found = []
+    problems = []
     for name, size in sizes.items():
         if size % share:
             near = " or ".join(str(each) for each in (size // share * share, (size // share + 1) * share) if each)
-            found.append(
+            problems.append(
                 f"{name} {size} is not divisible by batch.micro_size {batch.micro_size} x data-parallel size "
                 f"{share // batch.micro_size}; use {near}, for example"
             )
-    return found
+    return problems
 
 
 def data_parallel_size(config: PretrainConfig, world_size: int) -> int:

@@ -45,8 +45,8 @@ def _peaks(kind: LayerKind, shape: MicrobatchShape) -> dict[BackwardPhase, int]:
 
 @dataclass(frozen=True)
 class LayoutCosts:
-    """Sizes of one rank's layers. They are the same for all ranks of one pipeline coordinate, except what the data
-    decides and Muon's shards.
+    """Sizes of one rank's layers. They are the same for all ranks of one pipeline coordinate, except sizes that depend
+    on the data, and Muon's shards.
 
     config: of the run; its parallel.data may be open. layers: the model's, in order. data: data-parallel replicas.
     attention: the path that attention takes. alignment: rows of a padded vocabulary shard are multiples of it.
@@ -100,7 +100,8 @@ class LayoutCosts:
 
     @property
     def predictions(self) -> int | None:
-        """Hidden tokens of a sample that a BERT's head predicts at most; None for all tokens, a GPT's."""
+        """Maximum number of masked tokens per sample that a BERT's head predicts; None for a GPT, which predicts all
+        tokens."""
         return self.config.data.max_predictions if isinstance(self.config, BertPretrainConfig) else None
 
     @property
@@ -119,10 +120,10 @@ class LayoutCosts:
         return self.shape(self.layers[0]).own_stream
 
     def shape(self, layer: LayerSpec, predictions: int | None = None) -> MicrobatchShape:
-        """Return what the ops of a layer depend on.
+        """Return the shape that determines the ops of a layer.
 
-        predictions: hidden tokens of a sample that this rank holds at most if context ranks shard a BERT's; the data
-        decides which these are.
+        predictions: maximum number of masked tokens per sample on this rank, if context ranks shard a BERT's samples;
+        the data decides which these are.
         """
         base, config = self._shape_of(layer.variant), self.config
         if layer.kind in ("output", "words"):
@@ -160,12 +161,12 @@ class LayoutCosts:
         parallel, recompute = config.parallel, config.recompute
         isolates, in_slices = config.data.isolate_documents, bool(self.slices)
         blocks = isolates and not in_slices and why_a_mask(config.model, self.device) is None
-        # On a GPU only flash attention shares keys among heads, which takes neither fp32 nor a mask.
+        # On a GPU, only flash attention supports keys that are shared by heads, but neither fp32 nor a mask.
         masked = isolates or (model.sliding_window or self.tokens) < self.tokens
         in_pieces = model.why_pieces is not None or in_slices
         grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1 and not in_pieces
         return MicrobatchShape(
-            copy(model),  # of its own: ops are cached by shape, and a configuration may change
+            copy(model),  # a copy, because ops are cached by shape, and a configuration may change
             config.batch.micro_size,
             config.data.sequence_length,
             self.precision,
@@ -196,22 +197,24 @@ class LayoutCosts:
         in two halves. alone: no other layer holds the layer's input."""
         shape = self.shape(layer, predictions)
         saved = saved_bytes(_ops(layer.kind, shape), shape.recompute, split=split)
-        # The engine keeps a unit's input until it returns the input's gradient. A block saves the sum of words itself.
+        # The engine keeps a unit's input until it returns the input's gradient, whereas a block would save the sum of
+        # words itself.
         return max(saved, shape.own_stream) if alone and layer.kind == "positions" else saved
 
     def handed(self, layer: LayerSpec) -> tuple[int, int]:
-        """Return the bytes that later slices of a sample read of a layer, and those of their gradients."""
+        """Return the bytes of a layer's tensors that later slices of a sample read, and of their gradients."""
         ops = self.ops(layer)
         return sum(op.handed for op in ops), sum(op.handed_gradient for op in ops)
 
     def pending(self, layer: LayerSpec, predictions: int | None = None) -> int:
-        """Return what is left of `kept` between the halves of a split backward, with the gradients that the input half
-        hands over."""
+        """Return the bytes that remain of `kept` between the halves of a split backward, including gradients that the
+        input half leaves for the weight half."""
         shape = self.shape(layer, predictions)
         return weight_half_bytes(_ops(layer.kind, shape), shape.recompute)
 
     def reads_output_gradient(self, layer: LayerSpec) -> bool:
-        """Return whether a layer's weight half reads the gradient of its output itself, in whose storage that is."""
+        """Return whether a layer's weight half reads the gradient of its output from the output gradient's own
+        storage."""
         return OUTPUT_GRADIENT in {value.name for op in self.ops(layer) for value in op.weight_needs}
 
     def temporaries(self, layer: LayerSpec, phase: BackwardPhase, predictions: int | None = None) -> int:
@@ -222,16 +225,16 @@ class LayoutCosts:
     def within_layer(
         self, layer: LayerSpec, *, forwards: int, halves: bool, predictions: int | None = None
     ) -> dict[str, list[Exchange]]:
-        """Return by group what the tensor and the context ranks exchange for one micro-batch, forward and backward.
+        """Return, by group, the exchanges of tensor and context ranks for one micro-batch, forward and backward.
 
-        forwards: how often a block runs forward; other layers run once. halves: its backward is split.
+        forwards: number of forwards of a block; other layers run once. halves: whether its backward is split.
         """
         ops = self.ops(layer, predictions)
         return exchanges(ops, forwards=forwards if layer.kind == "block" else 1, split=halves)
 
     def partial_reduction(self, layer: LayerSpec, unit: Unit) -> dict[str, list[Exchange]]:
-        """Return what tensor ranks that share the tokens sum before every reduction of the gradient of a layer's
-        unit."""
+        """Return the sums over tensor ranks, if they shard the tokens, before every reduction of the gradient of a
+        layer's unit."""
         weights = partial_weights(self.ops(layer)) if self.config.parallel.sequence else []
         names = {spec.name for spec in unit.specs}
         elements = sum(spec.num_elements for spec in weights if layer.parameters[spec.name].name in names)
@@ -241,15 +244,16 @@ class LayoutCosts:
 DOUBLE_BYTES = 8
 """Bytes of a float64: counts, norms and losses of a step."""
 MESSAGES_IN_FLIGHT = 4
-"""Messages of one stage boundary and direction that a rank may have sent before a receive has ended: over NCCL their
-tensors are kept until then."""
+"""Maximum number of messages, per stage boundary and direction, that a rank sends before a receive has ended: over
+NCCL their tensors are kept until then."""
 
 
 def scalar_exchanges(num_parameters: int, loss_terms: int = 1, updates: int = 1) -> list[Exchange]:
-    """Return the exchanges of all ranks in one step that are not of tensors: numbers in float64.
+    """Return the exchanges of scalars over all ranks in one step, in float64.
 
-    First a count of tokens for each term of the loss and update, with flags for stop, save and a failed save; then
-    every parameter's squared norm (0 where it is not the rank's) and the terms of the loss.
+    The first one has a count of tokens for each term of the loss and update, with flags for stop, save and a failed
+    save. The second one has every parameter's squared norm (0 if this rank does not count it) and the terms of the
+    loss.
     """
     return [
         Exchange("all_reduce", loss_terms * updates + 3, DOUBLE_BYTES),
@@ -258,14 +262,14 @@ def scalar_exchanges(num_parameters: int, loss_terms: int = 1, updates: int = 1)
 
 
 def merged(exchanges: Iterable[Exchange]) -> dict[Operation, tuple[int, int, int]]:
-    """Return by operation the calls, elements and bytes of all exchanges."""
-    found: dict[Operation, tuple[int, int, int]] = {}
+    """Return the calls, elements and bytes of all exchanges, by operation."""
+    totals: dict[Operation, tuple[int, int, int]] = {}
     for each in exchanges:
-        calls, elements, total = found.get(each.operation, (0, 0, 0))
-        found[each.operation] = (calls + each.calls, elements + each.calls * each.elements, total + each.bytes)
-    return found
+        calls, elements, total = totals.get(each.operation, (0, 0, 0))
+        totals[each.operation] = (calls + each.calls, elements + each.calls * each.elements, total + each.bytes)
+    return totals
 
 
 def repeated(exchanges: Sequence[Exchange], times: int) -> list[Exchange]:
-    """Return each exchange with `times` as many calls."""
+    """Return each exchange with `times` times the calls."""
     return [each._replace(calls=each.calls * times) for each in exchanges]

@@ -39,7 +39,7 @@ class Treatments:
 
 
 class DoesNotFit(ValueError):
-    """The memory is smaller than any treatment needs. least: bytes that the smallest one needs."""
+    """No treatment fits into the memory. least: minimum bytes of any treatment."""
 
     def __init__(self, least: int, memory: float) -> None:
         super().__init__(
@@ -62,12 +62,12 @@ class _Partial(NamedTuple):
 
     def of_blocks(self) -> tuple[Treatment, ...]:
         """Return all treatments, in order."""
-        found: list[Treatment] = []
+        treatments: list[Treatment] = []
         partial = self
         while partial.before is not None:
-            found.append(partial.last)
+            treatments.append(partial.last)
             partial = partial.before
-        return tuple(reversed(found))
+        return tuple(reversed(treatments))
 
 
 def treat(
@@ -124,7 +124,7 @@ def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[tuple[
                 again_kept, again_time = kept + block.input, recomputed + block.forward
                 rerun.append(_Partial(again_kept, again_time, moved, partial.moves, partial, "recompute"))
             if last < 0 or copies.hide_until(last, index):
-                # More than a few moved blocks take no more room.
+                # The memory of moved blocks does not grow beyond a few of them.
                 state = index, again, min(moves + 1, copies.most_at_once)
                 grown.setdefault(state, []).extend(
                     _Partial(kept, recomputed, moved + block.kept, count + 1, partial, "move")
@@ -162,7 +162,7 @@ class _Copies:
         self.most_at_once = prefetch + 2
 
     def hide_until(self, moved: int, following: int) -> bool:
-        """Return whether both copies of a moved block overlap with compute if `following` is the next moved one."""
+        """Return whether both copies of a moved block overlap with compute, if `following` is the next moved block."""
         out = self._forward[following + 1] - self._forward[moved + 1]
         return self._seconds[moved] <= min(out, self._until_reload(moved), self._way_in(moved, following))
 

@@ -1,8 +1,8 @@
 """Walks that many layouts share: an order of whole stages, one micro-batch through each stage, a few ranks in full.
 
-All of them are `layout.walk.Walk`. A search asks for thousands of layouts and few orders, so walks are cached by what
-the order depends on, and are of few micro-batches where the schedule repeats: what a rank holds does not grow after
-two periods, and what it sends grows by the same amount in each.
+All of them are `layout.walk.Walk`. A search evaluates thousands of layouts with few orders, so walks are cached by
+order, and have few micro-batches if the schedule repeats: the memory of a rank does not grow after two periods, and
+its traffic grows by the same amount in each.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from megapipe.schedules.table import Table
 
 Floats = npt.NDArray[np.float64]
 PERIODS = 2
-"""Periods of an order after which what ranks hold only repeats itself."""
+"""Number of periods of an order after which the memory of ranks repeats."""
 
 
 class Order(NamedTuple):
@@ -46,8 +46,8 @@ class Order(NamedTuple):
     @property
     def given(self) -> Options:
         """The options as the schedule takes them."""
-        found: Options = Options(**dict(self.options))  # type: ignore[typeddict-item]
-        return found
+        options: Options = Options(**dict(self.options))  # type: ignore[typeddict-item]
+        return options
 
     @classmethod
     def of(cls, config: PretrainConfig, num_microbatches: int) -> "Order":
@@ -69,9 +69,9 @@ class Order(NamedTuple):
         return find_generator(self.name).policy_of(self.num_ranks, self.num_microbatches, self.given).flushes
 
     def short(self, periods: int = PERIODS) -> tuple["Order", int]:
-        """Return the order of the fewest micro-batches that ends like this one, and the period.
+        """Return the order with the fewest micro-batches that ends like this one, and its period.
 
-        periods: that it has at least, where this one has as many.
+        periods: its minimum number of periods, if this order has that many.
         """
         count = self.num_microbatches
         options, period = find_generator(self.name).settled(self.num_ranks, count, self.given)
@@ -96,11 +96,12 @@ def stage_walk(asked: Order) -> StageWalk:
 
 
 class OrderMoments(NamedTuple):
-    """OrderMoments of a step at which the ranks of an order may hold the most: before backwards, each kind once.
+    """The moments of a step at which the memory of ranks may peak: before backwards, each kind once.
 
     rank: shape [moments]. first: index of each rank's first moment. kept, pending: micro-batches between forward and
-    backward, and between halves, by class of stages, shape [moments, classes]. tensor, of: what the backward needs,
-    and the class of its stage, shape [moments]. most: most micro-batches that each stage keeps, shape [stages].
+    backward, and between halves, by class of stages, shape [moments, classes]. tensor, of: tensor that the backward
+    needs, and class of its stage, shape [moments]. most: maximum number of micro-batches that each stage keeps, shape
+    [stages].
     """
 
     rank: Ints
@@ -142,10 +143,10 @@ def before_backwards(asked: Order, classes: Ints) -> OrderMoments:
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one micro-batch in whole stages, as a walk through their layers finds them; shape [stages] each.
+    """Bytes of one micro-batch in whole stages, from a walk through their layers; shape [stages] each.
 
     kept: between forward and backward. pending: between the halves of a split backward. after, within: by kind of
-    backward, what the stage holds at most beyond that before it, after the actions of its layers and within them.
+    backward, the stage's peak bytes in addition to those before it: after the actions of its layers, and within them.
     """
 
     kept: Bytes
@@ -159,7 +160,7 @@ class MicrobatchWalk:
 
     Args:
         units: layers of each stage.
-        spans: by stage, what is recomputed together; nothing by default.
+        spans: by stage, units that are recomputed together; none by default.
         splits: whether backwards are split.
     """
 
@@ -200,7 +201,7 @@ class MicrobatchWalk:
 
 
 def _header(units: tuple[int, ...]) -> Header:
-    """Return the header of stages that each are on a rank of their own."""
+    """Return the header for stages each of which is on a separate rank."""
     places = tuple(StagePlace(stage, 0, stage) for stage in range(len(units)))
     versions = (1,) * len(units)
     return Header("", "train", len(units), 1, places, (tuple(range(len(units))),), units, "A", versions)
@@ -210,7 +211,7 @@ class ShardedRanks(NamedTuple):
     """Properties of a few ranks, other than their order, on which their whole weights and gradients depend.
 
     ranks: those ranks. states: the state units of their stages, one for each layer, and the pools. filled: by stage,
-    whether each layer has parameters that are not tied. spans: by stage, what is recomputed together.
+    whether each layer has parameters that are not tied. spans: by stage, units that are recomputed together.
     over_copies: as in `GradientBuffers`.
     """
 
@@ -226,11 +227,11 @@ class ShardedRanks(NamedTuple):
         return any(unit.weights != "whole" for own in self.states.units for unit in own)
 
     def of_weights(self) -> "ShardedRanks":
-        """Return what gathers depend on."""
+        """Return the properties on which gathers depend."""
         return self._part(lambda unit: unit._replace(sharded_gradients=False))._replace(over_copies=False)
 
     def of_gradients(self) -> "ShardedRanks":
-        """Return what sums depend on."""
+        """Return the properties on which sums of gradients depend."""
         return self._part(lambda unit: unit._replace(weights="whole"))._replace(spans=((),) * len(self.spans))
 
     def _part(self, part: Callable[[StateUnit], StateUnit]) -> "ShardedRanks":
@@ -239,7 +240,7 @@ class ShardedRanks(NamedTuple):
 
 
 class FewRanks:
-    """The layers of a few ranks, which replicas shard, lowered but for messages, which need all ranks.
+    """The layers of a few ranks, with state sharded over replicas, lowered except for messages, which need all ranks.
 
     stages: numbers of their stages.
     """
@@ -258,14 +259,14 @@ class FewRanks:
 
     @cached_property
     def gathers(self) -> Floats:
-        """Layers of each stage whose weights are gathered in a step, each as often as that is."""
+        """Layers of each stage whose weights are gathered in a step, once per gather."""
         table = self._table
         start = np.zeros((table.num_stages, table.num_updates + table.header.num_versions), dtype=np.int64)
         return self._by_stage(residences(table, start).first_use)
 
     @cached_property
     def sums(self) -> Floats:
-        """The same of layers whose gradients are summed."""
+        """Layers of each stage whose gradients are summed in a step, once per sum."""
         whole = [sum(not unit.sharded_gradients for unit in own) for own in self._table.header.stage_states]
         return np.array(whole) * self._table.header.updates_per_step + self._by_stage(last_additions(self._table).row)
 
@@ -276,7 +277,7 @@ class FewRanks:
 
     @cached_property
     def walk(self) -> Walk:
-        """The walk of a step that the pipeline is empty before and after."""
+        """The walk of a step before and after which the pipeline is empty."""
         table, sharding = self._table, self._sharding
         header = table.header
         added = add_reductions(table, lazy=header.gradient_buffers > 1, flushes=self._flushes)
@@ -321,13 +322,13 @@ def _few_ranks(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...]) -> 
     number[list(stages)] = range(len(stages))
 
     def renumbered(rows: Rows) -> Rows:
-        found = rows.copy()
-        found[:, STAGE] = number[rows[:, STAGE]]
-        return found
+        result = rows.copy()
+        result[:, STAGE] = number[rows[:, STAGE]]
+        return result
 
     sections = Sections(*(tuple(renumbered(schedule.sections[name][rank]) for rank in ranks) for name in SECTIONS))
     places = tuple(StagePlace(new, 0, ranks.index(header.stages[stage].rank)) for new, stage in enumerate(stages))
-    found = replace(
+    header = replace(
         header,
         num_ranks=len(ranks),
         stages=places,
@@ -336,4 +337,4 @@ def _few_ranks(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...]) -> 
         versions_per_stage=tuple(header.versions_per_stage[stage] for stage in stages),
         data_parallel=True,
     )
-    return Schedule(found, sections), stages
+    return Schedule(header, sections), stages

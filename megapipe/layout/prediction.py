@@ -41,9 +41,10 @@ class RankPrediction:
     """One rank of a run. Only its pipeline coordinate matters, and under Muon its shard of the state.
 
     costs: sizes. schedule: lowered, of the run. stages: layers of every stage. recomputed: per stage, spans of units
-    that are recomputed together. pipeline_rank: the rank's coordinate. predictions: by micro-batch, the hidden tokens
-    of a sample on this rank that a BERT's head predicts. By default it is the maximum, which is too many under context
-    parallelism: the data decides how many are on which rank. over_gloo: gradients are summed over gloo, not over NCCL.
+    that are recomputed together. pipeline_rank: the rank's coordinate. predictions: by micro-batch, the masked tokens
+    of a sample on this rank that a BERT's head predicts. By default it is the maximum, which is too large under
+    context parallelism, where the data decides how many are on which rank. over_gloo: whether gradients are summed
+    over gloo and not over NCCL.
     """
 
     costs: LayoutCosts
@@ -72,7 +73,7 @@ class RankPrediction:
     def units(self) -> dict[tuple[int, int], Unit]:
         """Parameters by (stage, state unit): layers without tied weights, then tied weights, as in `Header`."""
         header, tied = self.schedule.header, self.costs.tied
-        found = {
+        units = {
             (stage, state): unit
             for (stage, index), layer in self.layers.items()
             for state, unit in zip(
@@ -82,8 +83,8 @@ class RankPrediction:
         for group, names in enumerate(tied):
             for stage in header.tied_owners(group):
                 if stage in self.own_stages:
-                    found[stage, header.tied_unit(stage, group)] = tied_unit(names, self.layers.values())
-        return found
+                    units[stage, header.tied_unit(stage, group)] = tied_unit(names, self.layers.values())
+        return units
 
     def state_of(self, place: tuple[int, int]) -> StateBytes:
         """Return the state of a unit between steps."""
@@ -95,9 +96,9 @@ class RankPrediction:
 
     def state(self) -> StateBytes:
         """Return the state of all units between steps, in device and host memory."""
-        found = [self.state_of(place) for place in self.units]
+        states = [self.state_of(place) for place in self.units]
         return StateBytes(
-            *(sum(getattr(each, name) for each in found) for name in ("weights", "master", "gradients", "moments"))
+            *(sum(getattr(each, name) for each in states) for name in ("weights", "master", "gradients", "moments"))
         )
 
     def in_host(self) -> int:
@@ -186,8 +187,9 @@ class RankPrediction:
         return round(float(np.sum(self.timeline, axis=0).max()))
 
     def temporaries(self) -> int:
-        """Return by how much a step peaks higher within an action than after any action: all parts of its memory, or
-        activations and sends alone if that is less. Either way the peaks of all parts add up to at least the peak."""
+        """Return by how many bytes the peak within an action exceeds the peak after any action: for all parts of
+        memory, or only for activations and sends if that is less. In both cases the peaks of all parts add up to at
+        least the peak."""
         held = self.timeline
         each = np.stack([np.sum(held[:-1], axis=0), held.activations + held.sent])
         return round(float(((each + held.temporaries).max(axis=1) - each.max(axis=1)).min()))
@@ -198,22 +200,22 @@ class RankPrediction:
 
     def traffic(self) -> Traffic:
         """Return the exchanges of this rank in one step."""
-        found: defaultdict[str, list[Exchange]] = defaultdict(list)
+        all_exchanges: defaultdict[str, list[Exchange]] = defaultdict(list)
 
         others = {"tied": self._tied(), "link": self._links(), **self._scalars()}
         for by_group in (*self._within_layers(), *self._of_states(), others):
             for group, exchanges in by_group.items():
-                found[group] += exchanges
+                all_exchanges[group] += exchanges
         return {
             (group, operation): counts
-            for group, exchanges in found.items()
+            for group, exchanges in all_exchanges.items()
             for operation, counts in merged(each for each in exchanges if each.calls).items()
         }
 
     def kernel_calls(self) -> Counter[tuple[str, str]]:
         """Return how often the layers of this rank call each op of the kernel registry in one step, by the name of the
         op and the phase: forward (recomputed ones included), backward, input half, weight half."""
-        calls, found, count = self._walk.calls, Counter[tuple[str, str]](), self.schedule.header.num_microbatches
+        calls, counts, count = self._walk.calls, Counter[tuple[str, str]](), self.schedule.header.num_microbatches
         for place, layer in self.layers.items():
             forwards = calls[Kind.FORWARD, *place] + calls[Kind.RECOMPUTE, *place]
             backwards = {phase: calls[kind, *place] for kind, phase in PHASES.items()}
@@ -222,14 +224,14 @@ class RankPrediction:
                 for use in (use for op in costs.ops(layer, predictions) for use in op.uses):
                     again = use.part in repeated_parts
                     all_forwards = forwards + again * (backwards["backward"] + backwards["input half"])
-                    found[use.op, "forward"] += use.calls * all_forwards * times // count
+                    counts[use.op, "forward"] += use.calls * all_forwards * times // count
                     for phase, each in backwards.items():
-                        found[use.op, phase] += use.backward_calls * each * times // count
-        return +found
+                        counts[use.op, phase] += use.backward_calls * each * times // count
+        return +counts
 
     @cached_property
     def _of_slices(self) -> tuple[LayoutCosts, ...]:
-        """Costs of each slice of a sample; of whole samples where the schedule passes these."""
+        """Costs of each slice of a sample; of whole samples if the schedule does not use slices."""
         if self.schedule.header.vocabulary:
             return (replace(self.costs, pipeline_rank=self.pipeline_rank),)
         if self.schedule.header.slices == 1:
@@ -276,15 +278,15 @@ class RankPrediction:
 
     def _tied(self) -> list[Exchange]:
         """Return the sums of tied gradients, once per update, over all replicas of the ranks that use the weight."""
-        header, found = self.schedule.header, []
+        header, exchanges = self.schedule.header, []
         for (stage, index), unit in self.units.items():
             if not unit.tied:
                 continue
             group = header.tied_group(stage, index)
             ranks = {header.stages[user].rank for user in header.tied_groups[group]}
             if len(ranks) * self.costs.replicas > 1:
-                found.append(Exchange("all_reduce", self.costs.of_units.elements(unit), FULL_BYTES))
-        return repeated(found, header.updates_per_step)
+                exchanges.append(Exchange("all_reduce", self.costs.of_units.elements(unit), FULL_BYTES))
+        return repeated(exchanges, header.updates_per_step)
 
     def _links(self) -> list[Exchange]:
         header = self.schedule.header
@@ -314,7 +316,7 @@ def _times(by_group: Mapping[str, list[Exchange]], times: int) -> dict[str, list
 def gradient_buffers(
     header: Header, costs: UnitCosts, units: Mapping[tuple[int, int], Unit]
 ) -> GradientBuffers | None:
-    """Return how gradients of these units (by stage and unit) are summed; None if no sum holds memory."""
+    """Return how gradients of these units (by stage and unit) are summed; None if no sum needs memory."""
     shards = {costs.shards_of(unit) for unit in units.values()}
     if shards <= {1}:
         return None
@@ -342,8 +344,8 @@ def layout_costs(
         config.model, cast(Precision, config.training.precision), device, config.data.sequence_length, amx
     )
     data = config.parallel.data or 1
-    found = stage_layers(config) if layers is None else layers
-    return LayoutCosts(config, found, data, path, VOCABULARY_ALIGNMENT, shard=shard, device=device)
+    chosen = stage_layers(config) if layers is None else layers
+    return LayoutCosts(config, chosen, data, path, VOCABULARY_ALIGNMENT, shard=shard, device=device)
 
 
 def predict_rank(

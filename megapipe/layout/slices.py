@@ -1,4 +1,4 @@
-"""Where a schedule that passes sequences in slices cuts them, and which runs can use it."""
+"""The slices into which a schedule cuts sequences, and the runs that can use such schedules."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,11 +13,11 @@ from megapipe.spec.layers import layer_ops
 from megapipe.spec.ops import MicrobatchShape, total_flops
 
 TILE = 8
-"""Slices, on each tensor rank that shares their tokens, are multiples of so many tokens."""
+"""On each tensor rank that has a part of a slice, that part is a multiple of this number of tokens."""
 
 
 def slice_ranges(config: PretrainConfig) -> tuple[range, ...]:
-    """Return the places of each slice's tokens in a sample; one range if the schedule passes whole samples."""
+    """Return the positions of each slice's tokens in a sample; one range if the schedule passes whole samples."""
     count, length = num_slices(config), config.data.sequence_length
     if count == 1:
         return (range(length),)
@@ -27,8 +27,8 @@ def slice_ranges(config: PretrainConfig) -> tuple[range, ...]:
 
 
 def equal_work(costs: np.ndarray, count: int, multiple: int) -> tuple[range, ...]:
-    """Return slices of about the same work, from the last one on, each rounded down to a multiple of tokens. The first
-    one takes the rest (as the code of Seq1F1B does). costs [s]: work of each token."""
+    """Return slices of about equal work. They are cut from the end, each rounded down to a multiple of tokens, and the
+    first slice gets the remaining tokens (as in the code of Seq1F1B). costs [s]: work of each token."""
     total = np.concatenate([[0.0], np.cumsum(costs)])
     cuts = [len(costs)]
     for _ in range(count - 1):
@@ -39,16 +39,16 @@ def equal_work(costs: np.ndarray, count: int, multiple: int) -> tuple[range, ...
 
 def token_flops(config: PretrainConfig) -> np.ndarray:
     """Return the FLOPs of a forward for each token of a sample, float64 [s]; attention counts the keys seen."""
-    length, found = config.data.sequence_length, np.zeros(config.data.sequence_length)
+    length, flops = config.data.sequence_length, np.zeros(config.data.sequence_length)
     for layer in layers_of(config):
         model = config.model.of_kind(layer.variant)
         window = model.sliding_window or length
         for op in layer_ops(layer.kind, MicrobatchShape(model, sequence_length=length)):
             each: float | np.ndarray = total_flops([op]).forward / length
-            if op.name == "attention":  # it counts a window, or all keys, for every query
+            if op.name == "attention":  # it counts the whole window, or all keys, for every query
                 each = each / min(window, length) * np.minimum(np.arange(1, length + 1), window)
-            found += each
-    return found
+            flops += each
+    return flops
 
 
 def unplanned(config: PretrainConfig) -> list[str]:
@@ -102,11 +102,13 @@ def slice_problems(config: PretrainConfig) -> list[str]:
             f"use {max(unit * count, length // even * even)} or {max(unit * count, -(-length // even) * even)}",
         ),
     ]
-    found = [(reason, fix) for wrong, reason, fix in refused if wrong]
-    if not found and min(map(len, slice_ranges(config))) < unit:
-        found = [(f"equal work leaves less than {unit} tokens for one of them", "use longer samples or fewer slices")]
+    problems = [(reason, fix) for wrong, reason, fix in refused if wrong]
+    if not problems and min(map(len, slice_ranges(config))) < unit:
+        problems = [
+            (f"equal work leaves less than {unit} tokens for one of them", "use longer samples or fewer slices")
+        ]
     return [
         f"schedule {name} passes sequences in {count} slices, but {reason}; {fix}, or use a schedule of whole "
         "sequences, such as 1f1b"
-        for reason, fix in found
+        for reason, fix in problems
     ]

@@ -14,7 +14,7 @@ from megapipe.spec.layers import layer_flops, model_layers, one_of_each, sharded
 from megapipe.spec.parameters import LayerSpec, tied_stages
 
 VOCABULARY_ALIGNMENT = 64
-"""Rows of a padded vocabulary shard are multiples of this, so that its matrix product has no odd size."""
+"""Rows of a padded vocabulary shard are multiples of this, so that the size of its matrix product is not odd."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StageLayout:
 
     def sharded(self, layers: tuple[LayerSpec, ...], pipeline: int) -> "StageLayout":
         """Return the layout with two more stages on each pipeline rank: shards of the last two of `layers`, output
-        matrix and word embeddings, which all of them share (`schedules.vocabulary`)."""
+        matrix and word embeddings, which are sharded over all pipeline ranks (`schedules.vocabulary`)."""
         shared = (range(layer, layer + 1) for layer in (len(layers) - 2, len(layers) - 1))
         ranges = (*self.ranges, *(each for each in shared for _ in range(pipeline)))
         return StageLayout(layers, ranges, tied_stages(layers, ranges))

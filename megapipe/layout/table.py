@@ -1,7 +1,7 @@
 """The layout table of a run: mesh sizes, the layers and rank of each stage, and the strategy of each layer.
 
-It is made from a configuration. Its YAML form is a configuration file with every choice spelled out by layer, so that
-a run can take it with --config and any layer can be changed by hand.
+It is made from a configuration. Its YAML form is a configuration file with the choices of every layer, so that a run
+can use it with --config, and any layer can be changed by hand.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from megapipe.schedules.offload import Offload
 
 
 class LayerChoice(NamedTuple):
-    """How one layer is treated.
+    """The strategy of one layer.
 
-    zero: its ZeRO stage. recompute: what its backward recomputes; full reruns the whole block, `joined` to the block
-    before it, from whose input both are rerun. offload: its activations move to host memory. fp8: its matrix products
-    are in fp8.
+    zero: its ZeRO stage. recompute: what its backward recomputes; full reruns the whole block, and `joined` means
+    together with the block before it, from the input of the latter. offload: its activations move to host memory. fp8:
+    its matrix products are in fp8.
     """
 
     zero: int
@@ -39,9 +39,9 @@ class LayerChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Who holds what in a run.
+    """The layout of a run over its ranks.
 
-    config: the run's. stages: layers of each stage. strategies: one for each layer. prefetch: compute actions between
+    config: of the run. stages: layers of each stage. strategies: one for each layer. prefetch: compute actions between
     the start of a reload and the backward that needs it.
 
     Example:
@@ -81,7 +81,7 @@ class LayoutTable:
 
     @cached_property
     def recomputed(self) -> Spans:
-        """Per stage, the stretches of units that are rerun together; empty if none are."""
+        """Per stage, the ranges of consecutive units that are rerun together; empty if there are none."""
         spans = [_stretches(self.strategies[members.start : members.stop]) for members in self.stages.ranges]
         return spans if any(spans) else []
 
@@ -127,20 +127,21 @@ class LayoutTable:
 
     @property
     def _num_named(self) -> int:
-        """Layers that `parallel` names: what pipeline ranks share is part of embedding and head."""
+        """Number of layers that `parallel` names: the shards of a vocabulary count as part of embedding and head."""
         return len(self.stages.layers) - 2 * (self.config.parallel.vocabulary_variant > 0)
 
     def _named_strategies(self) -> list[tuple[str, str, LayerChoice]]:
-        """Return name, kind and strategy of each layer, where neighboring blocks of one strategy are a range."""
-        found = []
+        """Return name, kind and strategy of each layer; adjacent blocks of the same strategy are combined to a
+        range."""
+        rows = []
         layers = self.stages.layers[: self._num_named]
         named = zip(layers, self.strategies[: self._num_named], strict=True)
         for (kind, strategy), members in groupby(named, lambda pair: (pair[0].kind, pair[1]._replace(joined=False))):
             indices = [layer.index for layer, _ in members]
             at_the_start = kind in ("embedding", "positions")
             name = f"blocks.{indices[0]}" if kind == "block" else "embedding" if at_the_start else "head"
-            found.append((name if len(indices) == 1 else f"{name}-{indices[-1]}", kind, strategy))
-        return found
+            rows.append((name if len(indices) == 1 else f"{name}-{indices[-1]}", kind, strategy))
+        return rows
 
 
 def moves_to_host(config: PretrainConfig) -> bool:
@@ -181,12 +182,12 @@ def _stage_strategies(config: PretrainConfig, stages: StageLayout, members: rang
     if config.offload.activations == "blocks":
         chosen = kept[:: config.offload.every][: config.offload.num_blocks]
         moved = {unit for unit in kept if (unit in chosen if own[unit].offload is None else own[unit].offload)}
-    found: list[LayerChoice] = []
+    choices: list[LayerChoice] = []
     length = 0
     for unit, layer in enumerate(layers):
         length = length + 1 if unit in rerun else 0
         selective = unit in kept and recompute_method(config, layer.name) == "selective"
-        found.append(
+        choices.append(
             LayerChoice(
                 zero_stage_of(config, layer.name),
                 "full" if unit in rerun else "selective" if selective else "none",
@@ -195,32 +196,32 @@ def _stage_strategies(config: PretrainConfig, stages: StageLayout, members: rang
                 fp8=layer.kind == "block" and is_fp8(config, layer.index),
             )
         )
-    return found
+    return choices
 
 
 def _stretches(strategies: Sequence[LayerChoice]) -> list[range]:
     """Return the units that are rerun together."""
-    found: list[range] = []
+    stretches: list[range] = []
     for unit, strategy in enumerate(strategies):
         if strategy.recompute == "full":
-            first = found.pop().start if strategy.joined else unit
-            found.append(range(first, unit + 1))
-    return found
+            first = stretches.pop().start if strategy.joined else unit
+            stretches.append(range(first, unit + 1))
+    return stretches
 
 
 def _own_fields(config: PretrainConfig, kind: str, strategy: LayerChoice) -> dict[str, Any]:
-    """Return the fields of a layer in `parallel.layers` of a file that has no numbers of blocks to recompute or move
-    and keeps no block out of fp8."""
-    found: dict[str, Any] = {}
+    """Return the fields of a layer in `parallel.layers`, for a file that does not itself set which blocks are
+    recomputed, moved or kept out of fp8."""
+    fields: dict[str, Any] = {}
     if strategy.zero != config.zero.stage:
-        found["zero"] = strategy.zero
+        fields["zero"] = strategy.zero
     if kind == "block" and strategy.recompute != config.recompute.method:
-        found["recompute"] = strategy.recompute
+        fields["recompute"] = strategy.recompute
     if kind == "block" and config.offload.activations == "blocks" and strategy.recompute != "full":
-        found |= {} if strategy.offload else {"offload": False}
+        fields |= {} if strategy.offload else {"offload": False}
     if kind == "block" and config.training.fp8 != "none" and not strategy.fp8:
-        found["fp8"] = False
-    return found
+        fields["fp8"] = False
+    return fields
 
 
 def _changed(group: Any, **fixed: Any) -> dict[str, Any]:

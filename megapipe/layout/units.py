@@ -1,4 +1,4 @@
-"""The state units of a run: what of each unit is sharded (ZeRO), and what one rank keeps and sends for it.
+"""The state units of a run: which state of each unit is sharded (ZeRO), and the memory and traffic of one rank for it.
 
 Sharding is that of Rajbhandari et al. (2020, arXiv 1910.02054), sections 5 and 7. A rank's pools of whole weights and
 gradients are numbers of layers by default: each unit has size 1. If the configuration limits a pool in GiB, sizes and
@@ -26,7 +26,7 @@ class StateBytes:
     """Bytes of parameters, gradients and optimizer state on one rank.
 
     weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
-    is the master and this is 0. gradients: fp32 accumulators. moments: what the optimizer keeps between steps.
+    is the master and this is 0. gradients: fp32 accumulators. moments: state of the optimizer.
     """
 
     weights: int
@@ -63,9 +63,9 @@ def flat_elements(
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters in one flat buffer: a layer's own, or one tied weight, with the gradients of its uses here.
+    """Parameters in one flat buffer: a layer's own, or one tied weight, with the gradients of its uses on this rank.
 
-    state_unit: which one of its layer, as in `ParameterSpec`.
+    state_unit: number within its layer, as in `ParameterSpec`.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -75,7 +75,8 @@ class Unit:
 
 
 def layer_units(layer: LayerSpec, tied: Collection[TiedNames], zero: ZeroConfig) -> tuple[Unit, ...]:
-    """Return the state units of a layer, without the weights that it shares with others: one, or its experts apart."""
+    """Return the state units of a layer, without weights that are tied to other layers: one unit, or a separate one
+    for its experts."""
     untied = (spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
     own = tuple(dict.fromkeys(untied))
     experts = tuple(spec for spec in own if spec.state_unit == "experts")
@@ -140,22 +141,24 @@ class UnitCosts:
         return self.config.optimizer.name == "muon" and self.shards > 1
 
     def _placement(self, unit: Unit) -> MatrixPlacement:
-        """Return the places of a unit's parameters in Muon's shards."""
+        """Return the positions of a unit's parameters in Muon's shards."""
         return place(unit.specs, self.shards, tensor_size=self.config.parallel.tensor, alignment=self.alignment)
 
     def sharded(self, unit: Unit, stage: int) -> bool:
-        """Return whether the state that ZeRO shards from `stage` on is sharded; for tied weights only stage 1 is."""
+        """Return whether state that ZeRO shards at `stage` and above is sharded here; for tied weights only stage 1
+        applies."""
         if self.shards_of(unit) == 1 or not unit.specs:
             return False
         return (1 if unit.tied else zero_stage_of(self.config, unit.specs[0].name)) >= stage
 
     def own_elements(self, unit: Unit, stage: int) -> int:
-        """Return the elements that a rank keeps, between uses, of a buffer that ZeRO shards from `stage` on."""
+        """Return the number of elements that a rank keeps, between uses, of a buffer that ZeRO shards at `stage` and
+        above."""
         return self.elements(unit) // (self.shards_of(unit) if self.sharded(unit, stage) else 1)
 
     def state(self, unit: Unit, *, num_versions: int = 1, gradient_buffers: int = 1) -> StateBytes:
         """Return the state of a unit on one rank between steps, in device and host memory, without weights and
-        gradients that are whole for a while. num_versions, gradient_buffers: as in `schedules.Header`."""
+        gradients that are whole only temporarily. num_versions, gradient_buffers: as in `schedules.Header`."""
         training, optimizer = self.config.training, self.config.optimizer
         part = self.own_elements(unit, 1)
         master = self._weight_bytes != FULL_BYTES and training.master_weights
@@ -194,8 +197,8 @@ class UnitCosts:
         return {self.shard_group(unit): [Exchange("reduce_scatter", elements, size)]}
 
     def summand_bytes(self, unit: Unit, over_gloo: bool) -> int:
-        """Return the bytes that one such sum holds until it ends: a copy of the gradients in bf16 if they are sent in
-        bf16, and over gloo, which receives into its own memory, the parts of other ranks."""
+        """Return the bytes that one such sum holds until it ends: a copy of the gradients if they are sent in bf16
+        and, over gloo, which receives into its own memory, the parts of other ranks."""
         if self.shards_of(unit) == 1:
             return 0
         elements, narrow = self.elements(unit), self.config.zero.reduce_dtype == "bf16"
@@ -218,19 +221,19 @@ class UnitCosts:
     def update(self, unit: Unit) -> dict[str, list[Exchange]]:
         """Return the exchanges of one update. Muon gathers the momentum of each matrix of which this rank has elements
         over the tensor ranks. If the shards cut a matrix, it gathers that of the whole unit over the shards first."""
-        config, found = self.config, dict[str, list[Exchange]]()
+        config, exchanges = self.config, dict[str, list[Exchange]]()
         if config.optimizer.name != "muon":
-            return found
+            return exchanges
         matrices = [spec for spec in unit.specs if spec.matrix]
         if self._whole_matrices:
             placement = self._placement(unit)
             matrices = [spec for spec in matrices if placement.has_some(spec.name, self.shard)]
             if placement.cut:
-                found[self.shard_group(unit)] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
+                exchanges[self.shard_group(unit)] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
         if config.parallel.tensor > 1:
             shared = [spec for spec in matrices if spec.partition_axis is not None]
-            found["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]
-        return found
+            exchanges["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]
+        return exchanges
 
 
 GIB = 1 << 30
@@ -288,7 +291,7 @@ class StateUnits:
 
     def problems(self) -> list[str]:
         """Return one message for each limit in GiB that is smaller than a layer."""
-        config, width, found = self.config, self._weight_width, list[str]()
+        config, width, messages = self.config, self._weight_width, list[str]()
         for name, limit, pool, size in (
             ("zero.weight_memory", config.zero.weight_memory, self.weight_pool, width),
             ("zero.gradient_memory", config.zero.gradient_memory, self.gradient_pool, FULL_BYTES),
@@ -296,8 +299,10 @@ class StateUnits:
         ):
             if limit is not None and pool < self._largest:
                 needed = f"{self._largest * size / GIB:.4g}"
-                found.append(f"{name} is {limit:g} GiB, but the largest layer needs {needed}; set it to at least that")
-        return found
+                messages.append(
+                    f"{name} is {limit:g} GiB, but the largest layer needs {needed}; set it to at least that"
+                )
+        return messages
 
     @property
     def _weight_width(self) -> int:

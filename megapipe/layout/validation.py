@@ -1,4 +1,4 @@
-"""Rules that a configuration must keep to run on a number of ranks, as far as they need no tensor.
+"""Rules that a configuration must satisfy to run on a number of ranks, without those that need tensors.
 
 config/ checks each field; this module checks the rules of layout, batch and schedule. training/ adds those of kernels
 and optimizers.
@@ -61,7 +61,7 @@ def token_order(config: PretrainConfig) -> TokenOrder:
 
 
 def context_problems(config: PretrainConfig) -> list[str]:
-    """Return one message for each rule that keeps context ranks from sharding samples; the sizes are valid."""
+    """Return one message for each reason why context ranks cannot shard samples; the sizes are valid."""
     size, kind = config.parallel.context, config.parallel.context_attention
     if size == 1:
         return []

@@ -1,10 +1,10 @@
-"""Places of parameters in a flat buffer that is cut into equal shards, which cut as few matrices as possible.
+"""Positions of parameters in a flat buffer of equal shards that cut as few matrices as possible.
 
 An optimizer that steps whole matrices (Muon) then has most of them whole on one rank. Parameters that it does not
-treat as matrices are first and may be cut anywhere. Matrices longer than an equal share of the buffer are last and are
-cut: if they were whole, every shard would have the length of the longest one. The others are between the two, placed
-by the longest-first rule of scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies") in the shortest
-shards that take them.
+treat as matrices are first and may be cut anywhere. Matrices longer than an equal part of the buffer are last and are
+cut: if they were whole, every shard would have the length of the longest one. The others are between these two groups,
+placed by the longest-first rule of scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies") in the
+emptiest shards that have room.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ class MatrixPlacement:
 
     starts, stops: parameter -> its half-open range of elements; starts are multiples of 64. decayed: end of the
     decayed parameters that are not matrices. elementwise: end of all that are not matrices; matrices follow.
-    cut: names of the matrices that no shard holds whole.
+    cut: names of the matrices that are not whole in any shard.
     """
 
     shard_size: int
@@ -34,10 +34,10 @@ class MatrixPlacement:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the buffer, padding included.
+        """Elements of the buffer, including padding.
 
-        At most those of the parameters, 64 a shard, and the longest matrix that is whole times the shards; so never
-        more than twice the parameters and 64 a shard.
+        At most the sum of those of the parameters, 64 per shard, and the longest whole matrix times the number of
+        shards; so at most twice the parameters plus 64 per shard.
         """
         return self.shard_size * self.num_shards
 
@@ -59,7 +59,7 @@ class MatrixPlacement:
 def place(
     specs: Iterable[ParameterSpec], num_shards: int, *, tensor_size: int = 1, alignment: int = 1
 ) -> MatrixPlacement:
-    """Return the places of the parameters of a unit. tensor_size, alignment: as in `ParameterSpec.local_shape`."""
+    """Return the positions of the parameters of a unit. tensor_size, alignment: as in `ParameterSpec.local_shape`."""
     ordered = sorted(specs, key=lambda spec: (spec.matrix, not spec.decay))
     lengths = {spec.name: prod(spec.local_shape(tensor_size, alignment)) for spec in ordered}
     sizes = {name: _aligned(length) for name, length in lengths.items()}
@@ -77,13 +77,13 @@ def place(
     order = sorted(whole, key=lambda name: -whole[name])
     behind = sum(long.values())
 
-    def found(shard_size: int) -> list[int] | None:
+    def place_at(shard_size: int) -> list[int] | None:
         stop = num_shards * shard_size - behind
         bins = [(max(i * shard_size, position), min((i + 1) * shard_size, stop)) for i in range(num_shards)]
         return _packed([whole[name] for name in order], bins)
 
-    shard_size = _smallest(found, -(-total // num_shards), max(whole.values(), default=0))
-    packed = found(shard_size)
+    shard_size = _smallest(place_at, -(-total // num_shards), max(whole.values(), default=0))
+    packed = place_at(shard_size)
     assert packed is not None
     starts |= dict(zip(order, packed, strict=True))
     first = num_shards * shard_size - behind
@@ -97,12 +97,13 @@ def place(
     return MatrixPlacement(shard_size, num_shards, starts, stops, decayed, position, cut)
 
 
-def _smallest(found: Callable[[int], list[int] | None], share: int, longest: int) -> int:
-    """The shortest shard, by bisection, that `found` has places for; `share` and `longest` more always suffice."""
+def _smallest(place_at: Callable[[int], list[int] | None], share: int, longest: int) -> int:
+    """Return the smallest shard size, by bisection, for which `found` returns positions; `share` plus `longest` always
+    suffices."""
     low, high = (-(-size // SEGMENT_ALIGNMENT) for size in (max(share, longest), share + longest))
     while low < high:
         middle = (low + high) // 2
-        if found(middle * SEGMENT_ALIGNMENT) is None:
+        if place_at(middle * SEGMENT_ALIGNMENT) is None:
             low = middle + 1
         else:
             high = middle
@@ -110,7 +111,8 @@ def _smallest(found: Callable[[int], list[int] | None], share: int, longest: int
 
 
 def _packed(sizes: Sequence[int], bins: Sequence[tuple[int, int]]) -> list[int] | None:
-    """A start for each size, longest first, in the bin with most room, the first of several; None if one finds none.
+    """Return a start for each size, longest first, in the bin with most room (the first of equals); None if one does
+    not fit.
 
     bins: start and stop of each.
     """

@@ -21,7 +21,7 @@ from megapipe.layers.feed_forward import MLP, Experts
 from megapipe.layers.latent_attention import MultiLatentAttention
 from megapipe.layers.linear import OwnTokensLinear, Shapes, partial_parameters, within
 from megapipe.layers.norms import Norm
-from megapipe.layers.split import Remade, SplitTape
+from megapipe.layers.split import Rerun, SplitTape
 from megapipe.parallel.groups import Group
 from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.layers import layer_ops
@@ -81,7 +81,7 @@ class WordShard(nn.Module):
         return (self.word.own_rows(context.tokens, context.tape),)
 
 
-BlockAttention = Callable[[Tensor, Remade | None], Tensor]
+BlockAttention = Callable[[Tensor, Rerun | None], Tensor]
 """Hidden states [b, s, h], and how to recompute them, to the output of attention [b, s, h]."""
 
 
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """(hidden [b, s, h],) to (hidden [b, s, h],)."""
-        return (self.around(lambda x, again: self.attention(x, context, again), hidden, context),)
+        return (self.around(lambda x, rerun: self.attention(x, context, rerun), hidden, context),)
 
     def around(self, attention: BlockAttention, hidden: Tensor, context: MicrobatchContext | None) -> Tensor:
         """Return the output [b, s, h] of the block with this attention. context: None for decoding."""
@@ -144,7 +144,7 @@ class Block(nn.Module):
             mlp_input = _normalised(self.mlp_norm, hidden, tape)
         else:
             normalised, hidden = self.mlp_norm.add(update, hidden, tape)
-            mlp_input = normalised, self.mlp_norm.again(hidden, tape)
+            mlp_input = normalised, self.mlp_norm.recomputation(hidden, tape)
         update = self._update(self.mlp(mlp_input[0], tape, mlp_input[1]), self.mlp_output_norm, tape)
         return self.mlp_dropout.add(update, hidden, context)
 
@@ -155,7 +155,7 @@ class Block(nn.Module):
         assert self.mlp_norm is not None
         added = self.attention_dropout.add(self._update(attention(hidden, None), None, tape), hidden, context)
         hidden = self.attention_norm(added, tape)
-        update = self._update(self.mlp(hidden, tape, self.attention_norm.again(added, tape)), None, tape)
+        update = self._update(self.mlp(hidden, tape, self.attention_norm.recomputation(added, tape)), None, tape)
         return self.mlp_norm(self.mlp_dropout.add(update, hidden, context), tape)
 
     def _update(self, output: Tensor, norm: Norm | None, tape: SplitTape | None) -> Tensor:
@@ -165,9 +165,9 @@ class Block(nn.Module):
         return output if self.update_scale == 1 else output * self.update_scale
 
 
-def _normalised(norm: Norm | None, hidden: Tensor, tape: SplitTape | None) -> tuple[Tensor, Remade | None]:
+def _normalised(norm: Norm | None, hidden: Tensor, tape: SplitTape | None) -> tuple[Tensor, Rerun | None]:
     """Return the norm of hidden states, and how to recompute it; without a norm the hidden states."""
-    return (hidden, None) if norm is None else (norm(hidden, tape), norm.again(hidden, tape))
+    return (hidden, None) if norm is None else (norm(hidden, tape), norm.recomputation(hidden, tape))
 
 
 class PredictionDepth(nn.Module):

@@ -1,10 +1,10 @@
-"""Muon (Jordan 2024) on hidden matrices, AdamW on the rest, over UnitStates; and the choice of an optimizer.
+"""Muon (Jordan 2024) for hidden matrices and AdamW for the rest, on UnitStates; and the choice of an optimizer.
 
 An update is the momentum with its singular values brought near 1 by Newton and Schulz's iteration, scaled to the size
 of AdamW's updates (Liu et al. 2025, "Muon is scalable for LLM training", 2502.16982, section 2.2). It needs whole
-matrices: tensor ranks gather their shards of the momentum, and each orthogonalises all of the matrix and keeps its
-own part. Replicas that share the state hold most matrices whole, one each; of those that are cut
-(`layout.whole_matrices`) they gather the momentum too.
+matrices: tensor ranks gather their shards of the momentum; each orthogonalises the whole matrix and keeps its own
+part. If replicas shard the state, most matrices are whole on one replica; for those that are cut
+(`layout.whole_matrices`), replicas gather the momentum too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ SMALLEST_NORM = 1e-7
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """U V^T, about, of `matrix` [rows, columns] = U S V^T; bf16, in which all of it is computed."""
+    """Return approximately U V^T, for `matrix` [rows, columns] = U S V^T; computed in bf16."""
     x = matrix.to(torch.bfloat16)
     tall = x.shape[0] > x.shape[1]
     if tall:
@@ -41,7 +41,8 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 
 
 def separate_matrices(whole: Tensor) -> Iterator[Tensor]:
-    """Views of the matrices that a parameter in canonical shape consists of: [..., in], all axes but the last rows.
+    """Return views of the matrices that a parameter in canonical shape consists of: [..., in], in which all axes but
+    the last are rows.
 
     (kv groups, query heads per group + 2, head_dim, hidden): query, key and value. (2, ffn, hidden): gate and up.
     """
@@ -56,19 +57,19 @@ def separate_matrices(whole: Tensor) -> Iterator[Tensor]:
 def update_of(whole: Tensor, config: MuonConfig) -> Tensor:
     """Return the fp32 factor of the learning rate, for a whole parameter's momentum in canonical shape."""
     update = torch.empty_like(whole, dtype=torch.float32)
-    for given, found in zip(separate_matrices(whole), separate_matrices(update), strict=True):
+    for given, part in zip(separate_matrices(whole), separate_matrices(update), strict=True):
         matrix = given.reshape(-1, given.shape[-1])
         rows, columns = matrix.shape
         scale = 0.2 * sqrt(max(rows, columns)) if config.scale == "match_rms" else sqrt(max(1.0, rows / columns))
-        found.copy_(orthogonalised(matrix, config.newton_schulz_steps).view(given.shape)).mul_(scale)
+        part.copy_(orthogonalised(matrix, config.newton_schulz_steps).view(given.shape)).mul_(scale)
     return update
 
 
 class FlatMuon(FlatAdamW):
-    """Muon. A matrix has one moment, `momentum`; what AdamW trains has its two.
+    """Muon. A matrix has one moment, `momentum`; parameters that AdamW trains have its two.
 
-    tensor_group: ranks that share matrices. shard_group: replicas that share one copy of the state; needed where
-    states have matrices that are cut.
+    tensor_group: ranks that shard matrices. shard_group: replicas that share one copy of the state; needed if states
+    have matrices that are cut.
     """
 
     writes_copies = False
@@ -125,9 +126,10 @@ class FlatMuon(FlatAdamW):
             weight.mul_(1 - rate * self._config.weight_decay).sub_(update.to(weight.dtype) * rate)
 
     def _momenta(self, state: UnitState, coefficient: Tensor) -> Iterator[tuple[Segment, Tensor]]:
-        """The matrices that this rank holds something of, each with all of its tensor shard's momentum, looked ahead.
+        """Yield each matrix that has elements on this rank, with the update's input (`_advanced`) for its whole tensor
+        shard.
 
-        A collective call of the ranks that share the state where their shards cut matrices.
+        A collective call of the replicas that share the state, if their shards cut matrices.
         """
         held = [segment for segment in state.table if segment.spec.matrix and state.held(segment)]
         if not state.table.cut:
@@ -145,7 +147,7 @@ class FlatMuon(FlatAdamW):
     def _advanced(self, state: UnitState, segment: Segment, coefficient: Tensor) -> Tensor:
         """Add the gradient to the momentum, and return the flat input of the update for the elements of this rank.
 
-        Products and sums are separate, not fused: the same bits wherever the matrix is cut.
+        Multiplications and additions are not fused, so that the bits do not depend on where the matrix is cut.
         """
         share = self._muon.momentum
         part = state.place(segment)
@@ -174,7 +176,8 @@ def make_optimizer(
     tensor_group: Group | None = None,
     shard_group: Group | None = None,
 ) -> FlatOptimizer:
-    """The optimizer that `optimizer.name` names. kernels, seed: see FlatOptimizer. The groups: see FlatMuon."""
+    """Return the optimizer that `optimizer.name` names. kernels, seed: see FlatOptimizer. tensor_group, shard_group:
+    see FlatMuon."""
     if config.name == "muon":
         return FlatMuon(config, kernels, seed, tensor_group, shard_group)
     return ELEMENTWISE[config.name](config, kernels, seed)

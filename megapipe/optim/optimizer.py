@@ -1,4 +1,4 @@
-"""Optimizers over UnitStates: what the engine calls for UPDATE actions."""
+"""Optimizers of UnitStates, which the engine calls for UPDATE actions."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -22,7 +22,8 @@ from megapipe.spec.parameters import ParameterSpec
 
 
 def elements_of(segment: Segment, skipped: int = 0) -> Elements:
-    """Which elements of the whole parameter a tensor rank's shard holds, from that number on."""
+    """Return the numbers, in the whole parameter, of the elements of a tensor rank's shard after the first
+    `skipped`."""
     shape, starts, own = segment.spec.shape, segment.box.starts, segment.box.shape
     axis = segment.spec.partition_axis or 0
     inner = prod(shape[axis + 1 :])
@@ -30,7 +31,8 @@ def elements_of(segment: Segment, skipped: int = 0) -> Elements:
 
 
 def round_weights(state: UnitState, wide: Tensor, seed: int, update: int, kernels: Registry = OPS) -> None:
-    """Overwrite the newest weights by `wide`, their fp32 values, the same bits however the weights are cut.
+    """Overwrite the newest weights with `wide`, their fp32 values, rounded to the same bits however the weights are
+    sharded.
 
     update: number of the unit's update. kernels: which backend rounds. Padding stays as it is.
     """
@@ -51,10 +53,10 @@ MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Elements of flat buffers that take the same step: the decayed ones of some units, or the others.
+    """Elements of flat buffers that take the same step: the decayed elements of some units, or the others.
 
-    step: number of the units' update, from 1. moments: name -> one view a unit. decay: weight decay, 0 for the others.
-    copies: bf16, where the step is to write the new parameters as well; empty where it need not.
+    step: number of the units' update, from 1. moments: name -> one view per unit. decay: weight decay, 0 for the
+    others. copies: bf16 buffers to which the step also writes the new parameters; empty if it need not.
     """
 
     step: int
@@ -66,11 +68,11 @@ class ParameterGroup:
 
 
 class FlatOptimizer(ABC):
-    """Decays the decayed range of every unit's flat buffer and nothing of the rest.
+    """Decays only the decayed range of every unit's flat buffer.
 
-    Moments live in UnitState.moments, made at a unit's first update. `applied`, unit name -> number of updates, counts
-    what was really applied: a skipped step does not advance it. kernels: which backends run the steps' ops.
-    seed: of the random rounding of weights that are kept in bf16 alone.
+    Moments are in UnitState.moments, allocated at a unit's first update. `applied`, unit name -> number of updates,
+    only counts updates that were applied: a skipped step does not advance it. kernels: which backends run the steps'
+    ops. seed: of the stochastic rounding of weights that are only kept in bf16.
     """
 
     writes_copies: ClassVar[bool] = False
@@ -90,7 +92,7 @@ class FlatOptimizer(ABC):
 
     @property
     def _part_moments(self) -> tuple[str, ...]:
-        """Those that `_step` is given."""
+        """The moments that are passed to `_step`."""
         return self.moment_names
 
     def kinds(self, spec: ParameterSpec) -> tuple[str, ...]:
@@ -98,7 +100,7 @@ class FlatOptimizer(ABC):
         return self.moment_names
 
     def allocate(self, state: UnitState) -> None:
-        """Make a unit's moments, all zero."""
+        """Allocate a unit's moments, all zero."""
         for name in self.moment_names:
             state.add_moment(name, state.within_shard(slice(0, state.table.num_elements)), self.moment_dtype)
 
@@ -114,7 +116,7 @@ class FlatOptimizer(ABC):
             self.applied[state.name] = self.applied.get(state.name, 0) + 1
             _balance(state)
         rounded = [state for state in states if state.master.dtype not in (torch.float32, torch.float64)]
-        for state in rounded:  # one by one, for the wide weights of one unit at a time
+        for state in rounded:  # one by one, so that wide weights exist for one unit at a time
             self._step_rounded(state, learning_rate, coefficient)
         exact = [state for state in states if state not in rounded]
         for step in sorted({self.applied[state.name] for state in exact}):
@@ -125,13 +127,13 @@ class FlatOptimizer(ABC):
                 state.mark_published()
 
     def prepare(self, states: Sequence[UnitState]) -> None:
-        """Make the moments that their first update would make."""
+        """Allocate the moments that the first update of `states` would allocate."""
         for state in states:
             if not state.moments:
                 self.allocate(state)
 
     def rehearse(self, states: Sequence[UnitState]) -> None:
-        """Run the kernels of an update of `states`, which have their moments, on a copy of one unit after another."""
+        """Run the kernels of an update on copies of `states`, one unit at a time. Their moments must be allocated."""
         for state in states:
             twin, other = state.twin(), copy.copy(self)
             other.applied = dict(self.applied)
@@ -145,7 +147,7 @@ class FlatOptimizer(ABC):
     def _step_units(
         self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, rate: float, coefficient: Tensor
     ) -> None:
-        """masters: what is stepped, one a unit."""
+        """masters: the buffers to step, one per unit."""
         for decayed in (True, False):
             self._step(self._part(states, masters, step, decayed), rate, coefficient)
 
@@ -158,16 +160,21 @@ class FlatOptimizer(ABC):
         return ParameterGroup(
             step,
             [master[part] for master, (_, part) in given if part.stop > part.start],
-            # A version's number is its update's plus the number of versions, a multiple of the buffers.
+            # A version's number is that of its update plus the number of versions, which the number of buffers
+            # divides.
             [state.reduced_gradient(state.newest)[part] for state, part in filled],
             {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,
-            [found[part] for state, part in filled if (found := self._copied(state)) is not None],
+            [copied[part] for state, part in filled if (copied := self._copied(state)) is not None],
         )
 
     def _copied(self, state: UnitState) -> Tensor | None:
-        found = state.working_copy
-        return found if self.writes_copies and found is not None and found.dtype == torch.bfloat16 else None
+        working_copy = state.working_copy
+        return (
+            working_copy
+            if self.writes_copies and working_copy is not None and working_copy.dtype == torch.bfloat16
+            else None
+        )
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Return the decayed elements, or the others, of this rank's part of a unit's buffers."""
@@ -176,9 +183,9 @@ class FlatOptimizer(ABC):
 
 
 def _balance(state: UnitState) -> None:
-    """Move what balances experts against their load (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+    """Move the biases that balance experts against their load (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
 
-    Its gradient is then cleared, so that the optimizer's own step leaves it where it is.
+    Their gradients are then cleared, so that the optimizer's own step does not change them.
     """
     for segment in state.table:
         if segment.spec.balance_rate and state.held(segment):
@@ -189,7 +196,7 @@ def _balance(state: UnitState) -> None:
 
 
 class FlatAdamW(FlatOptimizer):
-    """AdamW, with decoupled decay. The number of a unit's updates corrects its moments' bias."""
+    """AdamW, with decoupled decay. Bias correction depends on the number of a unit's updates."""
 
     writes_copies = True
 
@@ -212,7 +219,7 @@ class FlatAdamW(FlatOptimizer):
 
 
 class FlatSGD(FlatOptimizer):
-    """Gradient descent with momentum and coupled decay, as torch.optim.SGD has it."""
+    """Gradient descent with momentum and coupled decay, as in torch.optim.SGD."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -224,4 +231,4 @@ class FlatSGD(FlatOptimizer):
 
 
 ELEMENTWISE: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}
-"""Optimizers by `optimizer.name` that treat every element by itself; `optim.muon` chooses."""
+"""Elementwise optimizers by `optimizer.name`; `optim.muon.make_optimizer` chooses one."""

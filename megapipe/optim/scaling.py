@@ -1,8 +1,8 @@
 """Numbers that scale a step: learning rate, loss scale of fp16 runs, and the coefficient of gradient clipping.
 
 A loss scale (Micikevicius et al. 2018, 1710.03740, section 3.2, with the hysteresis of Megatron-LM) belongs to a
-batch: its gradients have that scale even if the scale changes meanwhile. It is a function of the outcomes of earlier
-batches alone, and of the same ones on every layout, drained or not.
+batch: its gradients have that scale even if the scale changes meanwhile. It depends only on the outcomes of earlier
+batches, the same ones on every layout, whether the pipeline was drained or not.
 """
 
 import math
@@ -16,16 +16,16 @@ from megapipe.config.optimizer import LossScaleConfig, OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 1, of a run of `total_steps`.
+    """Return the learning rate of optimizer step `step`, counted from 1, of a run of `total_steps`.
 
     The warm-up rises linearly from 0 (before step 1) to the peak at step `warmup_steps`; without one, step 1 is at
-    the peak. Then, with `floor` x peak as the end: constant stays; linear and cosine fall until `decay_steps` (null:
-    the last step), cosine along half a period (Loshchilov and Hutter, 2017); wsd (warm-up, stable, decay: Hu et al.,
-    2024) stays and falls linearly over the last `decay_steps` (null: a tenth of the run). Later steps stay at the end.
-    Raises ValueError when step is below 1.
+    the peak. Then the rate falls to `floor` x peak: constant stays at the peak; linear and cosine fall until
+    `decay_steps` (null: the last step), cosine along half a period (Loshchilov and Hutter, 2017); wsd (warm-up,
+    stable, decay: Hu et al., 2024) stays and falls linearly over the last `decay_steps` (null: a tenth of the run).
+    Later steps keep the last rate. Raises ValueError if step is below 1.
     """
     if step < 1:
-        raise ValueError(f"learning rate asked for step {step}; optimizer steps count from 1")
+        raise ValueError(f"learning rate requested for step {step}; optimizer steps count from 1")
     peak = config.learning_rate
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
@@ -55,7 +55,7 @@ def learning_rate_problems(config: OptimizerConfig, total_steps: int) -> list[st
 
 
 def _decay_range(config: OptimizerConfig, total_steps: int) -> tuple[int, int]:
-    """Step of the last peak value and step of the first end value."""
+    """Return the last step at the peak and the first step at the final rate."""
     if config.decay == "wsd":
         length = total_steps // 10 if config.decay_steps is None else config.decay_steps
         return total_steps - length, total_steps
@@ -67,7 +67,7 @@ BACKOFF = 0.5
 
 
 class LossScaleError(RuntimeError):
-    """Gradients stay out of range whatever the scale."""
+    """Gradients are out of range at every allowed scale."""
 
 
 class LossScaler:
@@ -93,7 +93,8 @@ class LossScaler:
         return self._scale
 
     def observe(self, step: int, skipped: bool) -> None:
-        """Say how a step ended. Raises LossScaleError after too many skipped ones at the lowest scale."""
+        """Record whether a step was skipped. Raises LossScaleError after too many skipped steps at the lowest
+        scale."""
         self._outcomes.append((step, skipped))
         at_lowest = self._config.kind == "constant" or self._scale <= self._config.minimum
         self._at_minimum = self._at_minimum + 1 if skipped and at_lowest else 0
@@ -116,8 +117,8 @@ class LossScaler:
         }
 
     def restore(self, state: Mapping[str, float], step: int) -> None:
-        """Go on from a checkpoint after `step` steps. One of a run without a scale, or a constant scale, changes
-        nothing."""
+        """Continue from a checkpoint after `step` steps. Changes nothing if the checkpoint has no scale, or if this
+        run's scale is constant."""
         if not state or self._config.kind == "constant":
             return
         self._scale = max(state["scale"], self._config.minimum)
@@ -152,9 +153,9 @@ MARGIN = 1e-6
 def clip_coefficient(norm: float | Tensor, limit: float) -> Tensor:
     """Return the factor that limits the norm of gradients to `limit`: min(1, limit / (norm + 1e-6)), 0-dim fp32.
 
-    norm: global L2 norm, 0-dim when a tensor; the quotient is taken in its precision (a float's is 64 bits) and on its
-    device, without waiting for it. A norm that is not a number gives a coefficient that is not a number.
-    Raises ValueError when limit is not above 0.
+    norm: global L2 norm, a float or a 0-dim tensor; the quotient is computed in its precision (64 bits for a float)
+    and on its device, without waiting for it. If the norm is NaN, so is the coefficient. Raises ValueError if limit is
+    not above 0.
     """
     if not limit > 0:
         raise ValueError(f"optimizer.clip_norm is {limit}; it must be above 0, or null for no clipping")

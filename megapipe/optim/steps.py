@@ -1,15 +1,15 @@
-"""Steps of AdamW and SGD on flat tensors, the same bits wherever segments may be cut.
+"""Steps of AdamW and SGD on flat tensors, whose bits do not depend on where segments are cut.
 
-AdamW (Loshchilov and Hutter, 2019, algorithm 2): a kernel of the registry runs the step, a buffer at a time, where one
-is picked; else torch's fused kernel does. On CPUs that kernel computes whole vector registers with fused multiply-adds
-and the elements left over without them, so that a shard's end would differ from the same elements inside a longer
-shard. Buffers of units are cut at multiples of `SEGMENT_ALIGNMENT`, which no register straddles. The registry's
-reference, in elementwise operations, takes the elements of a tensor beyond such a multiple, fp64, whose gradients that
-kernel would scale in fp32, and bf16 moments, which it does not know.
+AdamW (Loshchilov and Hutter, 2019, algorithm 2): a kernel of the registry runs the step, a buffer at a time, if one is
+chosen; otherwise torch's fused kernel does. On CPUs that kernel computes whole vector registers with fused
+multiply-adds, and the remaining elements without them, so the end of a shard would differ from the same elements
+inside a longer shard. Buffers of units are cut at multiples of `SEGMENT_ALIGNMENT`, which no register straddles. The
+registry's reference, in elementwise operations, takes the elements of a tensor beyond such a multiple, fp64, whose
+gradients that kernel would scale in fp32, and bf16 moments, which it does not know.
 
 SGD has the recursion of torch.optim.SGD. Its decay is *coupled*: it is added to the gradient, and so enters the
-momentum (AdamW's is decoupled). There is no dampening, and the learning rate multiplies the momentum, so that a change
-of it acts on past gradients too (unlike Sutskever et al., 2013). The step consists of torch's elementwise operations.
+momentum (AdamW's is decoupled). There is no dampening, and the learning rate multiplies the momentum, so that changing
+it also affects past gradients (unlike Sutskever et al., 2013). The step consists of torch's elementwise operations.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from megapipe.kernels.registry import Registry
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 
 BLOCK = 1 << 16
-"""Elements that a step on the CPU takes at a time."""
+"""Number of elements per block of a step on the CPU."""
 
 
 def check_flat(optimizer: str, tensors: Iterable[Tensor]) -> None:
@@ -39,12 +39,12 @@ def check_flat(optimizer: str, tensors: Iterable[Tensor]) -> None:
                 "views (or fp64 ones)"
             )
     if len(dtypes) > 1:
-        found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ValueError(f"{optimizer} got {found} tensors in one step; pass parameters, gradients and moments of one")
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"{optimizer} got {names} tensors in one step; pass parameters, gradients and moments of one")
 
 
 def blocks(lists: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors that belong together, block by block; whole on a GPU. Raises ValueError where lengths differ."""
+    """Yield tensors that belong together, block by block; whole on a GPU. Raises ValueError if lengths differ."""
     for tensors in zip(*lists, strict=True):
         if tensors[0].is_cuda:
             yield tensors
@@ -74,8 +74,8 @@ def adamw_step(
     The moments may be bf16.
 
     kernels: which backend runs the step. gradient_scale: 0-dim, multiplies every gradient first (clipping; 1 / loss
-    scale), without a wait of a GPU for the host. Gradients may be overwritten. copies: bf16, one a parameter or none
-    at all, overwritten by the rounded new parameters. Raises ValueError when a tensor is not flat and contiguous, or
+    scale), without a wait of a GPU for the host. Gradients may be overwritten. copies: bf16, one per parameter or
+    none, overwritten with the rounded new parameters. Raises ValueError if a tensor is not flat and contiguous, or
     dtypes are mixed.
     """
     moments = [*first_moments, *second_moments]
@@ -111,7 +111,7 @@ def _cut(lists: Sequence[Sequence[Tensor]]) -> tuple[Lists, Lists]:
 
 
 def _fused(lists: Lists, update: AdamW, gradient_scale: Tensor | None) -> None:
-    """torch's kernel, which divides gradients by its scale and counts the step itself."""
+    """Run torch's kernel, which divides gradients by its scale and counts the step itself."""
     parameters, gradients, first_moments, second_moments, *copies = lists
     if not parameters:
         return
@@ -141,7 +141,7 @@ def _fused(lists: Lists, update: AdamW, gradient_scale: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class SGD:
-    """Numbers of one step. momentum: 0 keeps none. weight_decay is coupled."""
+    """Numbers of one step. momentum: 0 for no momentum. weight_decay is coupled."""
 
     learning_rate: float
     momentum: float

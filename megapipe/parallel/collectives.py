@@ -1,14 +1,14 @@
-"""Collectives that autograd sees, of tensor parallelism and of sequence parallelism.
+"""Differentiable collectives of tensor parallelism and sequence parallelism.
 
 `copy_to_group` and `reduce_from_group` are f and g of Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3),
-a conjugate pair: the forward of one is the backward of the other. f is applied where a replicated tensor enters a
-region in which every rank computes its own part, g where the sum of the parts leaves it. Parts that are slices along
-a dimension leave it through `gather_from_group`.
+a conjugate pair: the forward of one is the backward of the other. f is applied to a replicated tensor before a region
+in which every rank computes its own part, and g to the parts after it, which sums them. If the parts are slices along
+a dimension, `gather_from_group` takes the place of g.
 
 Sequence parallelism cuts hidden states along the tokens (Korthikanti et al. 2022, arXiv 2205.05198) and uses the pair
-of its section 4.2.2: where a region begins in which every rank computes its own part of the channels, the ranks'
-tokens are gathered, and where it ends the sum of the parts is scattered over the tokens. The backward of one is the
-forward of the other. Tokens are dimension 1 of [b, s, h].
+of its section 4.2.2: before a region in which every rank computes its own part of the channels, the tokens of all
+ranks are gathered, and after it the sum of the parts is scattered over the tokens. The backward of one is the forward
+of the other. Tokens are dimension 1 of [b, s, h].
 """
 
 from collections.abc import Callable
@@ -22,33 +22,33 @@ from megapipe.parallel.groups import DistributedGroup, Group, ReduceOperation
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """`x`, the same on every rank; its gradient is the sum of all ranks' gradients."""
+    """Return `x`, which is the same on every rank; its gradient is the sum of all ranks' gradients."""
     return x if group.size == 1 else _Copy.apply(x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """Sum of all ranks' `x`, the same on every rank; the gradient goes to each of them as it is."""
+    """Return the sum of all ranks' `x`, the same on every rank; the gradient is passed to each `x` unchanged."""
     return x if group.size == 1 else _Reduce.apply(x, group)
 
 
 def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
-    """All ranks' slices `x` joined along `dim`, the same on every rank.
+    """Return all ranks' slices `x` joined along `dim`, the same on every rank.
 
-    What follows computes the same on every rank, so each slice's gradient is its part of the joined gradient.
+    Later computation is the same on every rank, so the gradient of a slice is its part of the joined gradient.
     """
     return x if group.size == 1 else _Gather.apply(x, group, dim)
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """x [size, ...] as [size, ...]: slice j goes to rank j, and what rank j sent here comes to place j.
+    """Send slice j of `x` [size, ...] to rank j, and return the received slices [size, ...] in rank order.
 
-    The gradient takes the same way back.
+    Gradients are sent back in the same way.
     """
     return x if group.size == 1 else _AllToAll.apply(x, group)
 
 
 def largest_in_group(x: Tensor, group: Group) -> Tensor:
-    """Elementwise maximum of all ranks' `x`, the same on every rank, without a gradient."""
+    """Return the elementwise maximum of all ranks' `x`, the same on every rank, without a gradient."""
     return x if group.size == 1 else _reduced(x.detach(), group, "max")
 
 
@@ -135,7 +135,7 @@ def _exchanged(x: Tensor, group: Group) -> Tensor:
 
 
 def _errors_named(group: DistributedGroup, operation: str) -> AbstractContextManager[None]:
-    """A compiled graph has no exception handlers."""
+    """Name the operation in errors, except in a compiled graph, which cannot have exception handlers."""
     return nullcontext() if torch.compiler.is_compiling() else group.errors_named(operation)
 
 
@@ -157,12 +157,12 @@ def _gathered_between_threads(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All ranks' tokens [b, s / t, h] as [b, s, h]; the gradient of each is the sum of the ranks' gradients."""
+    """Return all ranks' tokens [b, s / t, h] as [b, s, h]; the gradient of each is the sum of the ranks' gradients."""
     return _SequenceGather.apply(x, group)
 
 
 def scatter_sum(x: Tensor, group: Group) -> Tensor:
-    """This rank's tokens [b, s / t, h] of the sum of all ranks' `x` [b, s, h]; gradients of all tokens are gathered.
+    """Return this rank's tokens [b, s / t, h] of the sum of all ranks' `x` [b, s, h]; their gradients are gathered.
 
     Raises:
         ValueError: the tokens cannot be cut into equal parts.
@@ -171,17 +171,17 @@ def scatter_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def start_gather(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Start to gather [b, n, h] of every rank; the call that waits for it gives [t, b, n, h]."""
+    """Start gathering [b, n, h] of every rank. Return a function that waits for the result, [t, b, n, h]."""
     return group.start_all_gather(x.contiguous())
 
 
 def start_scatter(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Start to sum [t, b, n, h] over the ranks; the call that waits for it gives this rank's [b, n, h]."""
+    """Start summing [t, b, n, h] over the ranks. Return a function that waits for this rank's [b, n, h]."""
     return group.start_reduce_scatter(x.contiguous())
 
 
 def by_rank(x: Tensor, size: int) -> Tensor:
-    """[b, s, h] as [t, b, s / t, h], a view. Raises ValueError where `size` does not divide s."""
+    """Return a view of [b, s, h] as [t, b, s / t, h]. Raises ValueError if `size` does not divide s."""
     batch, tokens, *channels = x.shape
     if tokens % size:
         raise ValueError(
@@ -191,7 +191,7 @@ def by_rank(x: Tensor, size: int) -> Tensor:
 
 
 def joined(x: Tensor) -> Tensor:
-    """[t, b, n, h] as [b, t n, h]: a view of one sample, else a copy."""
+    """Return [t, b, n, h] as [b, t n, h]: a view for one sample, otherwise a copy."""
     size, batch, tokens, *channels = x.shape
     return x.transpose(0, 1).reshape(batch, size * tokens, *channels)
 

@@ -1,6 +1,6 @@
-"""Collective groups as objects: one interface over torch.distributed and a rank alone.
+"""Collective groups as objects: one interface for torch.distributed and for a single rank.
 
-`in_process` has the groups of threads.
+`in_process` has groups of threads.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class CommunicationError(RuntimeError):
-    """A peer failed, did not answer, or called another collective than this rank."""
+    """A peer failed, did not answer, or called a different collective."""
 
 
 class LaunchError(RuntimeError):
@@ -31,7 +31,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once the result may be used: on a CPU it is there, on a GPU the current stream waits for it.
+        """Return when the result may be used: on a CPU it is complete, on a GPU the current stream waits for it.
 
         Raises:
             CommunicationError: a member failed or did not answer.
@@ -39,13 +39,13 @@ class Work(ABC):
 
 
 class Group(ABC):
-    """Ranks that communicate, seen from one of them.
+    """Ranks that communicate, from the view of one of them.
 
     All members call the same collectives in the same order, with tensors of one shape and type.
 
     Attributes:
-        name: what the group is in the mesh, for messages ("tensor", "data").
-        ranks: the members' global ranks. A member's place in this tuple is its rank in the group.
+        name: name of the group in the mesh, for messages ("tensor", "data").
+        ranks: the members' global ranks. A member's index in this tuple is its rank in the group.
         rank: this member's rank in the group.
     """
 
@@ -64,7 +64,7 @@ class Group(ABC):
         return self.ranks[self.rank]
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """This member's n elements of a flat tensor [size * n]."""
+        """Return this member's n elements of a flat tensor [size * n]."""
         return whole.view(self.size, -1)[self.rank]
 
     def __repr__(self) -> str:
@@ -74,65 +74,66 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         """Replace `tensor`, in place, by the sum or maximum over the members; every member gets the same bits.
 
-        With `async_op` the tensor must not be touched before `wait()` of the returned work; without, the sum is there
-        on return.
+        With `async_op`, do not use the tensor before `wait()` of the returned work has returned. Otherwise the result
+        is complete on return.
         """
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every member's tensor, stacked in rank order: (...) -> (size, ...)."""
+        """Return every member's tensor, stacked in rank order: (...) -> (size, ...)."""
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum over the members of the slice that belongs to this one: (size, ...) -> (...)."""
+        """Return the sum, over the members, of the slice that belongs to this member: (size, ...) -> (...)."""
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `all_gather` in the background; call the returned function once to wait for the result.
 
-        `tensor` must not be changed before. The default implementation has finished on return.
+        `tensor` must not be changed until then. The default implementation has finished on return.
         """
         gathered = self.all_gather(tensor)
         return lambda: gathered
 
     def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """`reduce_scatter`, started as in `start_all_gather`."""
+        """Start `reduce_scatter` in the background, as `start_all_gather` does."""
         reduced = self.reduce_scatter(tensor)
         return lambda: reduced
 
     @abstractmethod
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        """Start to fill `whole` [size * n] by every member's `part` [n] in rank order.
+        """Start filling `whole` [size * n] with every member's `part` [n] in rank order.
 
-        `part` may be its own place in `whole`. Neither may be touched before `wait()` of the returned work.
+        `part` may be this member's own part of `whole`. Do not use either before `wait()` of the returned work has
+        returned.
         """
 
     @abstractmethod
     def reduce_into_part(self, whole: Tensor) -> Work:
-        """Start to sum `whole` [size * n] over the members; each gets its own n elements of the sum, in their place.
+        """Start summing `whole` [size * n] over the members; each gets its own n elements of the sum, in place.
 
-        `whole` must not be touched before `wait()` of the returned work; its other elements are then of no use.
+        Do not use `whole` before `wait()` of the returned work has returned; its other elements are then undefined.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
-        """Overwrite `tensor` by that of the member whose rank in the group is `source`; `async_op` as in
+        """Overwrite `tensor` with that of the member whose rank in the group is `source`; `async_op` as in
         `all_reduce`."""
 
     @abstractmethod
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
-        """Start to send `tensor` to the next member, and to receive into `into` what the one before sends.
+        """Start sending `tensor` to the next member, and receiving into `into` from the previous one.
 
-        The first follows the last. Both are contiguous and alike; neither may be touched before `wait()` of the
-        returned work. No member waits for another before that.
+        The first member follows the last. Both are contiguous, with the same shape and dtype. Do not use either before
+        `wait()` of the returned work has returned. No member waits for another before that.
         """
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every member's small Python object, in rank order. For set-up, not for the step."""
+        """Return every member's Python object, in rank order. For small objects during set-up, not within a step."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return once every member has called it."""
+        """Wait until every member has called this."""
 
 
 class _Finished(Work):
@@ -141,7 +142,7 @@ class _Finished(Work):
 
 
 class SoloGroup(Group):
-    """One rank alone."""
+    """A group of one rank."""
 
     def __init__(self, name: str, global_rank: int = 0) -> None:
         super().__init__(name, (global_rank,), 0)
@@ -180,8 +181,8 @@ class SoloGroup(Group):
 class SilentGroup(SoloGroup):
     """One member of a group whose other members are absent; its collectives return results of the right shape at once.
 
-    A collective takes this member's tensors in place of those of the others, so its results have no meaning, but
-    computation between collectives takes as long as on a real rank. Tensors may be on the meta device.
+    A collective uses this member's tensors in place of those of the others. So its results have no meaning, but
+    computation between collectives takes the same time as on a real rank. Tensors may be on the meta device.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int) -> None:
@@ -214,33 +215,34 @@ def _go_on() -> None:
 
 
 class HostExchange(Protocol):
-    """How the members of a group on one host send each other pieces (`links.exchange`)."""
+    """Exchanges tensors between the members of a group on CPUs."""
 
     def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> "Sequence[Waited]":
-        """Start to send to every peer its piece, and to receive from each; both are flat tensors by group rank."""
+        """Start sending every peer its piece, and receiving from each peer. pieces, received: flat tensors by group
+        rank."""
 
 
 class Waited(Protocol):
-    """A message under way."""
+    """A message in transit."""
 
     def wait(self) -> Any:
-        """Return once it has come, or left."""
+        """Wait until the message has been received, or sent."""
 
 
 class DistributedGroup(Group):
     """The members of one `torch.distributed.ProcessGroup`, in its order.
 
-    Torch owns the process group and this object does not keep it alive: one that is left at the interpreter's end
-    aborts the process in a quarter of all runs (gloo's threads are still joinable then).
+    Torch owns the process group, and this object does not keep it alive: a group that still exists when the
+    interpreter ends aborts the process in a quarter of all runs (gloo's threads are still joinable then).
 
     Args:
-        make_messages: what carries pieces between members on CPUs, made by the first exchange: a collective call.
-            None, from it or in its place: gloo.
+        make_messages: creates the exchange between members on CPUs, at its first use: a collective call. gloo is used
+            if this is None or returns None.
 
     Attributes:
-        group_name: what torch calls the process group.
-        pairs: communicators for messages from one member to another, by their ranks in the group; None where this
-            rank is neither. `links` makes them.
+        group_name: torch's name of the process group.
+        pairs: communicators for messages from one member to another, by their ranks in the group; None if this rank is
+            neither of them. `pipeline_links` creates them.
         pause: called when a collective has started, before the current stream waits for it; other work of this rank
             may start here (`engine.pairs`).
     """
@@ -260,7 +262,7 @@ class DistributedGroup(Group):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Torch's group. Raises CommunicationError once the world was shut down."""
+        """Torch's group. Raises CommunicationError after `launch.shutdown`."""
         process_group = self._process_group()
         if process_group is None:
             raise CommunicationError(f"rank {self.global_rank}: the {self.name} group ended with `launch.shutdown`")
@@ -268,13 +270,13 @@ class DistributedGroup(Group):
 
     @cached_property
     def messages(self) -> HostExchange:
-        """The exchange that carries pieces between members."""
+        """The exchange between members on CPUs."""
         made = self._make_messages(self) if self._make_messages else None
         return _GlooMessages(self) if made is None else made
 
     @contextmanager
     def errors_named(self, operation: str) -> Iterator[None]:
-        """Name this rank, the group and `operation` in what torch raises: its own messages know addresses alone."""
+        """Add this rank, the group and `operation` to exceptions of torch, whose messages only contain addresses."""
         try:
             yield
         except RuntimeError as error:
@@ -345,7 +347,8 @@ class DistributedGroup(Group):
             return finished
 
     def _errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
-        """For functional collectives, which a compiler may trace: its graphs have no exception handlers."""
+        """As `errors_named`, but for functional collectives, which a compiler may trace: its graphs have no exception
+        handlers."""
         return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
@@ -380,7 +383,7 @@ class DistributedGroup(Group):
 
 
 class _GlooMessages:
-    """Messages over gloo, through sockets.
+    """Exchanges over gloo, which uses sockets.
 
     gloo's own all_gather takes three times as long on one host, and its reduce_scatter sums everything everywhere
     (measured, torch 2.13).
@@ -397,9 +400,9 @@ class _GlooMessages:
 
 
 class _Exchange(Work):
-    """Messages between all pairs of members, started: to each its piece, from each what is received.
+    """A started exchange between all pairs of members.
 
-    finish: what is done with the pieces once they are there.
+    finish: called with the pieces when all have arrived.
     """
 
     def __init__(
@@ -429,7 +432,7 @@ class _Exchange(Work):
 
 
 def _add_in_order(pieces: Sequence[Tensor], own: int) -> None:
-    """The sum of the pieces from the first to the last, into that of number `own`; the others are overwritten."""
+    """Sum the pieces from the first to the last into piece `own`; the others are overwritten."""
     total = pieces[0]
     for rank, piece in enumerate(pieces[1:], start=1):
         if rank == own:

@@ -1,9 +1,9 @@
-"""A whole mesh as threads of one process: every rank's groups and links are in memory, on one device, so that a whole
-pipeline can run and be traced on one device.
+"""A whole mesh as threads of one process: every rank's groups and links are in memory, so that a whole pipeline can
+run and be traced on one device.
 
 A member of a group posts its contribution under the number of the collective and reads the others' when it waits, so
-an asynchronous collective blocks no rank before its `wait()`. Every reader adds sums in rank order: all members hold
-the same bits, and a run repeats exactly. The two ends of a link meet in memory, and the one that comes second copies.
+an asynchronous collective blocks no rank before its `wait()`. Every reader adds in rank order, so all members get the
+same bits, and a run repeats exactly. The two ends of a link meet in memory, and the end that arrives second copies.
 """
 
 import threading
@@ -36,14 +36,16 @@ class ThreadWorld:
         self._failure: BaseException | None = None
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """End every wait, present and future: `rank` will not answer any more. The first failure is reported."""
+        """End every current and future wait, because `rank` will not answer any more. The first failure is
+        reported."""
         with self.changed:
             if self._failure is None:
                 self.failed_rank, self._failure = rank, error
             self.changed.notify_all()
 
     def wait_for(self, ready: Callable[[], bool], waiting: Callable[[], str], timeout: float) -> None:
-        """Wait until `ready()`; `waiting()` says who waits for whom and for what. The caller holds `changed`.
+        """Wait until `ready()`. waiting: describes, for the error, which rank waits for whom and for what. The caller
+        holds `changed`.
 
         Raises:
             CommunicationError: a rank failed, or `timeout` seconds went by.
@@ -59,14 +61,14 @@ class ThreadWorld:
 
 
 class Deposit:
-    """A tensor handed from one thread to another, with the event that orders their streams on a GPU."""
+    """A tensor that is passed from one thread to another, with the event that orders their streams on a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._event = _recorded_event(tensor)
 
     def take(self) -> Tensor:
-        """The tensor, once the current stream waits for whatever produced it."""
+        """Return the tensor, after the current stream has been made to wait for the operations that produced it."""
         if self._event is not None:
             stream = torch.cuda.current_stream(self._tensor.device)
             stream.wait_event(self._event)
@@ -79,7 +81,7 @@ def _recorded_event(tensor: Tensor) -> torch.cuda.Event | None:
 
 
 class _Round:
-    """One collective: what it is, and what each member has posted so far."""
+    """One collective: its operation, and the values that members have posted so far."""
 
     def __init__(self, operation: str, first_rank: int) -> None:
         self.operation = operation
@@ -89,7 +91,7 @@ class _Round:
 
 
 class ThreadBoard:
-    """Where the members of one group post. Created once and shared by their ThreadGroups."""
+    """The values that the members of one group post. Created once and shared by their ThreadGroups."""
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...]) -> None:
         self.world = world
@@ -106,7 +108,7 @@ class ThreadGroup(Group):
         self._started = 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        # The snapshot lets a member that has read everything go on and overwrite its tensor.
+        # Post a copy, so that a member that has read all values can continue and overwrite its tensor.
         number = self._post(_described(f"all_reduce {op}", tensor), Deposit(tensor.detach().clone()))
         work = _ThreadWork(self, number, lambda deposits: _reduce_into(tensor.detach(), deposits, op))
         if not async_op:
@@ -154,7 +156,7 @@ class ThreadGroup(Group):
         number = self._post(_described(f"broadcast from {source}", tensor), Deposit(given))
 
         def finish(deposits: list[Tensor]) -> None:
-            if self.rank != source:  # autograd may have saved the source's, which must not count as modified
+            if self.rank != source:  # autograd may have saved the source's tensor, which must not count as modified
                 tensor.detach().copy_(deposits[source])
 
         work = _ThreadWork(self, number, finish)
@@ -189,7 +191,7 @@ class ThreadGroup(Group):
         return number
 
     def _read(self, number: int) -> list[Any]:
-        """All members' values of collective `number`, in rank order."""
+        """Return all members' values of collective `number`, in rank order."""
         world, rounds = self._board.world, self._board.rounds
         with world.changed:
             round_ = rounds[number]
@@ -267,14 +269,14 @@ class InProcessMesh(Mesh):
 
 
 class InProcessWorld(ThreadWorld):
-    """The shared side of all in-process groups: one board for each group of ranks."""
+    """The shared part of all in-process groups: one board for each group of ranks."""
 
     def __init__(self, size: int, timeout: float) -> None:
         super().__init__(size, timeout)
         self._boards: dict[tuple[str, tuple[int, ...]], ThreadBoard] = {}
 
     def board(self, name: str, ranks: tuple[int, ...]) -> ThreadBoard:
-        """The board of the group `name` of `ranks`; the first member to ask creates it."""
+        """Return the board of group `name` of `ranks`; the first member that calls this creates it."""
         with self.changed:
             return self._boards.setdefault((name, ranks), ThreadBoard(self, ranks))
 
@@ -282,10 +284,10 @@ class InProcessWorld(ThreadWorld):
 def in_process_meshes(
     sizes: Mapping[str, int], device: torch.device | str = "cpu", timeout: float = 600.0
 ) -> list[InProcessMesh]:
-    """One mesh per rank, in rank order, for ranks that run as threads of this process on one device.
+    """Return one mesh per rank, in rank order, for ranks that run as threads of this process on one device.
 
     Args:
-        sizes: ranks along each dimension of `mesh.DIMENSIONS`; one that is left out has size 1.
+        sizes: ranks along each dimension of `mesh.DIMENSIONS`; 1 by default.
         device: the device that all ranks share.
         timeout: seconds that a rank waits for its peers.
     """
@@ -297,7 +299,7 @@ def in_process_meshes(
 def run_in_process(meshes: Sequence[InProcessMesh], function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function(mesh, *args)` for every mesh, each on its own thread, and return the results in rank order.
 
-    A rank that raises breaks the waits of all others, so none hangs; its exception is the one raised here.
+    If a rank raises an exception, the waits of all others end, so that none hangs, and this function raises it.
     """
     results: list[Any] = [None] * len(meshes)
     failures: list[BaseException] = []
@@ -341,7 +343,7 @@ class _Posted(Transfer):
 
 
 class _Meeting:
-    """Where the two ends of an edge post. One side of it is always empty."""
+    """The posted sends and receives of an edge. One of the two queues is always empty."""
 
     def __init__(self) -> None:
         self.sends: deque[_Posted] = deque()
@@ -349,7 +351,7 @@ class _Meeting:
 
 
 class InProcessLink(LinkEnd):
-    """Either end of an edge between threads. A send is over once its tensor has been copied into the receiver's."""
+    """Either end of an edge between threads. A send is done when its tensor has been copied into the receiver's."""
 
     def __init__(self, edge: Edge, group: Group, timeout: float, world: ThreadWorld, meeting: _Meeting) -> None:
         super().__init__(edge, group, timeout)
@@ -391,7 +393,7 @@ class InProcessLink(LinkEnd):
 
 
 def in_process_links(group: Group, world: ThreadWorld, edges: Sequence[Edge], timeout: float) -> dict[Edge, LinkEnd]:
-    """This rank's ends of `edges`. A collective call: the source makes the meeting place and hands it over."""
+    """Return this rank's ends of `edges`. A collective call: the source creates the meeting and passes it on."""
     mine = {edge: _Meeting() for edge in edges if edge.source == group.rank}
     meetings = {edge: meeting for made in group.all_gather_object(mine) for edge, meeting in made.items()}
     return {

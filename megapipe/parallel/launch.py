@@ -1,4 +1,5 @@
-"""From the launcher's environment to a mesh, and back: one process, or the processes that torchrun started."""
+"""Creates a mesh from the launcher's environment, for one process or for those that torchrun started, and shuts it
+down."""
 
 import os
 import sys
@@ -23,7 +24,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _LARGEST_CACHED_MB = 16
-"""Megabytes of pinned host memory. Larger tensors live long, or their owner keeps them for the next use."""
+"""Megabytes of pinned host memory. Larger tensors live long, or their owner reuses them."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _variables_set: dict[str, str] = {}
 """The environment variables that this process has set for its GPU."""
@@ -93,8 +94,8 @@ def set_gpu_variables(
     return dict(_variables_set)
 
 
-def gpu_variables_told(variables: Mapping[str, str]) -> str:
-    """Return the line that says which variables megapipe has set."""
+def described_gpu_variables(variables: Mapping[str, str]) -> str:
+    """Return a line with the variables that megapipe has set."""
     return f"set for the GPU (docs/nccl.md): {' '.join(f'{name}={value}' for name, value in variables.items())}"
 
 
@@ -123,16 +124,16 @@ class LaunchEnvironment:
         """Read the variables that torchrun sets.
 
         Raises:
-            LaunchError: some are set and some are missing, or one has a value that cannot be.
+            LaunchError: some are set and some are missing, or one has an impossible value.
         """
-        found = [name for name in _VARIABLES if name in environment]
+        present = [name for name in _VARIABLES if name in environment]
         missing = [name for name in _VARIABLES if name not in environment]
-        if not found:
+        if not present:
             return cls()
         if missing:
             raise LaunchError(
-                f"{', '.join(missing)} not set, but {', '.join(found)} is: start with torchrun, which sets all of "
-                f"them, or unset {', '.join(found)} to run as one process"
+                f"{', '.join(missing)} not set, but {', '.join(present)} is: start with torchrun, which sets all of "
+                f"them, or unset {', '.join(present)} to run as one process"
             )
         rank, world_size, local_rank, port = (
             _integer(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
@@ -146,7 +147,8 @@ class LaunchEnvironment:
         return cls(rank, world_size, local_rank, environment["MASTER_ADDR"], port, launcher_serves)
 
     def meet(self, timeout: float) -> Start | None:
-        """Meet the other ranks of this start of the job, and return them; None for one process. All ranks call this.
+        """Meet the other ranks of this start of the job, and return the start; None for one process. All ranks call
+        this.
 
         timeout: seconds that a rank waits for another one.
 
@@ -170,7 +172,7 @@ def initialize(
     """Join the world that torchrun started, or run as one process, and make its mesh.
 
     On GPUs this sets environment variables of CUDA and NCCL that are not set yet (docs/nccl.md), which only works
-    before the process uses CUDA; rank 0 says which on standard error.
+    before the process uses CUDA; rank 0 prints them on standard error.
 
     A world of one process needs no torch.distributed and creates none. Larger ones use gloo on the CPU and NCCL on
     GPUs, one process per GPU.
@@ -201,7 +203,7 @@ def initialize(
     before = dict(_variables_set)
     variables = set_gpu_variables(device, environment.local_rank, sizes, zero_stage)
     if variables != before and environment.rank == 0:
-        sys.stderr.write(f"{gpu_variables_told(variables)}\n")
+        sys.stderr.write(f"{described_gpu_variables(variables)}\n")
     place = choose_device(device, environment.local_rank)
     if environment.world_size > 1:
         if start is None:
@@ -220,7 +222,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Leave the world: destroy every group. Nothing to do for one process.
+    """Leave the world and destroy every group. Does nothing for one process.
 
     Example:
         >>> from megapipe import shutdown
@@ -231,7 +233,7 @@ def shutdown() -> None:
 
 
 def connected_mesh(shape: MeshShape, device: torch.device, timeout: float = 600.0) -> Mesh:
-    """The mesh over the torch.distributed world that this process is in, or over this process alone.
+    """Return the mesh over the torch.distributed world of this process, or over this process alone.
 
     Args:
         timeout: seconds that a collective of the mesh's groups waits for its peers.
@@ -242,9 +244,9 @@ def connected_mesh(shape: MeshShape, device: torch.device, timeout: float = 600.
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """torch's view of a mesh of processes, for its own tools (DTensor, FSDP2, distributed checkpoints).
+    """Return torch's DeviceMesh for a mesh of processes, for DTensor, FSDP2 and distributed checkpoints.
 
-    It has the dimensions larger than 1, over the groups that the mesh already has.
+    It has the dimensions that are larger than 1, and uses the groups that the mesh already has.
     """
     names = tuple(name for name in DIMENSIONS if mesh.size(name) > 1)
     groups = [group.process_group for group in map(mesh.group, names) if isinstance(group, DistributedGroup)]
@@ -253,7 +255,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 class _DistributedFactory:
-    """Groups of processes. torch's own `init_device_mesh` makes them without a timeout of ours."""
+    """Creates groups of processes. torch's own `init_device_mesh` does not take a timeout."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -261,7 +263,7 @@ class _DistributedFactory:
     def __call__(self, name: str, partition: Partition) -> Group | None:
         if name == WORLD:
             world = dist.group.WORLD
-            assert world is not None  # the caller has seen that torch.distributed is initialised
+            assert world is not None  # the caller has checked that torch.distributed is initialised
             return DistributedGroup(name, world, self._messages)
         mine = self._split(partition) if dist.get_backend() == "nccl" else self._create_each(partition)
         return None if mine is None else DistributedGroup(name, mine, self._messages)
@@ -270,11 +272,11 @@ class _DistributedFactory:
         return SharedMemoryExchange.within_host(group, self._timeout.total_seconds())
 
     def _split(self, partition: Partition) -> dist.ProcessGroup | None:
-        """All groups in one call, out of the world's communicator."""
+        """Create all groups in one call, split from the world's communicator."""
         return dist.split_group(split_ranks=[list(ranks) for ranks in partition], timeout=self._timeout)
 
     def _create_each(self, partition: Partition) -> dist.ProcessGroup | None:
-        """Every rank takes part in the creation of every group, also of those that it is not in."""
+        """Create each group on every rank: ranks must also create groups that they are not in."""
         groups = [dist.new_group(list(ranks), timeout=self._timeout) for ranks in partition]
         rank = dist.get_rank()
         return next((group for group, ranks in zip(groups, partition, strict=True) if rank in ranks), None)

@@ -1,6 +1,6 @@
 """Links: ordered point-to-point transfer of tensors, one for each ordered pair of pipeline ranks.
 
-Every link is one direction between two pipeline ranks. Messages stay in order, and nothing is negotiated per message.
+Every link has one direction. Messages stay in order, and nothing is negotiated per message.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from megapipe.parallel.groups import CommunicationError, Group
 
 @dataclass(frozen=True)
 class Edge:
-    """A link to be made. It carries everything that one rank sends to another, in one order.
+    """Description of a link, which carries all messages from one rank to another, in order.
 
     Attributes:
         source, destination: pipeline coordinates of its two ends.
@@ -35,7 +35,7 @@ class Edge:
         return self.source, self.destination
 
     def serves(self, other: "Edge") -> bool:
-        """Whether a link made for this edge can carry what `other` asks for."""
+        """Return whether a link that was created for this edge can carry the messages of `other`."""
         return (
             self.pair == other.pair
             and self.maximum_bytes >= other.maximum_bytes
@@ -52,9 +52,9 @@ class Transfer(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once the tensor may be used: a sent one overwritten, a received one read.
+        """Wait until a sent tensor may be overwritten, or a received one read.
 
-        On a GPU it is the current stream that waits.
+        On a GPU, the current stream waits.
 
         Raises:
             CommunicationError: the peer died, fell silent, or sent something else than was expected.
@@ -62,7 +62,7 @@ class Transfer(ABC):
 
 
 class Finished(Transfer):
-    """A transfer that was over when it was started."""
+    """A transfer that was complete when it was started."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -72,11 +72,11 @@ FINISHED = Finished()
 
 
 class Loan(ABC):
-    """A receive that was started into memory of the link's."""
+    """A receive that was started into the link's own memory."""
 
     @abstractmethod
     def take(self) -> Tensor:
-        """The message, once it is there. The tensor is valid until it is given back, also in graphs that saved it.
+        """Wait for the message and return it. The tensor is valid until `give_back`, also in graphs that saved it.
 
         Raises:
             CommunicationError: the peer died, fell silent, or sent something else than was expected.
@@ -84,19 +84,19 @@ class Loan(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """The sender may write that memory again. Once for each loan, after it was taken."""
+        """Let the sender reuse that memory. Call this once for each loan, after `take`."""
 
 
 class LinkEnd:
     """One end of an edge. The sending end has `send`, the receiving end `receive`; messages arrive in order.
 
-    Only one thread uses a link. Starting a send or a receive does not wait for the peer's part, with two exceptions: a
-    send over shared memory whose slots are all full, and the first use of an NCCL communicator in each direction,
-    which `make_links` therefore makes itself.
+    Only one thread uses a link. Starting a send or a receive does not wait for the peer, with two exceptions: a send
+    over shared memory if all slots are full, and the first use of an NCCL communicator in each direction, which
+    `make_links` therefore performs itself.
 
     Args:
         edge: the link's edge.
-        group: the pipeline's group, as seen from this end.
+        group: the pipeline's group, from the view of this end.
         timeout: seconds that a wait gives the peer.
 
     Attributes:
@@ -116,7 +116,7 @@ class LinkEnd:
         """Start sending `tensor`, which must not change before the transfer is awaited.
 
         Raises:
-            ValueError: the tensor is larger than the link was made for.
+            ValueError: the tensor is larger than the link's maximum.
             CommunicationError: the peer died or fell silent.
         """
         raise ValueError(f"rank {self.rank} is the receiving end of {self.edge} and cannot send on it")
@@ -130,9 +130,9 @@ class LinkEnd:
         raise ValueError(f"rank {self.rank} is the sending end of {self.edge} and cannot receive on it")
 
     def borrow(self, like: Tensor) -> Loan:
-        """Start receiving the link's next message where the link puts it, which saves a copy.
+        """Start receiving the next message in the link's own memory, which saves a copy.
 
-        No more than `edge.loans` may be out at a time, or the sender runs out of slots.
+        At most `edge.loans` messages may be on loan at a time; otherwise the sender runs out of slots.
 
         Args:
             like: has the message's shape and dtype; it may be on the meta device.
@@ -140,10 +140,10 @@ class LinkEnd:
         raise ValueError(f"{self.edge} does not lend memory to rank {self.rank}: give it a tensor to receive into")
 
     def close(self) -> None:
-        """Release what the link holds outside torch. The peer may still receive what was sent."""
+        """Release the link's resources outside torch. The peer may still receive messages that were sent."""
 
     def check_size(self, tensor: Tensor) -> None:
-        """Refuse a tensor that the link was not made for."""
+        """Raise ValueError for a tensor that is too large for the link."""
         if tensor.nbytes > self.edge.maximum_bytes:
             raise ValueError(
                 f"a {tuple(tensor.shape)} {tensor.dtype} tensor has {tensor.nbytes} bytes, but {self.edge} was made "
@@ -151,15 +151,15 @@ class LinkEnd:
             )
 
     def check_buffer(self, into: Tensor) -> None:
-        """Refuse a receive buffer that memory cannot be copied into."""
+        """Raise ValueError for a receive buffer that is not contiguous."""
         if not into.is_contiguous():
             raise ValueError(f"{self.edge} receives into contiguous tensors, not strides {into.stride()}")
 
     def waiting(self, number: int) -> str:
-        """The start of an error about message `number`: who waited for whom, in what."""
+        """Return the start of an error about message `number`: which rank waited for whom."""
         verb = "take" if self._sends else "send"
         return f"rank {self.rank} waited for rank {self.peer} to {verb} message {number} of {self.edge}"
 
     def failure(self, number: int, reason: str) -> CommunicationError:
-        """The error that message `number` ended in."""
+        """Return the error for message `number`."""
         return CommunicationError(f"{self.waiting(number)}, but {reason}")

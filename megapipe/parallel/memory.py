@@ -9,22 +9,23 @@ from torch import Tensor
 
 
 def allocate(flat: Tensor) -> None:
-    """Give a flat tensor that was freed its memory back, its values unknown; views of it see the new memory."""
+    """Allocate memory for a flat tensor that was freed; its values are undefined. Its views use the new memory."""
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def free(flat: Tensor) -> None:
-    """Give a flat tensor's memory back. It keeps its size, and so do its views and what autograd saved of it."""
+    """Free a flat tensor's memory. The tensor keeps its size, and so do its views and tensors that autograd saved of
+    it."""
     flat.untyped_storage().resize_(0)
 
 
 def is_allocated(flat: Tensor) -> bool:
-    """Whether a flat tensor has its memory."""
+    """Return whether a flat tensor has memory."""
     return flat.numel() == 0 or flat.untyped_storage().nbytes() > 0
 
 
 def transient(size: int, *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A flat tensor without memory yet."""
+    """Return a flat tensor that has no memory yet."""
     flat = torch.empty(size, dtype=dtype, device=device)
     free(flat)
     return flat
@@ -32,7 +33,8 @@ def transient(size: int, *, dtype: torch.dtype, device: torch.device | str) -> T
 
 @contextmanager
 def allocated(flat: Tensor) -> Iterator[None]:
-    """Memory for the time of the block where there is none: views can be taken of that alone."""
+    """Allocate a flat tensor for the duration of the block, if it has no memory: only then can views be taken of
+    it."""
     had_memory = is_allocated(flat)
     if not had_memory:
         allocate(flat)
@@ -46,11 +48,10 @@ def allocated(flat: Tensor) -> Iterator[None]:
 def tensor_on(array: np.ndarray, device: torch.device, *, wide: bool = False) -> Tensor:
     """Return a contiguous tensor of the array's values and dtype on `device`.
 
-    A GPU copies from pinned memory, in the order of its queue, so that the host waits for nothing; the allocator keeps
-    that memory until the copy is done. int64 crosses the bus as int32 and is widened there: token ids, places and
-    lengths all fit.
+    A GPU copies from pinned memory, in stream order, so that the host does not wait; the allocator keeps that memory
+    until the copy is done. int64 is sent as int32 and widened on the device: token ids, positions and lengths all fit.
 
-    wide: integers cross the bus as they are, because int32 cannot hold all of them.
+    wide: send integers unchanged, because int32 cannot hold all of them.
     """
     if device.type != "cuda":
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)

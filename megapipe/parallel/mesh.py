@@ -1,6 +1,6 @@
 """The process mesh: this rank's coordinate in each parallel dimension, and its groups.
 
-`config.mesh_shape` numbers the ranks. A `Mesh` is passed as an argument, never global.
+`config.mesh_shape` numbers the ranks. A `Mesh` is passed as an argument, and is never a global variable.
 """
 
 import math
@@ -15,20 +15,20 @@ COMBINATIONS = (("data", "context"), ("pipeline", "tensor"))
 """Pairs of dimensions that have a group of their own: replicas of one weight, and holders of one model replica."""
 
 GroupFactory = Callable[[str, Partition], Group | None]
-"""Makes the group of this rank out of disjoint lists of global ranks, or None where this rank is in none of them. The
-group called `WORLD` is the one that torch was started with; any other is new. A collective call: every rank makes the
-same calls in the same order."""
+"""Creates the group of this rank, from disjoint lists of global ranks; None if this rank is in none of them. The group
+called `WORLD` is torch's default group; all others are new. A collective call: every rank makes the same calls in the
+same order."""
 
 WORLD = "world"
 
 
 class Mesh:
-    """One rank's view of the mesh. Made by `launch.initialize` or `in_process.in_process_meshes`.
+    """One rank's view of the mesh. Created by `launch.initialize` or `in_process.in_process_meshes`.
 
     Attributes:
         shape: the sizes of all dimensions.
         rank: this process's global rank.
-        device: where this rank's tensors live.
+        device: of this rank's tensors.
         world: the group of all ranks.
 
     Example:
@@ -60,15 +60,16 @@ class Mesh:
         return self.shape.world_size
 
     def size(self, dimension: str) -> int:
-        """Number of ranks along `dimension`."""
+        """Return the number of ranks along `dimension`."""
         return self.shape.sizes[dimension]
 
     def coordinate(self, dimension: str) -> int:
-        """This rank's place along `dimension`."""
+        """Return this rank's coordinate along `dimension`."""
         return self._coordinates[dimension]
 
     def group(self, *dimensions: str) -> Group:
-        """The group of ranks that differ from this one only in `dimensions`: one of them, or a pair of `COMBINATIONS`.
+        """Return the group of ranks that differ from this one only in `dimensions`: a dimension, or a pair of
+        `COMBINATIONS`.
 
         Raises:
             ValueError: these dimensions have no group.
@@ -80,10 +81,11 @@ class Mesh:
         return self._groups[names]
 
     def stage_group(self, stages: tuple[int, ...]) -> Group | None:
-        """All replicas of this rank's tensor shard at the pipeline coordinates `stages`, None where it is at none.
+        """Return all replicas of this rank's tensor shard at the pipeline coordinates `stages`; None if it is at none
+        of them.
 
-        For a weight that several stages share. A collective call, also for ranks that get None: every rank asks for
-        the same coordinates in the same order. Asking twice gives the same group.
+        For a weight that several stages share. A collective call, also for ranks that get None: every rank passes the
+        same coordinates in the same order. A second call returns the same group.
 
         Raises:
             ValueError: coordinates outside the pipeline, or not ascending.
@@ -108,20 +110,21 @@ class Mesh:
         return self._second_world
 
     def shard_group(self, size: int) -> Group:
-        """The `size` neighbours among the replicas of this rank's weights, over data and context, that share one copy
-        of sharded state, this rank among them.
+        """Return the group of `size` adjacent replicas of this rank's weights, over data and context, that share one
+        copy of sharded state, including this rank.
 
-        A collective call. Asking twice gives the same group. Raises ValueError where `size` does not divide the
-        number of replicas.
+        A collective call. A second call returns the same group. Raises ValueError if `size` does not divide the number
+        of replicas.
         """
         return self._replicas("shards", size, lambda place: place // size)
 
     def shard_replicas(self, size: int) -> Group:
-        """The ranks that hold the same shard as this one where `size` neighbours share a copy. As `shard_group`."""
+        """Return the group of ranks that hold the same shard as this one, if `size` adjacent replicas share a copy. As
+        `shard_group`."""
         return self._replicas("shard copies", size, lambda place: place % size)
 
     def _replicas(self, name: str, size: int, part_of: Callable[[int], int]) -> Group:
-        """The group of those replicas of this rank that are in the same part of all."""
+        """Return the group of the replicas of this rank's weights that are in the same part as this rank."""
         replicas = self.group("data", "context")
         if size < 1 or replicas.size % size:
             raise ValueError(
@@ -139,7 +142,7 @@ class Mesh:
         return self._part_groups[name, size]
 
     def _combined(self, names: tuple[str, ...]) -> Group:
-        """The group over several dimensions; a new one only where it is none of those that already exist."""
+        """Return the group over several dimensions; reuse an existing group with the same ranks."""
         larger = [name for name in names if self.size(name) > 1]
         if len(larger) <= 1:
             return self._groups[(larger[0] if larger else names[0],)]

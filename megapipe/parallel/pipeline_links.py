@@ -1,4 +1,5 @@
-"""Make the links of a pipeline, of the kind that its devices and hosts allow, and those over torch.distributed.
+"""Creates the links of a pipeline, of a kind that its devices and hosts support; implements links over
+torch.distributed.
 
 gloo uses the pipeline's group, NCCL a communicator for each ordered pair of ranks. Neither uses tags: the messages of
 a pair are matched in the order in which both ends start them.
@@ -22,7 +23,8 @@ from megapipe.schedules.validation import STREAMS_PER_PRIORITY
 
 _NCCL_MAXIMUM_BLOCKS = 4
 _BLOCKS_OF_A_MULTIPROCESSOR = 2
-"""NCCL's thread blocks that fit on one: they have up to 640 threads, and a multiprocessor runs 1536 or more."""
+"""Number of NCCL's thread blocks that a multiprocessor can run: they have up to 640 threads, and it runs at least
+1536."""
 
 
 class DistributedLink(LinkEnd):
@@ -30,8 +32,8 @@ class DistributedLink(LinkEnd):
 
     Args:
         carrier: gloo or NCCL group that holds both ends.
-        wait_timeout: what `wait` gives the backend. NCCL gets None: its waits are the stream's, and its watchdog ends
-            the process when a peer falls silent.
+        wait_timeout: passed to the backend by `wait`. None for NCCL: its waits block the stream, and its watchdog ends
+            the process if a peer stops responding.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class DistributedLink(LinkEnd):
         return _DistributedTransfer(self, number, work, buffer)
 
     def connect(self, device: torch.device) -> None:
-        """Exchange one element with the peer before any message. Returns when both ends have made the call.
+        """Exchange one element with the peer before any message. Returns after both ends have called it.
 
         NCCL connects each direction of a communicator at its first use, and that call blocks the host until the peer
         makes the opposite call. Both ends connect here, so that no later send or receive blocks.
@@ -126,14 +128,14 @@ def nccl_links(
     """Return this rank's ends of `edges`, connected. Each ordered pair of ranks has a communicator of its own.
 
     With one communicator for both directions, a posted receive would hold back the sends that the peer waits for. A
-    pair keeps its communicator: links that are made later use it again.
+    pair keeps its communicator: later links reuse it.
 
     A collective call over the pipeline's group. The communicators are split from the pipeline's, run on high-priority
     streams and use few thread blocks, because they copy while kernels compute.
 
     Raises:
-        LaunchError: a rank would have more communicators than torch has streams for them, or than its GPU can run
-            kernels of at once.
+        LaunchError: a rank would have more communicators than torch has streams, or than its GPU can run kernels of at
+            once.
     """
     new = [edge.pair for edge in edges if edge.pair not in group.pairs]
     _check_resources([*group.pairs, *new], torch.cuda.get_device_properties(device).multi_processor_count)
@@ -161,15 +163,15 @@ def nccl_links(
         if carrier is not None
     }
     _connected({edge: link for edge, link in links.items() if edge.pair in new}, device)
-    torch.cuda.synchronize(device)  # so that nothing of the start is under way when kernels are loaded
+    torch.cuda.synchronize(device)  # so that no set-up work is in progress when kernels are loaded
     return links
 
 
 def disjoint_rounds(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Divide pairs of ranks into rounds in which no rank appears twice: each pair into the first round that is free.
+    """Divide pairs of ranks into rounds in which no rank appears twice: each pair goes into the first possible round.
 
-    A rank in n pairs needs at least n rounds. Pipelines whose stages follow one another in a line get exactly that
-    number; in general there are fewer than twice as many (greedy edge colouring).
+    A rank in n pairs needs at least n rounds. Pipelines without wrap-around get exactly that number; in general there
+    are fewer than twice as many (greedy edge colouring).
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []
@@ -216,18 +218,18 @@ LinkKind = Literal["auto", "gloo", "shared_memory", "nccl", "in_process"]
 def make_links(
     mesh: Mesh, edges: Sequence[Edge], kind: LinkKind = "auto", timeout: float = 600.0
 ) -> dict[Edge, LinkEnd]:
-    """This rank's ends of `edges`, which run within its pipeline.
+    """Create this rank's ends of `edges`, which are within its pipeline.
 
     A collective call: all ranks of a pipeline call it with the same edges in the same order, at most one edge for each
     ordered pair of ranks.
 
     Args:
-        kind: "auto" takes in_process for threads, nccl on GPUs, and on the CPU shared memory where the whole pipeline
-            is on one Linux host, else gloo.
+        kind: "auto" uses in_process for threads and nccl on GPUs; on the CPU, shared memory if the whole pipeline is
+            on one Linux host, otherwise gloo.
         timeout: seconds that a wait gives the peer.
 
     Raises:
-        ValueError: an edge that cannot be, or a kind that does not work on this mesh.
+        ValueError: an impossible edge, or a kind that does not work on this mesh.
         LaunchError: more links than NCCL can have.
         CommunicationError: a peer did not answer.
     """
@@ -272,7 +274,7 @@ def _check_kind(kind: LinkKind, possible: tuple[LinkKind, ...], where: str) -> N
 
 
 def _memory_is_shared(group: DistributedGroup, kind: LinkKind) -> bool:
-    """Whether to use shared memory; all ranks of the pipeline decide alike."""
+    """Return whether to use shared memory; the same on all ranks of the pipeline."""
     hosts = set(group.all_gather_object(host_identity()))
     if kind != "auto":
         if kind == "shared_memory" and (len(hosts) > 1 or ("", "") in hosts):

@@ -98,7 +98,7 @@ class Start:
         return self.store.get("report").decode() if self._appears("report", patience) else None
 
     def leave(self) -> None:
-        """Return when this process may end: rank 0, which may serve the store, waits for the other ranks."""
+        """Wait until this process may end: rank 0, which may serve the store, waits for the other ranks."""
         self.store.set(f"left {self.rank}", "")
         if self.rank == 0:
             others = [f"left {rank}" for rank in range(1, self.world_size) if rank not in self._missing]

@@ -1,4 +1,5 @@
-"""The segment table: where each parameter of a unit is in the unit's flat buffers, and which part a replica keeps."""
+"""The segment table: the position of each parameter of a unit in the unit's flat buffers, and the part that a replica
+keeps."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ class Segment:
     """One parameter's shard inside a flat buffer.
 
     start, stop: elements of the flat buffer, tensor-parallel padding included.
-    owned: how many leading elements are real; the rest is padding, whose value and gradient stay zero.
+    owned: number of leading elements that are not padding; values and gradients of padding stay zero.
     """
 
     spec: ParameterSpec
@@ -26,16 +27,16 @@ class Segment:
 
     @property
     def owned(self) -> int:
-        """Elements of the global tensor that this shard holds."""
+        """Number of elements of the global tensor that are in this shard."""
         return self.box.num_elements
 
 
 class SegmentTable:
-    """Segments of one unit, decayed parameters first, matrices first of all, so that each optimizer group is one
-    contiguous range: `matrices`, the `decayed` others, and what is `undecayed`.
+    """Segments of one unit, in an order in which each optimizer group is one contiguous range: `matrices`, the other
+    `decayed` parameters, then the `undecayed` ones.
 
-    With whole matrices these come last instead, each whole in one of the shards where `layout.whole_matrices` finds
-    room for it; `cut` names the others.
+    With whole matrices, the matrices come last, each within one shard if `layout.whole_matrices` finds room for it;
+    `cut` names the others.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class SegmentTable:
     ) -> None:
         """Lay out `specs`. `alignment` rounds the shards of padded specs (see ParameterSpec.local_shape).
 
-        num_shards: equal, aligned ranges that the whole is to be cut into; padding at its end makes it divide.
-        whole_matrices: do not cut matrices that fit into a range; padding is then between matrices.
+        num_shards: number of equal, aligned ranges into which the buffer is cut; padding at its end makes it
+        divisible. whole_matrices: do not cut matrices that fit into a range; padding is then between matrices.
         """
         self.tensor_rank = tensor_rank
         self._segments: dict[str, Segment] = {}
@@ -74,13 +75,13 @@ class SegmentTable:
         self.undecayed = slice(decay_stop, self.num_elements)
 
     def _place(self, specs: list[ParameterSpec], tensor_size: int, alignment: int, num_shards: int) -> None:
-        found = place(specs, num_shards, tensor_size=tensor_size, alignment=alignment)
+        placement = place(specs, num_shards, tensor_size=tensor_size, alignment=alignment)
         for spec in specs:
-            self._add(spec, tensor_size, alignment, found.starts[spec.name])
-        self.num_elements = found.num_elements
-        self.decayed, self.undecayed = slice(0, found.decayed), slice(found.decayed, found.elementwise)
-        self.matrices = slice(found.elementwise, found.num_elements)
-        self.cut = found.cut
+            self._add(spec, tensor_size, alignment, placement.starts[spec.name])
+        self.num_elements = placement.num_elements
+        self.decayed, self.undecayed = slice(0, placement.decayed), slice(placement.decayed, placement.elementwise)
+        self.matrices = slice(placement.elementwise, placement.num_elements)
+        self.cut = placement.cut
 
     def _add(self, spec: ParameterSpec, tensor_size: int, alignment: int, start: int) -> Segment:
         shape = spec.local_shape(tensor_size, alignment)
@@ -99,7 +100,7 @@ class SegmentTable:
         return len(self._segments)
 
     def counted(self) -> Iterator[Segment]:
-        """Segments whose elements this tensor rank counts in a global sum: replicated ones count on rank 0 alone."""
+        """Segments whose elements this tensor rank counts in a global sum: replicated ones count only on rank 0."""
         for segment in self:
             if segment.spec.partition_axis is not None or self.tensor_rank == 0:
                 yield segment
@@ -107,11 +108,11 @@ class SegmentTable:
 
 @dataclass(frozen=True)
 class Sharding:
-    """A place among the replicas that share one copy of a unit's state (Rajbhandari et al. 2020, arXiv 1910.02054).
+    """How replicas shard a unit's state, and the index of one of them (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     stage: 0 nothing is sharded, 1 master weights and moments, 2 gradients too, 3 weights too. index, count: this
-    replica's place among those that share a copy, and their number. whole_matrices: do not cut matrices that
-    fit into a shard.
+    replica's index among those that share a copy, and their number. whole_matrices: do not cut matrices that fit into
+    a shard.
     """
 
     stage: int = 0
@@ -130,7 +131,7 @@ class Sharding:
         return self.stage >= 3
 
     def part_of(self, num_elements: int) -> slice:
-        """This replica's equal part of so many elements, which the count divides."""
+        """Return this replica's part of `num_elements`, which `count` divides."""
         size = num_elements // self.count
         return slice(self.index * size, (self.index + 1) * size)
 
@@ -140,38 +141,40 @@ WHOLE = Sharding()
 
 
 class TableShard:
-    """The elements `shard` of `table`, and the places of parameters in buffers of the shard or of the whole table."""
+    """The range `shard` of a table's elements, and the positions of parameters in buffers of the shard or of the whole
+    table."""
 
     table: SegmentTable
     shard: slice
 
     def held(self, segment: Segment) -> range:
-        """Return the range of a parameter's owned elements, counted from its first, that are in this rank's shard."""
+        """Return the range of a parameter's owned elements, counted from its first one, that is in this rank's
+        shard."""
         start = min(max(self.shard.start - segment.start, 0), segment.owned)
         return range(start, max(start, min(self.shard.stop - segment.start, segment.owned)))
 
     def place(self, segment: Segment) -> slice:
-        """Return the place of the elements of `held` in a buffer of this rank's shard."""
+        """Return the range of the elements of `held` in a buffer of this rank's shard."""
         first = segment.start - self.shard.start
         held = self.held(segment)
         return slice(first + held.start, first + held.stop) if held else slice(0, 0)
 
     def in_shard(self, shard: Tensor, segment: Segment) -> Tensor:
-        """A parameter's owned elements in a buffer of this rank's shard: those of `held`, flat."""
+        """Return a parameter's owned elements in a buffer of this rank's shard: those of `held`, flat."""
         return shard[self.place(segment)]
 
     def within_shard(self, part: slice) -> slice:
-        """Return the place, in a buffer of this rank's shard, of the elements of `part` that the shard has."""
+        """Return the range, in a buffer of this rank's shard, of the elements of `part` that the shard has."""
         return slice(
             *(min(max(end, self.shard.start), self.shard.stop) - self.shard.start for end in (part.start, part.stop))
         )
 
     @staticmethod
     def view(flat: Tensor, segment: Segment) -> Tensor:
-        """One parameter's stored shard as a tensor of its local shape."""
+        """Return one parameter's stored shard as a tensor of its local shape."""
         return flat[segment.start : segment.stop].view(segment.local_shape)
 
     @staticmethod
     def owned_view(flat: Tensor, segment: Segment) -> Tensor:
-        """One parameter's owned elements, shaped as its box: no padding."""
+        """Return one parameter's owned elements, in the shape of its box, without padding."""
         return flat[segment.start : segment.start + segment.owned].view(segment.box.shape)

@@ -1,11 +1,11 @@
 """Links through memory that two processes of one host share, and exchanges between all pairs of a group.
 
 A message is copied into a free slot and announced; the receiver copies it out, or reads it in place. No process spins:
-a wait sleeps on the link's semaphore. Every link also has a socket that carries nothing: it reaches the end of its
-stream when the peer has ended.
+a wait sleeps on the link's semaphore. Every link also has a socket on which nothing is sent: its stream ends when the
+peer has ended.
 
 The source makes an anonymous memory file and passes its descriptor over a Unix socket of the abstract namespace.
-Neither has a name in a file system, so nothing is left however the processes end, and the size of /dev/shm does not
+Neither has a name in a file system, so nothing remains however the processes end, and the size of /dev/shm does not
 matter.
 """
 
@@ -33,23 +33,23 @@ from megapipe.parallel.shared_ring import RingBuffer, RingShape
 Found = TypeVar("Found")
 
 _LIVENESS_SECONDS = 0.1
-"""How often a wait looks whether its peer is still there."""
+"""Seconds after which a wait checks whether its peer is still alive."""
 _TURN_SECONDS = 0.001
-"""How often a wait looks after other links that have more messages under way than slots."""
+"""Seconds after which a wait serves other links that have more messages in transit than slots."""
 
 
 class Links:
-    """The links of shared memory of one rank: a wait for any of them moves the messages of all."""
+    """The shared-memory links of one rank. A wait for any of them moves the messages of all."""
 
     def __init__(self) -> None:
         self._all: list[SharedMemoryLink] = []
 
     def add(self, link: "SharedMemoryLink") -> None:
-        """From now on every wait looks after `link`."""
+        """Let every wait serve `link` from now on."""
         self._all.append(link)
 
     def remove(self, link: "SharedMemoryLink") -> None:
-        """`link` is closed."""
+        """Stop serving `link`, which is closed."""
         self._all.remove(link)
 
     def wait(self, take: Callable[[float], Found | None], link: "SharedMemoryLink") -> Found | None:
@@ -64,11 +64,11 @@ class Links:
             short = [each for each in self._all if each is not link and each.is_short_of_slots]
             for each in short:
                 each.deliver()
-            found = take(max(0.0, min(remaining, _TURN_SECONDS if short else _LIVENESS_SECONDS)))
-            if found is not None:
-                return found
+            result = take(max(0.0, min(remaining, _TURN_SECONDS if short else _LIVENESS_SECONDS)))
+            if result is not None:
+                return result
             ended = remaining <= 0.0 or link.peer_has_ended()
-        return take(0.0)  # what the peer sent last may have come in between
+        return take(0.0)  # the peer's last message may have arrived in between
 
 
 _copy_memory = ctypes.CDLL(None).memmove
@@ -81,7 +81,7 @@ class SharedMemoryLink(LinkEnd, ABC):
 
     Args:
         connection: socket to the other end.
-        links: all of this rank.
+        links: all links of this rank.
     """
 
     def __init__(
@@ -98,11 +98,12 @@ class SharedMemoryLink(LinkEnd, ABC):
     @property
     @abstractmethod
     def is_short_of_slots(self) -> bool:
-        """More messages are under way than there are slots, so that one of the two ends may be waiting for one."""
+        """Whether more messages are in transit than there are slots, so that one of the two ends may be waiting for a
+        slot."""
 
     @abstractmethod
     def deliver(self) -> None:
-        """Move what can be moved without waiting."""
+        """Move the messages that can be moved without waiting."""
 
     def close(self) -> None:
         self._links.remove(self)
@@ -112,12 +113,12 @@ class SharedMemoryLink(LinkEnd, ABC):
         del self._ring
 
     def peer_has_ended(self) -> bool:
-        """Whether the other end's process is gone."""
+        """Return whether the process of the other end has ended."""
         readable, _, _ = select.select([self._connection], [], [], 0.0)
         return bool(readable)
 
     def _slots_like(self, tensor: Tensor) -> list[Tensor]:
-        """The starts of all slots, seen with the shape and type of a tensor that fits; made once."""
+        """Return views of all slots with the shape and dtype of a tensor; views are cached."""
         key = (tensor.shape, tensor.dtype)
         if key not in self._views:
             self.check_size(tensor)
@@ -132,7 +133,7 @@ class SharedMemoryLink(LinkEnd, ABC):
 
 
 class SharedMemorySender(SharedMemoryLink):
-    """The sending end. A send copies into a free slot and is over; it waits only while all slots are full."""
+    """The sending end. A send copies into a free slot; it waits only if all slots are full."""
 
     def __init__(
         self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
@@ -151,7 +152,7 @@ class SharedMemorySender(SharedMemoryLink):
         return FINISHED
 
     def enqueue(self, tensor: Tensor) -> Transfer:
-        """Send without ever waiting: what finds no free slot leaves while this rank waits for any of its links."""
+        """Send without waiting. If no slot is free, the message is sent while this rank waits for any of its links."""
         self.check_size(tensor)
         self.deliver()
         slot = None if self._queued else self._ring.take_free()
@@ -166,7 +167,7 @@ class SharedMemorySender(SharedMemoryLink):
             self._fill_next(slot)
 
     def wait_for(self, queued: "_Queued") -> None:
-        """Return once `queued` has left."""
+        """Wait until `queued` has been sent."""
         while not queued.finished:
             slot = self._ring.take_free()
             if slot is None:
@@ -203,8 +204,8 @@ class _Queued(Transfer):
 
 
 class SharedMemoryReceiver(SharedMemoryLink):
-    """The receiving end. Messages are taken when a receive is posted or awaited, and where slots are few also while
-    this rank waits for another link."""
+    """The receiving end. Messages are taken when a receive is posted or awaited and, if slots run out, while this rank
+    waits for another link."""
 
     lends = True
 
@@ -237,7 +238,7 @@ class SharedMemoryReceiver(SharedMemoryLink):
             self._complete(*message)
 
     def wait_for(self, receive: "_Receive | _Borrowed") -> None:
-        """Return once `receive` has its message."""
+        """Wait until `receive` has its message."""
         while not receive.finished:
             message = self._ring.take_message() or self._links.wait(self._ring.take_message, self)
             if message is None:
@@ -245,12 +246,12 @@ class SharedMemoryReceiver(SharedMemoryLink):
             self._complete(*message)
 
     def copy_out(self, slot: int, into: Tensor) -> None:
-        """Copy a slot that was not lent, and free it."""
+        """Copy a slot that is not on loan, and free it."""
         into.copy_(self._slots_like(into)[slot])
         self._ring.hand_back(slot)
 
     def take_back(self, slot: int) -> None:
-        """Free a slot that was lent."""
+        """Free a slot that is on loan."""
         self._on_loan -= 1
         self._ring.hand_back(slot)
 
@@ -268,7 +269,7 @@ class SharedMemoryReceiver(SharedMemoryLink):
 
 
 class _Receive(Transfer):
-    """A receive into a tensor of the caller's."""
+    """A receive into the caller's tensor."""
 
     def __init__(self, link: SharedMemoryReceiver, number: int, into: Tensor) -> None:
         self._link = link
@@ -287,7 +288,7 @@ class _Receive(Transfer):
 
 
 class _Borrowed(Loan):
-    """A receive that is read in place."""
+    """A receive whose message is read in place."""
 
     def __init__(self, link: SharedMemoryReceiver, number: int, slots: list[Tensor], num_bytes: int) -> None:
         self._link = link
@@ -319,7 +320,8 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group id, as Linux retur
 
 
 def host_identity() -> tuple[str, str]:
-    """Return kernel and namespace, which two processes share if and only if shared-memory links work between them.
+    """Return kernel and namespace, which are the same for two processes if and only if shared-memory links work
+    between them.
 
     Two empty strings if the system is not Linux; shared-memory links do not work there.
     """
@@ -330,7 +332,7 @@ def host_identity() -> tuple[str, str]:
 
 
 def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> dict[Edge, LinkEnd]:
-    """This rank's ends of `edges`. A collective call over the pipeline's group, whose ranks are on one host.
+    """Return this rank's ends of `edges`. A collective call over the pipeline's group, whose ranks are on one host.
 
     Raises:
         CommunicationError: a source did not connect within `timeout` seconds.
@@ -355,7 +357,7 @@ def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> 
 def _accept_all(
     listener: socket.socket, group: Group, edges: Sequence[Edge], timeout: float, mine: Links
 ) -> dict[Edge, LinkEnd]:
-    """The receiving ends, once every source has connected."""
+    """Wait until every source has connected, and return the receiving ends."""
     links: dict[Edge, LinkEnd] = {}
     expected = {index: edge for index, edge in enumerate(edges) if edge.destination == group.rank}
     deadline = time.monotonic() + timeout
@@ -375,7 +377,7 @@ def _accept_all(
 
 
 def _connect(address: str, index: int, edge: Edge) -> tuple[socket.socket, RingBuffer]:
-    """Connect to the destination, make the memory and pass it on."""
+    """Connect to the destination, create the memory and pass its descriptor."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
     memory = os.memfd_create(f"megapipe {edge}", os.MFD_CLOEXEC)
@@ -391,14 +393,15 @@ def _connect(address: str, index: int, edge: Edge) -> tuple[socket.socket, RingB
 
 
 def _is_same_user(connection: socket.socket) -> bool:
-    """Abstract sockets have no permissions, so the kernel is asked who is at the other end."""
+    """Return whether the process at the other end has the same user, which the kernel knows: abstract sockets have no
+    permissions."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.getuid())
 
 
 def _take_memory(connection: socket.socket, edges: Sequence[Edge]) -> tuple[int, RingBuffer]:
-    """The index of the edge that a source has connected for, and its memory."""
+    """Return the index of the edge that a source has connected for, and its memory."""
     hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     if len(hello) < _HELLO.size:
         raise CommunicationError("a source of a shared-memory link ended while it connected")
@@ -414,16 +417,17 @@ def _shape(edge: Edge) -> RingShape:
 
 
 CHUNK_BYTES = 1 << 19
-"""Longer messages go in chunks of this size; a shorter end goes as it is."""
+"""Bytes of the chunks into which longer messages are cut."""
 SLOTS = 16
-"""Chunks that may be under way to a peer at a time."""
+"""Maximum number of chunks in transit to a peer."""
 
 
 class SharedMemoryExchange:
     """Links between all pairs of a group.
 
-    Starting an exchange never waits: chunks that find no room leave when this rank waits for an exchange. So a member
-    may wait until its peers wait for the same one, which cannot hang where all start and await in one order.
+    Starting an exchange never waits: chunks for which there is no room are sent when this rank waits for an exchange.
+    So a member may wait until its peers wait for the same exchange. This cannot hang if all members start and await
+    exchanges in the same order.
 
     Args:
         timeout: seconds that a wait gives a peer.
@@ -439,14 +443,14 @@ class SharedMemoryExchange:
 
     @classmethod
     def within_host(cls, group: DistributedGroup, timeout: float) -> "SharedMemoryExchange | None":
-        """None where members are on several hosts, or the host is not Linux. A collective call."""
+        """Return an exchange; None if members are on several hosts, or the system is not Linux. A collective call."""
         hosts = set(group.all_gather_object(host_identity()))
         return cls(group, timeout) if len(hosts) == 1 and ("", "") not in hosts else None
 
     def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Transfer]:
-        """Send to every peer its piece, and post the receive of what it sends here; both are flat, by group rank.
+        """Send every peer its piece, and post a receive from every peer. pieces, received: flat tensors by group rank.
 
-        Returns what to wait for before `received` may be read and `pieces` overwritten.
+        Returns the waits that must return before `received` may be read and `pieces` overwritten.
         """
         receives = [self._incoming[peer].receive(chunk) for peer in peers for chunk in _chunks(received[peer])]
         return receives + [self._outgoing[peer].enqueue(chunk) for peer in peers for chunk in _chunks(pieces[peer])]

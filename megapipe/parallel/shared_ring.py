@@ -1,4 +1,5 @@
-"""Memory of a link between two processes: slots that one process fills and another reads, and semaphores for turns."""
+"""Memory of a link between two processes: slots that one process fills and the other reads, and semaphores that order
+them."""
 
 import ctypes
 import errno
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 
 SEMAPHORE_BYTES = 64
-"""Room for one, and a cache line of its own. The C library's own type takes 32 bytes."""
+"""Room for one semaphore, on a separate cache line. The C library's type takes 32 bytes."""
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_QUICK = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: for calls that never block
+_QUICK = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the interpreter lock: for calls that never block
 _BLOCKING = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,7 +30,8 @@ def _function(library: Any, name: str, *arguments: Any) -> Any:
 
 
 class Semaphore:
-    """One process posts after it has written, the other takes before it reads (POSIX orders memory by these calls).
+    """A semaphore that one process posts after it has written, and the other takes before it reads (these calls order
+    memory in POSIX).
 
     Taking an available count and posting to a running process are a few instructions in user space; a wait sleeps in
     the kernel.
@@ -52,15 +54,16 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_init")
 
     def post(self) -> None:
-        """Add one and wake a process that waits."""
+        """Add one to the count, and wake a process that waits."""
         self._post(self._address)
 
     def take(self) -> bool:
-        """Take one if there is one."""
+        """Decrement the count if it is positive; return whether it was."""
         return not self._take(self._address)
 
     def wait(self, seconds: float) -> bool:
-        """Take one, waiting for it up to so long; False where none came, or a signal handler ran."""
+        """Decrement the count, after waiting up to `seconds` for it to be positive; False after that time, or if a
+        signal handler ran."""
         whole, nanoseconds = divmod(time.time_ns() + int(seconds * 1e9), 1_000_000_000)
         if not self._wait(self._address, ctypes.byref(_Timespec(whole, nanoseconds))):
             return True
@@ -75,7 +78,7 @@ _WORD = 8
 
 @dataclass(frozen=True)
 class RingShape:
-    """Number of slots, and bytes of each: whole pages, so that every dtype is aligned."""
+    """Number of slots, and bytes per slot: whole pages, so that every dtype is aligned."""
 
     num_slots: int
     slot_bytes: int
@@ -86,12 +89,13 @@ class RingShape:
 
     @property
     def control_bytes(self) -> int:
-        """Two semaphores, then three words a slot: those handed back, those filled, and the bytes in the latter."""
+        """Bytes of two semaphores, then three words per slot: slots handed back, slots filled, and bytes in filled
+        slots."""
         return _pages(2 * SEMAPHORE_BYTES + 3 * self.num_slots * _WORD)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of shared memory of the whole ring."""
+        """Bytes of the whole ring in shared memory."""
         return self.control_bytes + self.num_slots * self.slot_bytes
 
 
@@ -99,8 +103,8 @@ class RingBuffer:
     """One process's view of a link's memory.
 
     The sender takes a free slot, writes it and announces it; the receiver takes announcements in order, reads the
-    slots and hands them back in any order. An entry is written before its semaphore is posted and read after that was
-    taken, and no other synchronisation is needed.
+    slots and hands them back in any order. An entry is written before its semaphore is posted and read after the
+    semaphore was taken, so no other synchronisation is needed.
 
     Attributes:
         slots: uint8, (num_slots, slot_bytes). It keeps the memory mapped.
@@ -109,7 +113,7 @@ class RingBuffer:
 
     def __init__(self, descriptor: int, shape: RingShape) -> None:
         """Map the file of `descriptor`, which has `shape.total_bytes` bytes."""
-        # All pages at once: none is missing when the first step touches it.
+        # Touch all pages now, so that the first step has no page faults.
         memory = mmap.mmap(descriptor, shape.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._filled = Semaphore(memory, address)
@@ -124,14 +128,14 @@ class RingBuffer:
         self.addresses = [slot.data_ptr() for slot in self.slots]
 
     def initialize(self) -> None:
-        """Make all slots free. The process that made the memory does this before it shares it."""
+        """Make all slots free. The process that created the memory does this before it shares it."""
         for slot in range(self._num_slots):
             self._handed_back[slot] = slot
         self._filled.initialize(0)
         self._free.initialize(self._num_slots)
 
     def take_free(self, seconds: float = 0.0) -> int | None:
-        """Sender: a slot to write, waiting for one up to `seconds`."""
+        """Sender: return a free slot, after waiting up to `seconds` for one."""
         if not (self._free.take() or (seconds and self._free.wait(seconds))):
             return None
         slot = self._handed_back[self._num_taken % self._num_slots]
@@ -139,14 +143,14 @@ class RingBuffer:
         return slot
 
     def announce(self, slot: int, num_bytes: int) -> None:
-        """Sender: the slot's first bytes are the next message."""
+        """Sender: announce the first `num_bytes` of a slot as the next message."""
         place = self._num_announced % self._num_slots
         self._announced[place], self._bytes[place] = slot, num_bytes
         self._num_announced += 1
         self._filled.post()
 
     def take_message(self, seconds: float = 0.0) -> tuple[int, int] | None:
-        """Receiver: slot and bytes of the next message, waiting for one up to `seconds`."""
+        """Receiver: return slot and bytes of the next message, after waiting up to `seconds` for one."""
         if not (self._filled.take() or (seconds and self._filled.wait(seconds))):
             return None
         place = self._num_received % self._num_slots
@@ -154,7 +158,7 @@ class RingBuffer:
         return self._announced[place], self._bytes[place]
 
     def hand_back(self, slot: int) -> None:
-        """Receiver: the slot may be written again."""
+        """Receiver: let the sender reuse the slot."""
         self._handed_back[self._num_handed_back % self._num_slots] = slot
         self._num_handed_back += 1
         self._free.post()

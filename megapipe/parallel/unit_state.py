@@ -22,17 +22,18 @@ class WeightSource(Protocol):
     """Source of a whole copy of weights: a group whose ranks each have a part of it, or host memory."""
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        """Start to fill `whole`, flat. part: what this rank keeps of it meanwhile, all of it in host memory."""
+        """Start to fill `whole`, flat. part: this rank's shard of it, or all of it in host memory."""
 
 
 class GradientAccumulators(TableShard):
-    """The gradient buffers of a unit's state; see `UnitState`, which says what else is in them."""
+    """The gradient buffers of a unit's state, as described in `UnitState`."""
 
     sharding: Sharding
     accumulate_dtype: torch.dtype
 
     def _make_accumulators(self, size: int, device: torch.device | str, num_uses: int, gradient_buffers: int) -> None:
-        """Buffers of so many elements. They are cleared, except where their memory comes and goes."""
+        """Allocate buffers of `size` elements. They are cleared, except those whose memory is allocated only while it
+        is needed."""
         self.num_uses = num_uses
         buffer = transient if self.sharding.gradients else torch.zeros
         self.gradients = [
@@ -45,7 +46,8 @@ class GradientAccumulators(TableShard):
         self._has_reduced = [False] * gradient_buffers
 
     def gradients_of(self, update: int) -> list[Tensor]:
-        """The accumulators of an update, by use. update: absolute number, that of the version it is computed with."""
+        """Return the accumulators of an update, by use. update: absolute number of the weight version that its
+        backwards use."""
         buffer = update * self.num_uses % len(self.gradients)
         return self.gradients[buffer : buffer + self.num_uses]
 
@@ -64,23 +66,23 @@ class GradientAccumulators(TableShard):
             gradient.zero_()
 
     def reduced_gradient(self, update: int = 0) -> Tensor:
-        """This rank's part of the gradient of an update, once it is reduced."""
+        """Return this rank's part of the reduced gradient of an update."""
         if self.sharding.gradients:
             return self.gradient_shards[update % len(self.gradient_shards)]
         return self.gradients_of(update)[0][self.shard]
 
     def has_open_gradients(self, update: int = 0) -> bool:
-        """Whether there is memory for the backwards of an update to add to."""
+        """Return whether the accumulators of an update have memory."""
         return is_allocated(self.gradients_of(update)[0])
 
     def open_gradients(self, update: int = 0) -> None:
-        """Give the accumulator of an update's sharded gradients memory, cleared."""
+        """Allocate and clear the accumulator of an update, if gradients are sharded."""
         (gradient,) = self.gradients_of(update)
         allocate(gradient)
         gradient.zero_()
 
     def close_gradients(self, update: int = 0) -> None:
-        """Add what a reduction left in this rank's part of the accumulator to the shard, and free the accumulator."""
+        """Add this rank's part of the reduced accumulator to its gradient shard, and free the accumulator."""
         (gradient,) = self.gradients_of(update)
         buffer = update % len(self.gradient_shards)
         shard, part = self.gradient_shards[buffer], gradient[self.shard]
@@ -95,22 +97,21 @@ class GradientAccumulators(TableShard):
 class UnitState(GradientAccumulators):
     """Flat buffers of one unit on one rank.
 
-    weights[i]: compute-dtype copies; absolute weight version v lies in copy v modulo their number. Versions
-    0 .. copies-1 start out equal; `newest` is the youngest one.
-    master: fp32 buffer that the optimizer updates. When compute is fp32 (or fp64), and without master_weights, there
-    is no separate master: the newest version is it.
-    gradients: fp32 (fp64) accumulators, one a use in each gradient buffer. The update of number k accumulates
-    in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`.
-    moments: name -> flat buffer, filled in by the optimizer. One that not all parameters have starts at
-    `moment_starts[name]` of the other buffers.
-    partial: names of parameters whose gradient is of this tensor rank's tokens alone, to be summed over the ranks.
-    in_host: the buffers that only updates use, moments and a separate master, are in host memory.
+    weights[i]: compute-dtype copies; absolute weight version v is in copy v modulo their number. Versions 0 ..
+    copies-1 are equal at first; `newest` is the newest one. master: fp32 buffer that the optimizer updates. When
+    compute is fp32 (or fp64), and without master_weights, there is no separate master: the newest version is the
+    master. gradients: fp32 (fp64) accumulators, one per use in each gradient buffer. Update number k accumulates
+    in buffer k modulo their number, `gradients_of(k)`, whose first one holds the total after `sum_uses`. moments: name
+    -> flat buffer, filled in by the optimizer. A moment that not all parameters have starts at `moment_starts[name]`
+    of the other buffers. partial: names of parameters whose gradient covers only this tensor rank's tokens, and must
+    be summed over the ranks. in_host: the buffers that only updates use, moments and a separate master, are in host
+    memory.
 
     If replicas shard the state, `shard` is the range of the table's elements that this rank keeps. The master, the
-    moments, `gradient_shards[i]` and `weight_shards[i]` have only these. A whole accumulator of sharded gradients has
-    memory from `open_gradients` to `close_gradients`, a whole copy of sharded weights from `gather_weights` to
-    `release_weights`. It is the same tensor throughout, only its memory is released and allocated, so that parameters,
-    `.grad` and the tensors that autograd saved stay valid.
+    moments, `gradient_shards[i]` and `weight_shards[i]` only have these elements. A whole accumulator of sharded
+    gradients has memory from `open_gradients` to `close_gradients`, a whole copy of sharded weights from
+    `gather_weights` to `release_weights`. It is always the same tensor, whose memory is released and allocated, so
+    that parameters, `.grad` and the tensors that autograd saved stay valid.
     """
 
     def __init__(
@@ -130,8 +131,8 @@ class UnitState(GradientAccumulators):
         master_weights: bool = True,
         in_host: bool = False,
     ) -> None:
-        """Allocate zeroed buffers. Raises ValueError on a count below one, or gradient buffers that do not go evenly
-        into the versions: what computes with one version always accumulates in the same buffer."""
+        """Allocate zeroed buffers. Raises ValueError if a count is below one, or if the number of gradient buffers
+        does not divide that of versions: backwards with one version must always accumulate in the same buffer."""
         if num_versions < 1 or num_uses < 1:
             raise ValueError(f"unit {name}: {num_versions} versions and {num_uses} uses; both must be at least 1")
         if gradient_buffers < 1 or num_versions % gradient_buffers:
@@ -178,27 +179,27 @@ class UnitState(GradientAccumulators):
 
     @property
     def weights_come_and_go(self) -> bool:
-        """Whether a whole copy of the weights has memory from a gather to its release alone."""
+        """Whether a whole copy of the weights only has memory from a gather to its release."""
         return self.sharding.weights
 
     @property
     def master(self) -> Tensor:
-        """This rank's part of the newest weights, in the accumulation dtype unless they are kept in the compute dtype
-        alone."""
+        """This rank's part of the newest weights, in the accumulation dtype unless they are only kept in the compute
+        dtype."""
         return self.weight_shards[self.newest % len(self.weights)] if self._master is None else self._master
 
     @property
     def working_copy(self) -> Tensor | None:
-        """This rank's part of the newest weights in the compute dtype; None where the master itself is them."""
+        """This rank's part of the newest weights in the compute dtype; None if that is the master."""
         return None if self._master is None else self.weight_shards[self.newest % len(self.weights)]
 
     def add_moment(self, name: str, part: slice, dtype: torch.dtype | None = None) -> None:
-        """Make a zeroed moment for the parameters in `part`, by default in the accumulation dtype."""
+        """Allocate a zeroed moment for the parameters in `part`, by default in the accumulation dtype."""
         self.moments[name] = self._update_zeros(part.stop - part.start, dtype)
         self.moment_starts[name] = part.start
 
     def moment(self, name: str, part: slice) -> Tensor:
-        """The elements of a moment that belong to `part` of the other buffers."""
+        """Return the elements of a moment that belong to `part` of the other buffers."""
         start = self.moment_starts.get(name, 0)
         return self.moments[name][part.start - start : part.stop - start]
 
@@ -207,7 +208,7 @@ class UnitState(GradientAccumulators):
         return self.moments | ({} if self._master is None else {"master": self._master})
 
     def place_update_buffers(self, buffers: dict[str, Tensor], *, in_host: bool) -> None:
-        """Let other tensors take the place of `update_buffers`, by name."""
+        """Replace `update_buffers` by other tensors, by name."""
         self.in_host = in_host
         self.moments = {name: buffer for name, buffer in buffers.items() if name != "master"}
         self._master = buffers.get("master")
@@ -242,7 +243,7 @@ class UnitState(GradientAccumulators):
         self.newest = newest
 
     def gather_versions(self, group: Group) -> None:
-        """Fill every whole copy of the weights from all shards; nothing to do where there are none to fill.
+        """Fill every whole copy of the weights from all shards, if replicas shard the state but not its weights.
 
         A collective call of the group of the ranks that share the state.
         """
@@ -253,44 +254,45 @@ class UnitState(GradientAccumulators):
             self.await_weights(copy)
 
     def gather_weights(self, copy: int, source: WeightSource) -> None:
-        """Start to fill a whole copy of the weights: from all ranks' shards through their group, or from host memory.
-        Its next use awaits it first."""
+        """Start filling a whole copy of the weights: from all ranks' shards through their group, or from host memory.
+        The next use of the copy waits for it."""
         whole = self.weights[copy]
         if self.weights_come_and_go:
             allocate(whole)
         if whole.numel() == 0:
             return
-        # Not a change that autograd is to know of: what it saved of the copy are these very values.
+        # Hide this change from autograd: the tensors that it saved of the copy have exactly these values.
         self._gathers[copy] = source.gather_into(whole.data, self.weight_shards[copy])
 
     def await_weights(self, copy: int) -> None:
-        """Return once a copy of the weights may be used."""
+        """Wait until a copy of the weights may be used."""
         work = self._gathers.pop(copy, None)
         if work is not None:
             work.wait()
 
     def await_all_weights(self) -> None:
-        """Return once no copy of the weights is being gathered."""
+        """Wait until no copy of the weights is being gathered."""
         for copy in range(len(self.weights)):
             self.await_weights(copy)
 
     def release_weights(self, copy: int) -> None:
-        """Give the memory of a gathered copy back, where it comes and goes."""
+        """Free a gathered copy, if it only has memory from a gather to its release."""
         self.await_weights(copy)
         free(self.weights[copy])
 
     def publish(self) -> None:
-        """Cast the master into the working copy; nothing to do where they are one buffer, or it has been written."""
+        """Cast the master into the working copy, unless they are the same buffer or the optimizer has already written
+        the copy."""
         if self.working_copy is not None and not self._published:
             self.working_copy.copy_(self.master)
 
     def mark_published(self) -> None:
-        """Note that the optimizer has written the working copy of this update along with the master."""
+        """Record that the optimizer has written the working copy of this update together with the master."""
         self._published = True
 
     def twin(self) -> "UnitState":
-        """A copy whose update leaves this state as it is: weights and what updates work on are in memory of their own,
-        on the device. Gradients are shared, and no gather is awaited."""
+        """Return a copy whose update does not change this state: weights and the buffers of updates are in separate
+        memory, on the device. Gradients are shared, and no gather is awaited."""
         other = shallow_copy(self)
         shares = self.weight_shards is self.weights
         if not self.weights_come_and_go:
@@ -303,9 +305,9 @@ class UnitState(GradientAccumulators):
         return other
 
     def begin_update(self, version: int) -> Tensor:
-        """The buffer that the optimizer changes in place to make absolute weight version `version`.
+        """Return the buffer that the optimizer changes in place to compute absolute weight version `version`.
 
-        It holds the newest weights on return. Raises ValueError when `version` does not follow the newest one.
+        It holds the newest weights on return. Raises ValueError if `version` does not follow the newest one.
         """
         if version != self.newest + 1:
             raise ValueError(
@@ -320,7 +322,8 @@ class UnitState(GradientAccumulators):
         return self.master
 
     def bind(self, module: nn.Module, parameters: Mapping[str, ParameterSpec], *, copy: int = 0, use: int = 0) -> None:
-        """Replace parameters of `module` by views: data in `weights[copy]`, `.grad` where that version accumulates.
+        """Replace parameters of `module` by views: data in `weights[copy]`, `.grad` in the accumulator of that
+        version.
 
         parameters: attribute path in the module -> spec; only specs of this unit are bound.
         """
@@ -332,7 +335,7 @@ class UnitState(GradientAccumulators):
                     continue
                 segment = self.table[spec.name]
                 parameter = nn.Parameter(self.view(weights, segment))
-                # Lets autograd add into the wider accumulator in place where compute is bf16.
+                # Lets autograd add into the wider accumulator in place if compute is in bf16.
                 parameter.grad_dtype = self.accumulate_dtype
                 parameter.grad = self.view(gradients, segment)
                 owner, _, leaf = path.rpartition(".")
@@ -340,15 +343,15 @@ class UnitState(GradientAccumulators):
 
 
 class HostWeights(UnitState):
-    """State of one unit that keeps nothing but gradients on its device.
+    """State of one unit that only keeps gradients on its device.
 
-    `weight_shards[0]` is the weights' home in host memory, which initialization, checkpoints and updates see;
-    `weights[0]`, the copy that modules compute with, has memory from `gather_weights` to `release_weights` alone. An
-    update works on the home's copy on the device, brought there and back with the moments.
+    `weight_shards[0]` has the weights in host memory, for initialization, checkpoints and updates. `weights[0]`, the
+    copy that modules compute with, only has memory from `gather_weights` to `release_weights`. An update works on a
+    copy of the weights on the device, which is moved there and back with the moments.
     """
 
     def __init__(self, name: str, specs: Iterable[ParameterSpec], **options: Any) -> None:
-        """Take the arguments of `UnitState` but numbers of versions and uses, and shards: there is one of each."""
+        """Take the arguments of `UnitState`, except numbers of versions and uses, and shards: there is one of each."""
         super().__init__(name, specs, **options, in_host=True)
         self.weight_shards = [self._update_zeros(self.table.num_elements, self.weights[0].dtype)]
 
@@ -366,7 +369,8 @@ class HostWeights(UnitState):
 
 
 def sum_partial_gradients(state: UnitState, gradient: Tensor, group: Group) -> None:
-    """Replace the partial parameters' gradients by their sums over the ranks of `group`: one exchange for all of them.
+    """Replace the gradients of partial parameters by their sums over the ranks of `group`, in one exchange for all of
+    them.
 
     gradient: a flat accumulator of `state`. Ranks hold the same bits afterwards.
     """

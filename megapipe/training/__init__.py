@@ -1,1 +1,1 @@
-"""The training loop and the assembly of everything below it."""
+"""The training loop, and what surrounds it: checks before a run, the dry run, resilience, and reports."""

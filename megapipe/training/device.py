@@ -1,4 +1,4 @@
-"""The device of a rank: its speed, the precision that is faster on it, reproducible bits, host memory."""
+"""The device of a rank: its speed, its fastest precision, deterministic operations, and host memory."""
 
 import ctypes
 import os
@@ -14,10 +14,11 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.spec.dtypes import Precision
 
 SIZES = {"cpu": 512, "cuda": 4096}
-"""Rows and columns: like the products of a micro-batch, but only milliseconds long without bf16 instructions."""
+"""Rows and columns of the timed matrices: similar to those of a micro-batch, but small enough that a product takes
+only milliseconds where bf16 is emulated."""
 REPEATS = 8
 COPIED = 64 * 2**20
-"""Bytes of a copy that is timed."""
+"""Bytes of each timed copy."""
 COPIES = 5
 
 
@@ -37,7 +38,7 @@ def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def product_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of that product; multiplications and additions count separately."""
+    """Return the FLOP/s of a product of `product_size`; multiplications and additions count separately."""
     return 2.0 * product_size(device) ** 3 / product_seconds(dtype, device)
 
 
@@ -50,7 +51,8 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 1) -> list[float]:
-    """Return the seconds of each of several runs, after `warm_up` runs, until the device has finished them."""
+    """Return the seconds that each of `repeats` calls takes until the device has finished, after `warm_up` untimed
+    calls."""
     times = []
     for _ in range(warm_up + repeats):
         wait_for(device)
@@ -62,7 +64,7 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int, wa
 
 
 def wait_for(device: torch.device) -> None:
-    """Return once a GPU has finished its work; a CPU has nothing in progress."""
+    """Wait until a GPU has finished its work; on a CPU, return at once."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -122,8 +124,8 @@ def require_determinism() -> None:
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-"""Numbers of options of mallopt(3): the free memory at the end of the heap above which it is returned, and the size
-above which a block is a mapping of its own."""
+"""Option numbers of mallopt(3): the free memory at the top of the heap above which it is returned to the system, and
+the size above which a block gets its own mapping."""
 NEVER = 2**31 - 1
 LARGEST = (2**30, 2**25)
 """Thresholds for mappings. The first one that the C library accepts is used; some accept none above 32 MiB."""

@@ -44,9 +44,10 @@ META = torch.device("meta")
 class Coordinate:
     """Layers and memory of the ranks of one pipeline coordinate.
 
-    ranks: their number. stages: of the schedule. layers: names. parameters: elements in the buffers of one rank, with
-    padding. state_bytes: persistent state, also in host memory. message_bytes: buffers in which messages of other
-    stages arrive, and stay until their backward. peak_bytes: peak of a step on the device, with these buffers.
+    ranks: number of these ranks. stages: their stages in the schedule. layers: names. parameters: elements in the
+    buffers of one rank, with padding. state_bytes: persistent state, also in host memory. message_bytes: buffers in
+    which messages of other stages arrive, and stay until their backward. peak_bytes: peak of a step on the device,
+    with these buffers.
     kernel_calls: calls of one step, by op of the kernel registry and phase.
     """
 
@@ -89,7 +90,8 @@ class DryRun:
 
 
 class ShapeError(RuntimeError):
-    """Stages do not fit together, or need other bytes than predicted: a defect of megapipe, not of a configuration."""
+    """Stages do not fit together, or their bytes differ from the prediction: a defect of megapipe, not of a
+    configuration."""
 
 
 def dry_run(
@@ -123,7 +125,7 @@ def dry_run(
     )
     first = predict_rank(config, schedule, 0, device=device)
     kernels, holding = OPS.with_overrides(config.kernels.backends), Holding.of(LayoutTable.of(config, layout))
-    found = []
+    coordinates = []
     for place in range(shape.sizes["pipeline"]):
         rank = shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0})
         mesh = silent_mesh(shape, rank, META)
@@ -131,10 +133,10 @@ def dry_run(
         stages = Assembly(model, holding, mesh, schedule.header, kernels=kernels).stages
         _run_shapes(config, stages, HeldTokens.of(config, mesh))
         # The memory of a rank depends only on its pipeline coordinate.
-        found.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
+        coordinates.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
         report((place + 1) / shape.sizes["pipeline"])
     say(f"shapes: a forward and a backward of every stage fit together ({len(layout.ranges)} in all)")
-    return DryRun(config, world_size, microbatches, actions, tuple(found), device, time.perf_counter() - begin)
+    return DryRun(config, world_size, microbatches, actions, tuple(coordinates), device, time.perf_counter() - begin)
 
 
 def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldTokens) -> None:
@@ -232,8 +234,8 @@ def _bytes(state: UnitState) -> dict[str, int]:
 
 
 def _message_bytes(header: Header, stages: Mapping[int, Stage]) -> int:
-    """Return the bytes of these stages' receive slots for stages of other ranks, as `engine.transfers.connect` makes
-    them. Shards of the vocabulary have none."""
+    """Return the bytes of the slots in which these stages receive from other ranks, as `engine.transfers.connect`
+    allocates them. Vocabulary shards have no slots."""
     total, ranks = 0, header.stage_ranks
     for number, stage in stages.items():
         if number >= header.num_routed:

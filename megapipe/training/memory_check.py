@@ -39,7 +39,7 @@ UNLIMITED = 2**60
 
 
 class Free(NamedTuple):
-    """Free bytes of a device or a host, and the limit that they follow from, in words."""
+    """Free bytes of a device or a host, and a description of the limit that they follow from."""
 
     num_bytes: int
     limit: str

@@ -19,7 +19,7 @@ from megapipe.models.families import family_of
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,
-    gpu_variables_told,
+    described_gpu_variables,
     initialize,
     set_gpu_variables,
     shutdown,
@@ -40,7 +40,7 @@ from megapipe.training.observe.display import LOG, LogFile, UtilisationMeter, de
 from megapipe.training.observe.listeners import TERMINAL, Listeners, add_trackers
 from megapipe.training.observe.metrics import LOSS_CURVE, METRICS, RUN, LossCurve, MetricsFile
 from megapipe.training.observe.traces import Profiler
-from megapipe.training.resilience.failures import out_of_memory_told
+from megapipe.training.resilience.failures import out_of_memory_reported
 from megapipe.training.resilience.guards import Guards
 from megapipe.training.resilience.run_identity import (
     RunFolder,
@@ -55,20 +55,21 @@ from megapipe.training.resilience.run_identity import (
 from megapipe.training.resilience.watchdog import Heartbeat, Watchdog
 from megapipe.training.validation import (
     attention_kept,
+    described_choices,
     document_attention,
     fp8_products,
     kernel_choices,
-    told,
     validate,
 )
 
 Say = Callable[[str], None]
 ChooseRecompute = Callable[[PretrainConfig, Mesh, Say], PretrainConfig]
-"""Replaces recompute.method auto, a collective call; raises ConfigError, the same on every rank, if nothing fits."""
+"""A collective call that replaces recompute.method auto. It raises the same ConfigError on every rank if nothing
+fits."""
 
 
 def named_recompute(config: PretrainConfig, mesh: Mesh, say: Say) -> PretrainConfig:
-    """Return the configuration. Raises ConfigError for recompute.method auto, which needs a planner."""
+    """Return the configuration unchanged. Raises ConfigError for recompute.method auto, which needs a planner."""
     if config.recompute.method == "auto":
         raise ConfigError(
             "recompute.method auto is chosen by megapipe train; set none, selective or "
@@ -144,7 +145,7 @@ def _train(
     with _listeners(config, mesh, run) as listeners, Checkpointer(config, mesh, listeners.say, lock) as checkpointer:
         say = listeners.say
         if variables:
-            say(gpu_variables_told(variables))
+            say(described_gpu_variables(variables))
         config = choose_recompute(with_precision(config, mesh, checkpointer.precision, say), mesh, say)
         checkpointer.describe(config)
         check_memory(config, mesh, say)
@@ -159,7 +160,7 @@ def _train(
             )
             return 0
         evaluation = None if validation is None else Evaluator(config, mesh, replica, validation)
-        for line in told(choices, config.kernels.backends):
+        for line in described_choices(choices, config.kernels.backends):
             say(line)
         remarks = [find(config, mesh.device) for find in (document_attention, attention_kept, fp8_products)]
         for remark in (*remarks, *replica.remarks, muon_shards(replica.states())):
@@ -180,7 +181,7 @@ def _run(
     run: str,
     heartbeat: Heartbeat,
 ) -> int:
-    """Run the loop from `position` on. run: id of this start."""
+    """Run the loop, starting at `position`. run: id of this start."""
     say = listeners.say
     meter = _meter(config, mesh, say)
     if config.schedule.update == "eager":
@@ -213,7 +214,7 @@ def _run(
         listeners.event("other_data", step=change.step, differences=list(change.differences))
     if mesh.device.type == "cuda" and mesh.size("pipeline") > 1:
         heartbeat.outside("the rehearsal of a step")
-        with out_of_memory_told(replica.stages):
+        with out_of_memory_reported(replica.stages):
             rehearse(config, mesh, replica, samples, evaluation, position.step, say)
     with Profiler(config, mesh, say, position.step) as profiler:
         guards = Guards(config, mesh, heartbeat, listeners)
@@ -238,8 +239,8 @@ def rehearse(
     step: int,
     say: Say,
 ) -> None:
-    """Run every kernel of a step, and of an evaluation, before the first message between stages is under way, and have
-    the allocator hold their memory. A collective call. step: the next one, from 0.
+    """Run every kernel of a step and of an evaluation before any message between stages is in flight, so that kernels
+    are loaded and their memory is allocated. A collective call. step: the next one, from 0.
     """
     start, size = time.perf_counter(), config.batch.global_size
     batch = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0)).load(consumed=0)

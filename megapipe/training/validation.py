@@ -113,14 +113,14 @@ def fp8_products(config: PretrainConfig, device: torch.device) -> str | None:
 def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[str]:
     """Return a message for each reason why GPUs of this compute capability cannot run products in fp8."""
     tensor, recipe = config.parallel.tensor, config.training.fp8
-    found = []
+    problems = []
     if capability < FP8_CAPABILITY:
-        found.append(
+        problems.append(
             f"training.fp8 {recipe} needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, "
             f"Hopper) or later, and this one has {capability[0]}.{capability[1]}; set training.fp8 none"
         )
     if recipe == "rowwise" and config.training.precision != "bf16":
-        found.append(
+        problems.append(
             "training.fp8 rowwise returns its results in bf16, but training.precision is "
             f"{config.training.precision}; set training.precision bf16, or training.fp8 tensorwise"
         )
@@ -132,28 +132,28 @@ def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[st
             "rows of its qkv matrix on a rank": (model.num_heads + 2 * model.kv_heads) * model.head_dim // tensor,
             **_tokens_of_products(config),
         }
-        found += [
+        problems += [
             f"training.fp8 {recipe}: {name} {extent} must be a multiple of "
             f"{ALIGNMENT} on a GPU; choose another size, or set training.fp8 none"
             for name, extent in extents.items()
             if extent % ALIGNMENT
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(problems))
 
 
 def _tokens_of_products(config: PretrainConfig) -> dict[str, int]:
     """Return the number of tokens in a product of a block, by its name in messages."""
     parallel = config.parallel
     tokens = config.batch.micro_size * (config.data.sequence_length // parallel.context)
-    found = {"tokens of a micro-batch on a rank": tokens}
+    tokens_of_product = {"tokens of a micro-batch on a rank": tokens}
     if parallel.sequence and parallel.sequence_chunks > 1:
         # A chunk is a part of a rank's tokens of each sample. If they do not divide evenly, sizes differ by one.
         own = tokens // config.batch.micro_size // parallel.tensor
         sizes = {"smallest": own // parallel.sequence_chunks, "largest": -(-own // parallel.sequence_chunks)}
         for name, size in sizes.items():
             among_all = size * parallel.tensor * config.batch.micro_size
-            found[f"tokens of the {name} chunk (parallel.sequence_chunks)"] = among_all
-    return found
+            tokens_of_product[f"tokens of the {name} chunk (parallel.sequence_chunks)"] = among_all
+    return tokens_of_product
 
 
 def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
@@ -171,7 +171,7 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
     return f"recompute.parts attention: attention runs {how} here and saves no weights to recompute"
 
 
-def told(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
+def described_choices(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
     """Return the choices in words: a line for each backend with the reason why no preferred one was chosen; on GPUs
     also measured preferences and NVIDIA's apex, if there are any.
 
@@ -199,7 +199,7 @@ def _why(choice: Choice) -> str:
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
-    """Raise one ConfigError with every problem; return quietly when all can run on `world_size` ranks."""
+    """Check that the run can start on `world_size` ranks. Raises one ConfigError that lists all problems."""
     problems = config.model.problems() + config.problems()
     problems += learning_rate_problems(config.optimizer, config.training.steps)
     problems += kernel_problems(config)

@@ -14,7 +14,7 @@ from megapipe.data.errors import DataError
 from megapipe.data.preprocess import command as program
 from megapipe.data.preprocess import run as preprocess_run
 from megapipe.data.preprocess.inputs import find_inputs
-from megapipe.data.preprocess.run import interrupts_put_off, map_in_order, read_journal
+from megapipe.data.preprocess.run import interrupts_delayed, map_in_order, read_journal
 from megapipe.data.preprocess.run import preprocess as preprocess_files
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
 from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
@@ -241,7 +241,7 @@ def test_ctrl_c_is_blocked_in_workers_and_delayed_at_their_start() -> None:
     reached = []
 
     def start() -> None:
-        with interrupts_put_off():
+        with interrupts_delayed():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
             reached.append(True)

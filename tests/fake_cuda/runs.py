@@ -216,7 +216,7 @@ def train(
     if pairs_in_order:
         replica_module.pair_overlap = lambda *_: (False, None)  # type: ignore[assignment]
     order = Order(fake.timeline, fake.watch)
-    Replica._teller = lambda replica, schedule: order.marks(schedule, replica.rank)  # type: ignore[method-assign]
+    Replica._recording = lambda replica, schedule: order.marks(schedule, replica.rank)  # type: ignore[method-assign]
     with fake.phase("build"):
         replica = Replica(config, mesh)
         kernel_choices(config, mesh.device, replica.kernels)

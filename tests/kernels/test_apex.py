@@ -14,7 +14,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import optimizer as reference_optimizer
 from megapipe.kernels.registry import KernelError
-from megapipe.training.validation import told
+from megapipe.training.validation import described_choices
 from tests.kernels import adamw_checks, apex_stand_in, norm_checks, softmax_checks
 from tests.kernels.apex_stand_in import BUILDS
 from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, implementation, misaligned
@@ -217,6 +217,6 @@ def test_apex_is_chosen_and_reported_where_triton_and_csrc_cannot_run() -> None:
     assert weights.reasons[-1] == "apex: runs only where kernels.backends names it"
     requested = OPS.with_overrides({"attention_probabilities": "apex"})
     assert requested.choice("attention_probabilities", "cuda", torch.bfloat16, 64).backend == "apex"
-    lines = told(choices, {})
+    lines = described_choices(choices, {})
     assert sum(line.startswith("kernels: apex for ") for line in lines) == len(lines) - 1
     assert lines[-1] == f"kernels: {apex_backend.described()}"

@@ -10,7 +10,7 @@ import torch
 from megapipe.kernels import preferences
 from megapipe.kernels.preferences import VARIABLE, MeasuredPreference, PreferenceError, Preferences, find, parse
 from megapipe.kernels.registry import REFERENCE, Backend, KernelOp, Registry
-from megapipe.training.validation import told
+from megapipe.training.validation import described_choices
 
 GPU = "NVIDIA H100 80GB HBM3"
 MEASURED = Preferences(
@@ -68,7 +68,7 @@ def test_the_nearest_measured_size_decides(folder: Path) -> None:
     assert kernels.choice("rotary", "cuda", torch.bfloat16, 64).backend == "triton"
     assert chosen(kernels.with_overrides({"gelu": "triton"}), 1024) == "triton"
     assert chosen(kernels.with_overrides({"rotary": "triton"}), 1024) == "cuda"
-    lines = told([kernels.choice("gelu", "cuda", torch.bfloat16, 1024)], {})
+    lines = described_choices([kernels.choice("gelu", "cuda", torch.bfloat16, 1024)], {})
     assert lines == [
         "kernels: cuda for gelu (the fastest measured on this GPU)",
         "kernels: order of backends from nvidia_h100_80gb_hbm3.yaml, measured 2026-11-23 with torch 2.13",
@@ -95,7 +95,7 @@ def test_without_a_file_the_table_decides_in_silence(folder: Path) -> None:
 def test_a_file_that_cannot_be_used_is_ignored_with_one_line(folder: Path, text: str, note: str) -> None:
     (folder / "nvidia_h100_80gb_hbm3.yaml").write_text(text)
     assert chosen(registry(), 1024) == "triton"
-    (line,) = told([registry().choice("gelu", "cuda", torch.bfloat16, 64)], {})[1:]
+    (line,) = described_choices([registry().choice("gelu", "cuda", torch.bfloat16, 64)], {})[1:]
     assert line.startswith("kernels: ignored nvidia_h100_80gb_hbm3.yaml: ")
     assert note in line
     assert "\n" not in line

@@ -23,7 +23,7 @@ from megapipe.kernels.registry import REFERENCE, Backend, KernelOp, Registry
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop import replica
 from megapipe.training.loop.replica import Replica
-from megapipe.training.validation import document_attention, kernel_choices, kernel_problems, told
+from megapipe.training.validation import described_choices, document_attention, kernel_choices, kernel_problems
 from tests.kernels import apex_stand_in, emulated
 from tests.support import gpt_runs
 from tests.support.equality import check_bits, check_gradients
@@ -201,7 +201,7 @@ def test_what_is_told_at_the_start_is_what_runs(corpus: str, model: str) -> None
 
 
 def test_a_run_without_a_gpu_says_so_in_one_line(corpus: str) -> None:
-    lines = told(kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, OPS), {})
+    lines = described_choices(kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, OPS), {})
     assert lines == [
         "kernels: reference for adamw, bias_gelu, gradient_norm, layer_norm, linear_cross_entropy (needs a GPU)"
     ]
@@ -214,7 +214,7 @@ def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
         Backend(REFERENCE, reference_norms),
     )
     kernels = Registry([*OPS.ops, KernelOp("layer_norm", NORM, backends)], {"bias_gelu": REFERENCE, "gelu": REFERENCE})
-    lines = told(
+    lines = described_choices(
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels), {"bias_gelu": REFERENCE, "gelu": REFERENCE}
     )
     assert "kernels: reference for layer_norm (triton: is not installed; cuda: was not built)" in lines

@@ -21,7 +21,7 @@ from megapipe.training.resilience.failures import (
     OutOfMemory,
     _state_row,
     is_out_of_memory,
-    out_of_memory_told,
+    out_of_memory_reported,
 )
 from tests.optim.test_optimizer import SPECS
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
@@ -55,7 +55,7 @@ def report_of(folder: Path, break_unit: str, backward: bool, schedule: str = "gp
 
     module.register_forward_hook(hook)
     batch = BatchLoader(config, mesh, replica, split_samples(config, "train")).load(0)
-    with pytest.raises(OutOfMemory) as caught, out_of_memory_told(replica.stages):
+    with pytest.raises(OutOfMemory) as caught, out_of_memory_reported(replica.stages):
         replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
     return str(caught.value)
 
@@ -111,5 +111,5 @@ def test_other_failures_are_not_taken_for_it() -> None:
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     error = EngineError("step 0: shape mismatch")
     error.__cause__ = RuntimeError("shape mismatch")
-    with pytest.raises(EngineError, match="shape mismatch"), out_of_memory_told({}):
+    with pytest.raises(EngineError, match="shape mismatch"), out_of_memory_reported({}):
         raise error

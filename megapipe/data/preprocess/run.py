@@ -100,7 +100,7 @@ def map_in_order(
     pending: deque[Future[Result]] = deque()
     try:
         for task in tasks:
-            with interrupts_put_off():  # submitting a task may start a process
+            with interrupts_delayed():  # submitting a task may start a process
                 pending.append(pool.submit(function, *task))
             if len(pending) >= 2 * workers:
                 yield pending.popleft().result()
@@ -115,7 +115,7 @@ def map_in_order(
 
 
 @contextmanager
-def interrupts_put_off() -> Iterator[None]:
+def interrupts_delayed() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block.
 
     Processes that the block starts have SIGINT blocked from their start, so that they print no traceback during their

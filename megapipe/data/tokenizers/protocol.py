@@ -13,7 +13,7 @@ class Tokenizer(Protocol):
     text."""
 
     spec: str
-    """A name with which `open_tokenizer` opens it: `bytes`, a path, or a path with a kind before it."""
+    """A name with which `open_tokenizer` opens the tokenizer: `bytes`, a path, or a path with a kind before it."""
     vocabulary_size: int
     """Every id is below this number, which is the number of embedding rows that a model needs."""
     end_of_document: int | None

@@ -1,1 +1,2 @@
-"""Machines as the planner sees them: devices, nodes and links from YAML, and how long kernels and collectives take."""
+"""Descriptions of machines for the planner: devices, nodes and links from YAML, and times of kernels and
+collectives."""

@@ -1,11 +1,12 @@
-"""Seconds of collectives over links: rings, and rings inside nodes that are joined by rings between them.
+"""Times of collectives over links: a single ring, or rings inside nodes that are joined by rings between nodes.
 
 n members, M bytes of the whole buffer as `spec.ops.Exchange` counts them, one latency per step. A ring forwards
 M / n bytes per step, over every link at once, so its slowest link sets the pace; an all-gather or reduce-scatter takes
 n - 1 steps (Thakur, Rabenseifner and Gropp 2005, doi 10.1177/1094342005051521, section 4.1), an all-reduce both.
-Between nodes the members of one local index form a ring each, and share the node's adapters: of an all-reduce that is
-2 (n_in - 1) M / (n_in bw_in) + 2 (n_out - 1) M / (n_out bw_out), Pipette's form (arXiv 2405.18093) with bw_out the
-bandwidth of all members of a node together. A library takes the faster way, and so does `collective_time`.
+Between nodes, the members with the same local index form a ring, and all rings share the node's adapters: an
+all-reduce takes 2 (n_in - 1) M / (n_in bw_in) + 2 (n_out - 1) M / (n_out bw_out), Pipette's form (arXiv 2405.18093)
+with bw_out the bandwidth of all members of a node together. A library uses the faster algorithm, and so does
+`collective_time`.
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from megapipe.spec.ops import Exchange, Operation
 class GroupLinks:
     """The links of a group of ranks.
 
-    members: on each node that it touches, in the ring's order. inside: links of these nodes, of the slowest. crossing:
-    bytes per second that its members on one node send to the next node, together, over the ring's slowest such step;
-    crossing_latency: seconds a message there. Both are 0 where the group stays on one node.
+    members: on each node that it touches, in the ring's order. inside: links of the slowest of these nodes. crossing:
+    bytes per second that its members on one node together send to the next node, at the ring's slowest such step;
+    crossing_latency: seconds per message there. Both are 0 if the group is on one node.
     """
 
     members: tuple[int, ...]
@@ -37,7 +38,7 @@ class GroupLinks:
 
     @property
     def crosses(self) -> bool:
-        """Whether it spans nodes."""
+        """Whether the group spans nodes."""
         return len(self.members) > 1
 
 
@@ -60,7 +61,7 @@ class CollectiveTime:
 
 
 def ring_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
-    """One ring through all members; of an all-reduce, reduce-scatter or all-gather."""
+    """Return the time of an all-reduce, reduce-scatter or all-gather in one ring through all members."""
     passes = 2 if operation == "all_reduce" else 1
     steps = passes * (group.size - 1)
     bandwidth, latency = _slowest(group)
@@ -68,7 +69,7 @@ def ring_time(operation: Operation, num_bytes: float, group: GroupLinks) -> Coll
 
 
 def hierarchical_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
-    """Rings inside the nodes and rings between them; needs as many members on every node.
+    """Return the time with rings inside the nodes and rings between them; every node needs the same number of members.
 
     Raises:
         ValueError: members are spread unevenly.
@@ -89,7 +90,8 @@ def hierarchical_time(operation: Operation, num_bytes: float, group: GroupLinks)
 
 
 def all_to_all_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
-    """Every member gives every other M / n bytes; links inside and between nodes work side by side."""
+    """Return the time in which every member sends M / n bytes to every other; links inside and between nodes work in
+    parallel."""
     share, most = num_bytes / group.size, max(group.members)
     transfers = [(most - 1) * share / (group.inside.pair_bandwidth if most == 2 else group.inside.bandwidth)]
     if group.crosses:
@@ -99,7 +101,7 @@ def all_to_all_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
 
 
 def send_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
-    """A message from one rank to another: `group` is the pair."""
+    """Return the time of a message from one rank to another: `group` is the pair."""
     bandwidth = group.crossing if group.crosses else group.inside.pair_bandwidth
     latency = group.crossing_latency if group.crosses else group.inside.latency
     return CollectiveTime("send", latency, num_bytes / bandwidth)
@@ -107,7 +109,8 @@ def send_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
 
 @lru_cache(maxsize=4096)
 def collective_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
-    """The faster way of one call, or what was measured of such calls inside a node; nothing for a group of one."""
+    """Return the time of one call with the faster algorithm, or the measured time of such calls inside a node; zero
+    for a group of one."""
     if group.size == 1:
         return CollectiveTime("none", 0.0, 0.0)
     measured = None if group.crosses else group.inside.measured(operation, group.size)
@@ -132,10 +135,10 @@ def _ways(operation: Operation, num_bytes: float, group: GroupLinks) -> Iterator
 
 
 def _slowest(group: GroupLinks) -> tuple[float, float]:
-    """Bandwidth and latency of the ring's slowest link.
+    """Return bandwidth and latency of the ring's slowest link.
 
-    A ring through nodes passes each border once, but as many rings as a node has members run side by side, each
-    through an adapter of its own: together they cross at what these members have together.
+    A ring through nodes crosses each border once, but there is a ring for each member of a node, and they run in
+    parallel over different adapters: together they have the bandwidth of all these members.
     """
     if not group.crosses:
         return group.inside.of_ring(group.size), group.inside.latency

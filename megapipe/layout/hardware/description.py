@@ -28,14 +28,15 @@ Latency = Annotated[float, Bound(0, 1, words="from 0 to 1, in seconds (3e-6, not
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How far a device stays below its nominal figures. Matrix products have three parameters.
+    """Ratio between the actual and the nominal performance of a device. Matrix products have three parameters.
 
     The rate follows Hockney's law in each dimension of a product (Hockney and Jesshope, Parallel Computers 2, 1988,
-    section 1.3: r = r_max / (1 + n_half / n)). The defaults are the peak itself: a bound, not a prediction.
+    section 1.3: r = r_max / (1 + n_half / n)). With the defaults, times are those at the peak: a bound, not a
+    prediction.
 
-    ceiling: share of the peak that a very large product reaches. half_size: elements of one dimension at which it
-    alone halves the rate. launch: additional seconds of every kernel. memory, links: reached shares of the nominal
-    bandwidths of memory, and of links inside and between nodes. They do not apply to a link_matrix, which is measured.
+    ceiling: fraction of the peak that a very large product reaches. half_size: size of one dimension that alone halves
+    the rate. launch: additional seconds of every kernel. memory, links: fractions of the nominal bandwidths of memory,
+    and of links inside and between nodes, that are reached. They do not apply to a link_matrix, which is measured.
     """
 
     ceiling: Share = 1.0
@@ -74,7 +75,7 @@ class Device:
         return self.memory_bandwidth * self.efficiency.memory
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in a number format; ConfigError where the device has none."""
+        """Return the peak FLOP/s in a number format. Raises ConfigError if the device has none."""
         if dtype not in self.peak_flops:
             known = [each for each in DTYPES if each in self.peak_flops]
             raise ConfigError(
@@ -88,9 +89,9 @@ class Device:
 class IntraNodeLink:
     """The links of every device inside a node.
 
-    latency: seconds a message. bandwidth: of one device, to all others together, a direction. pair_bandwidth: between
-    two devices alone, less than that where no switch joins them; the same if it is left out. collectives: measured
-    calls, which count in place of formulas.
+    latency: seconds per message. bandwidth: of one device, to all others together, per direction. pair_bandwidth:
+    between two devices only, which is lower without a switch; by default the same. collectives: measured calls, which
+    replace formulas.
     """
 
     latency: Latency
@@ -112,20 +113,21 @@ class IntraNodeLink:
             )
 
     def measured(self, operation: str, ranks: int) -> MeasuredCollective | None:
-        """The first row of an operation among as many ranks; None without any."""
+        """Return the first row of an operation with this number of ranks; None if there is none."""
         rows = (each for each in self.collectives if (each.operation, each.ranks) == (operation, ranks))
         return next(rows, None)
 
     def of_ring(self, members: int) -> float:
-        """Bytes per second that each of `members` devices passes on: two have only what joins the pair."""
+        """Return the bytes per second at which each of `members` devices sends in a ring: two devices only have the
+        links of the pair."""
         return self.pair_bandwidth if members == 2 else self.bandwidth
 
 
 @dataclass(frozen=True)
 class Network:
-    """How a node reaches other nodes.
+    """The connection of a node to other nodes.
 
-    latency: seconds a message. bandwidth: of all adapters of a node together, a direction. adapters: how many.
+    latency: seconds per message. bandwidth: of all adapters of a node together, per direction. adapters: their number.
     """
 
     latency: Latency
@@ -133,10 +135,10 @@ class Network:
     adapters: Count = 1
 
     def of_device(self, active: int, bandwidth: float | None = None) -> float:
-        """Bytes per second of one device while `active` devices of its node send to other nodes: its share, at most
-        one adapter's.
+        """Return the bytes per second of one device while `active` devices of its node send to other nodes: an equal
+        part, at most one adapter's bandwidth.
 
-        bandwidth: of the node towards one other, where that has been measured.
+        bandwidth: measured bandwidth from the node to one other node, if there is one.
         """
         whole = self.bandwidth if bandwidth is None else bandwidth
         return whole / max(active, self.adapters)
@@ -144,9 +146,9 @@ class Network:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Between a device and the memory of its host.
+    """The link between a device and the memory of its host.
 
-    bandwidth: of one device, a direction, both at once. latency: seconds a copy.
+    bandwidth: of one device, per direction, in both directions at the same time. latency: seconds per copy.
     """
 
     bandwidth: ByteRate
@@ -161,8 +163,8 @@ class HostLink:
 class NodeGroup:
     """Nodes of one kind.
 
-    num_nodes: how many there are; None for as many as asked for. price_per_hour: of one node, in any currency. host:
-    None where it is not known, so that nothing can be planned that moves there.
+    num_nodes: their number; None for no limit. price_per_hour: of one node, in any currency. host: None if unknown;
+    then moves to host memory cannot be planned.
     """
 
     name: str
@@ -176,7 +178,7 @@ class NodeGroup:
 
     @property
     def reached(self) -> "NodeGroup":
-        """The same with the bandwidths of links that are reached."""
+        """Return the group with the bandwidths that its links reach."""
         share = self.device.efficiency.links
         if share == 1.0:
             return self
@@ -192,9 +194,9 @@ class NodeGroup:
 class Hardware:
     """A machine, or an unlimited supply of its nodes.
 
-    groups: of nodes, filled in this order. link_matrix: measured bytes per second from node to node, a row for each
-    sender, both numbered through the groups; the diagonal is not read. measured: layers' times, on the first group's
-    devices.
+    groups: of nodes, filled in this order. link_matrix: measured bytes per second from node to node, one row per
+    sender; nodes are numbered through the groups, and the diagonal is not read. measured: times of layers, on the
+    first group's devices.
     """
 
     name: str
@@ -233,20 +235,20 @@ class Hardware:
                 yield f"link_matrix[{row}][{column}]", f"is {value:g}, but must be {BYTE_RATES}"
 
     def nodes(self, num_devices: int) -> tuple[NodeGroup, ...]:
-        """The nodes that `num_devices` ranks occupy, each given by its group; ranks fill a node before the next.
+        """Return the nodes that `num_devices` ranks occupy, each given by its group; ranks fill a node before the
+        next.
 
-        Raises:
-            ConfigError: fewer than 1 device asked for, or more than there are.
+        Raises: ConfigError: fewer than 1 device, or more than there are, are requested.
         """
         if num_devices < 1:
             raise ConfigError(f"the number of devices is {num_devices}; it must be at least 1")
-        found = []
+        occupied = []
         left = num_devices
         for node in self._supply():
-            found.append(node)
+            occupied.append(node)
             left -= node.devices_per_node
             if left <= 0:
-                return tuple(found)
+                return tuple(occupied)
         raise ConfigError(
             f"{num_devices} devices are requested, but hardware {self.name!r} has {num_devices - left}; request "
             "fewer, or raise num_nodes of a group"
@@ -259,7 +261,7 @@ class Hardware:
         return sum(known) if len(known) == len(prices) else None
 
     def with_reserve(self, num_bytes: float) -> "Hardware":
-        """Return the machine with this many bytes less on every device: memory that is not for tensors.
+        """Return the machine with this number of bytes less on every device: memory that is not for tensors.
 
         Raises:
             ConfigError: the number is negative, or a device would have no memory left.
@@ -292,9 +294,9 @@ CPU_WORDS = re.compile(r"(?<![a-z])(cpus?|cores?)(?![a-z])", re.IGNORECASE)
 
 
 def hardware_device_type(hardware: Hardware) -> Literal["cpu", "cuda"]:
-    """The type that torch knows the first group's devices by, on which attention's path and sums of gradients depend.
+    """Return torch's type of the first group's devices, on which attention's path and sums of gradients depend.
 
-    A device is a CPU where its name has the word cpu or core, or where fp32 is its only number format.
+    A device is a CPU if its name has the word cpu or core, or if fp32 is its only number format.
     """
     return device_type(hardware.groups[0].device)
 
@@ -305,14 +307,14 @@ def device_type(device: Device) -> Literal["cpu", "cuda"]:
 
 
 SINGLE = ("fp32", "tf32")
-"""Formats that fp32 matrices may be multiplied in."""
+"""Formats in which fp32 matrices may be multiplied."""
 
 
 def with_named_precision(config: PretrainConfig, devices: Iterable[Device]) -> tuple[PretrainConfig, str | None]:
-    """The run with auto replaced, and a remark on that; without auto the run itself.
+    """Return the run with precision auto replaced, and a remark about it; without auto, the run itself.
 
-    A run takes bf16 where a matrix product is faster in it than in fp32 (`training.precision`): here where every
-    device has the higher peak in it, tf32 taken for fp32.
+    A run uses bf16 if a matrix product is faster in it than in fp32 (`training.precision`); here, if every device has
+    a higher peak in bf16 than in fp32 or tf32.
     """
     if config.training.precision != "auto":
         return config, None

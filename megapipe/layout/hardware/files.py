@@ -1,4 +1,4 @@
-"""Hardware files: YAML of a `Hardware`, from the package's presets or from the user; and written."""
+"""Reads and writes hardware files: YAML of a `Hardware`, from the package's presets or from the user."""
 
 from functools import cache
 from importlib.resources import files
@@ -16,7 +16,7 @@ LARGEST_FILE = 16_000_000
 
 
 def load_hardware(name_or_file: str) -> Hardware:
-    """A preset by its name, or a YAML file (a name with a slash or a dot in it).
+    """Return a preset by its name, or the hardware in a YAML file (a name with a slash or a dot in it).
 
     Raises:
         ConfigError: an unknown preset, an unreadable file, or a wrong content.
@@ -49,7 +49,7 @@ def _preset(name: str) -> Hardware:
 
 
 def _meant(name: str) -> str:
-    """Presets that a name begins, as a100 does, or else the nearest one."""
+    """Return a hint with the presets that start with a name, such as a100, or else with the nearest one."""
     longer = [preset for preset in PRESETS if name and preset.startswith(name)]
     return f"; did you mean {' or '.join(map(repr, longer))}?" if longer else nearest(name, PRESETS)
 
@@ -60,5 +60,5 @@ def read_hardware(text: str, origin: str = "hardware") -> Hardware:
 
 
 def written(hardware: Hardware, remark: str = "") -> str:
-    """Return the text of a file, such as `read_hardware` reads back: the same to six digits. remark: at the top."""
+    """Return the text of a file that `read_hardware` can read, with six digits. remark: comment at the top."""
     return written_dataclass(hardware, remark)

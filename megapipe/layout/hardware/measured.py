@@ -23,8 +23,8 @@ _ISO_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 class LayerRow:
     """Seconds of one micro-batch in a layer on one rank.
 
-    tensor, context: ranks that the layer is shared by. micro_size: samples. backward: whole; backward_input and
-    backward_weight: its halves where they run apart.
+    tensor, context: numbers of ranks over which the layer is sharded. micro_size: samples. backward: of the whole
+    backward; backward_input and backward_weight: of its halves, run separately.
     """
 
     kind: LayerKind
@@ -39,9 +39,10 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class MeasuredLayer(LayerRow):
-    """The rank's own work, nothing else running, communication left out; both halves are slower than the whole.
+    """Times of the rank's own work, without communication and with nothing else running; the two halves together are
+    slower than the whole.
 
-    recompute: the forward again, 0 for layers that never do.
+    recompute: time of a recomputed forward, 0 for layers that are never recomputed.
     """
 
     recompute: NaturalFloat
@@ -51,7 +52,7 @@ class MeasuredLayer(LayerRow):
 class MeasuredWait(LayerRow):
     """Time that ranks of one layer wait for each other, in addition to their own work.
 
-    They wait for messages, and because ranks arrive early and late by turns.
+    They wait for messages, and for ranks that are late.
     """
 
 
@@ -59,8 +60,8 @@ class MeasuredWait(LayerRow):
 class MeasuredCollective:
     """A collective of `ranks` ranks of one node: a call takes latency + bytes / bandwidth.
 
-    Bytes are those of the whole buffer, as `spec.ops.Exchange` counts them. over: what carries it. busy:
-    processor seconds that a rank spends in a second of it, 0 where a device of its own does the work.
+    Bytes are those of the whole buffer, as `spec.ops.Exchange` counts them. over: transport. busy: CPU seconds that a
+    rank spends per second of it, 0 if a separate device does the work.
     """
 
     operation: Operation
@@ -77,7 +78,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class Contention:
-    """How many times longer the same work takes while `ranks` ranks of a node compute at once."""
+    """Factor by which the same work takes longer while `ranks` ranks of a node compute at the same time."""
 
     ranks: Count
     factor: PositiveFloat
@@ -87,10 +88,11 @@ class Contention:
 class Measurements:
     """Results of `profile`.
 
-    date: ISO, of the day. torch: version. shape: what the layers' times depend on (`planner.measured.shape_of`).
-    update_seconds: of an optimizer step with its gradient norm, per element that a rank updates. action_seconds: that
-    the engine takes around every forward and backward. contention: ascending in ranks, the first for one rank. waits:
-    inside layers that ranks share, for numbers of ranks that the machine has; models estimate the others.
+    date: ISO, of the day. torch: version. shape: settings on which the layers' times depend
+    (`planner.measured.shape_of`). update_seconds: of an optimizer step with its gradient norm, per element that a rank
+    updates. action_seconds: overhead of the engine for every forward and backward. contention: ascending in ranks, the
+    first for one rank. waits: within layers that are sharded over ranks, for numbers of ranks that the machine has;
+    models estimate the others.
     """
 
     date: str
@@ -115,7 +117,8 @@ class Measurements:
             )
 
     def slowdown(self, ranks: float) -> float:
-        """Factor while that many ranks compute: in between by straight lines, beyond the last by its share a rank."""
+        """Return the factor while `ranks` ranks compute: interpolated linearly between rows, and in proportion to the
+        ranks after the last row."""
         before = self.contention[0]
         for each in self.contention:
             if each.ranks >= ranks:

@@ -1,4 +1,4 @@
-"""In which order ranks fill the nodes, where links between nodes have been measured one by one.
+"""The order in which ranks fill the nodes, if each link between nodes has been measured.
 
 Pipette's search over orders of servers (arXiv 2405.18093): the cost is the slowest pipeline's messages plus the
 slowest ring of gradients; small machines are searched in full, larger ones by simulated annealing with its moves.
@@ -14,19 +14,20 @@ from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 
 EXACT_NODES = 7
-"""Most nodes whose orders are all tried: 5,040."""
+"""Maximum number of nodes for which all orders are tried: 5,040."""
 DEFAULT_STEPS = 20_000
-"""Orders that annealing tries."""
+"""Number of orders that annealing tries."""
 
 _Hop = tuple[int, int]
 
 
 class OrderCost:
-    """Seconds a step that depend on the order of the nodes.
+    """The part of a step's seconds that depends on the order of the nodes.
 
-    Called with an order it gives max over pipelines of the sum of 2 message / bandwidth over the borders between its
-    nodes, plus max over gradient rings of 2 (n - 1) M / (n bandwidth) with n nodes and M gradient bytes of a rank,
-    each with the links' shares as in `Placement`. Nothing inside a node and no latency: no order changes these.
+    Called with an order, it returns the max over pipelines of the sum of 2 message / bandwidth over the borders
+    between its nodes, plus max over gradient rings of 2 (n - 1) M / (n bandwidth) with n nodes and M gradient bytes of
+    a rank, each with the links' shares as in `Placement`. Links inside a node and latencies are left out, because they
+    do not depend on the order.
 
     Args:
         hardware: with a link matrix, and as many nodes as the mesh fills.
@@ -34,8 +35,7 @@ class OrderCost:
         message_bytes: that a rank sends to the next stage for one micro-batch.
         gradient_bytes: that a rank reduces with its replicas, data and context ranks, in a step.
 
-    Raises:
-        ConfigError: no link matrix, or a mesh that does not cut the nodes evenly.
+    Raises: ConfigError: no link matrix, or a mesh that does not divide the nodes evenly.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class OrderCost:
         self._gradient = 2 * gradient_bytes * max(node.devices_per_node, node.outside.adapters) / local
 
     def __call__(self, order: Sequence[int]) -> float:
-        """Seconds, with slot i of consecutive ranks on node `order[i]`."""
+        """Return the seconds with slot i of consecutive ranks on node `order[i]`."""
         bandwidth = self._matrix
         slowest = max(
             (
@@ -86,10 +86,10 @@ class OrderCost:
 
 
 def best_node_order(cost: OrderCost, seed: int = 0, steps: int = DEFAULT_STEPS) -> tuple[int, ...]:
-    """The cheapest order found, for `Placement`; never dearer than the order by number.
+    """Return the best order that was found, for `Placement`; it is never worse than the order by number.
 
-    Up to `EXACT_NODES` nodes it is the cheapest of all, by trying them; beyond, of `steps` tried by annealing from
-    `seed`, which alone decides the answer.
+    Up to `EXACT_NODES` nodes, all orders are tried; beyond that, `steps` orders by annealing. The result is a function
+    of `seed`.
     """
     first = tuple(range(cost.num_nodes))
     if cost.num_nodes <= EXACT_NODES:
@@ -128,12 +128,12 @@ _MOVES: tuple[Callable[[tuple[int, ...], int, int], tuple[int, ...]], ...] = (_s
 
 
 def _nodes(placement: Placement, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Nodes of a group in its ring's order, each once."""
+    """Return the nodes of a group in its ring's order, each once."""
     return tuple(dict.fromkeys(placement.node_of(rank) for rank in ranks))
 
 
 def _hops(placement: Placement, ranks: Sequence[int]) -> tuple[_Hop, ...]:
-    """Borders between nodes on the way through a pipeline."""
+    """Return the borders between nodes along a pipeline."""
     return tuple(itertools.pairwise(_nodes(placement, ranks)))
 
 

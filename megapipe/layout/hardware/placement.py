@@ -28,7 +28,7 @@ class Placement:
 
     Args:
         hardware: the machine.
-        sizes: ranks along each dimension of `DIMENSIONS`; one that is left out has size 1.
+        sizes: ranks along each dimension of `DIMENSIONS`; 1 by default.
         node_order: the node of each slot of consecutive ranks, numbers of all occupied nodes; by default in order.
             Nodes must have equal numbers of devices.
 
@@ -48,9 +48,9 @@ class Placement:
         self.hardware = hardware
         self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
         self.num_ranks = math.prod(self.sizes.values())
-        found = hardware.nodes(self.num_ranks)
-        reached = {key: node.reached for key, node in {id(node): node for node in found}.items()}
-        self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in found)
+        nodes = hardware.nodes(self.num_ranks)
+        reached = {key: node.reached for key, node in {id(node): node for node in nodes}.items()}
+        self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in nodes)
         self.node_order = tuple(range(len(self.nodes)) if node_order is None else node_order)
         self._check_order()
         ends = itertools.accumulate(self.nodes[node].devices_per_node for node in self.node_order)
@@ -73,13 +73,13 @@ class Placement:
         return self.node_order[bisect_right(self._first_ranks, rank) - 1]
 
     def device_of(self, rank: int) -> Device:
-        """The device that a rank runs on."""
+        """Return the device of a rank."""
         return self.nodes[self.node_of(rank)].device
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...]:
-        """By pipeline coordinate, bytes of the smallest device that a rank there runs on: its state is the same on
-        all replicas, and as large on all shards."""
+        """Return, by pipeline coordinate, the bytes of the smallest device of its ranks. State is equal on all
+        replicas, and of equal size on all shards."""
         count = self.sizes["pipeline"]
         of_nodes = np.array([node.device.memory_bytes for node in self.nodes])
         if of_nodes.min() == of_nodes.max():
@@ -88,7 +88,7 @@ class Placement:
         return tuple(of_nodes[self._node_of_rank[at]].min(axis=1).tolist())
 
     def partition(self, *names: str) -> list[list[int]]:
-        """The ranks cut into lists of those that differ only in the dimensions `names`."""
+        """Return lists of ranks that differ only in the dimensions `names`."""
         ranks: list[list[int]] = self._partition(names).tolist()
         return ranks
 
@@ -106,32 +106,33 @@ class Placement:
 
     @cached_property
     def inside(self) -> dict[str, int] | None:
-        """Ranks of each dimension on one node, if all nodes are alike and cut evenly; else None.
+        """Return the ranks of each dimension on one node, if all nodes are equal and divided evenly; otherwise None.
 
         A group over several dimensions then has the product of these on each of its nodes.
         """
         if any(node is not self.nodes[0] for node in self.nodes):
             return None
-        left, found = self.nodes[0].devices_per_node, {}
+        left, on_node = self.nodes[0].devices_per_node, {}
         for name in reversed(DIMENSIONS):
             size = self.sizes[name]
-            found[name] = math.gcd(size, left)
-            if found[name] not in (size, left):
+            on_node[name] = math.gcd(size, left)
+            if on_node[name] not in (size, left):
                 return None
-            left //= found[name]
-        return found
+            left //= on_node[name]
+        return on_node
 
     @property
     def _even(self) -> dict[str, int] | None:
-        """`inside` where links between nodes are alike too."""
+        """Return `inside` if links between nodes are equal too; otherwise None."""
         return self.inside if self.hardware.link_matrix is None else None
 
     def crosses(self, *names: str) -> bool:
-        """Whether any group over these dimensions spans nodes."""
+        """Return whether any group over these dimensions spans nodes."""
         return any(group.crosses for group in self.groups(*names))
 
     def groups(self, *names: str) -> list[GroupLinks]:
-        """The links of all groups over these dimensions, alike ones once, while all of them work at once."""
+        """Return the links of all groups over these dimensions, equal ones once, while all groups work at the same
+        time."""
         return list(self._groups_of(names))
 
     def _find_groups(self, names: tuple[str, ...]) -> tuple[GroupLinks, ...]:
@@ -140,12 +141,14 @@ class Placement:
         return self._links_of(self._node_of_rank[self._partition(names)])
 
     def slowest(self, operation: Operation, num_bytes: float, *names: str) -> CollectiveTime:
-        """One collective in all groups over these dimensions at once: the last to finish."""
+        """Return the time of a collective in all groups over these dimensions at the same time: that of the slowest
+        group."""
         times = [collective_time(operation, num_bytes, group) for group in self.groups(*names)]
         return max(times, key=lambda time: time.seconds)
 
     def boundary(self, stage: int) -> list[GroupLinks]:
-        """Links of the pairs that send from pipeline coordinate `stage` to the next, alike ones once, while all do.
+        """Return the links of the pairs that send from pipeline coordinate `stage` to the next, equal ones once, while
+        all send.
 
         The last sends to the first, as in interleaved schedules. Activations go one way, gradients the other: the
         slower direction counts.
@@ -159,7 +162,8 @@ class Placement:
         return self._links_of(self._node_of_rank[pairs])
 
     def send(self, num_bytes: float, stage: int) -> CollectiveTime:
-        """A message over each pair of a boundary at once: the last to arrive. Nothing with one stage."""
+        """Return the time of a message over all pairs of a boundary at the same time: that of the slowest pair. Zero
+        with one stage."""
         return self._sends(num_bytes, stage)
 
     def _find_send(self, num_bytes: float, stage: int) -> CollectiveTime:
@@ -185,8 +189,8 @@ class Placement:
         return GroupLinks((1, 1), node.inside, crossing, node.outside.latency)
 
     def _links_of(self, nodes: Numbers) -> tuple[GroupLinks, ...]:
-        """Links of groups, each given as the nodes of its members in the ring's order, those of one node in a row;
-        shape [groups, members]."""
+        """Return the links of groups, each given as the nodes of its members in the ring's order, with members of one
+        node adjacent; shape [groups, members]."""
         starts = np.ones(nodes.shape, dtype=bool)
         starts[:, 1:] = nodes[:, 1:] != nodes[:, :-1]
         visited = nodes[starts]
@@ -198,16 +202,16 @@ class Placement:
         kinds = visited if self.hardware.link_matrix is not None else self._kinds[visited]
         likeness = np.stack([counts, kinds, np.where(crosses, active[visited], 0)], axis=1)
         ends = visits.cumsum().tolist()
-        found: dict[bytes, slice] = {}
+        distinct: dict[bytes, slice] = {}
         for first, stop in zip([0, *ends[:-1]], ends, strict=True):
-            found.setdefault(likeness[first:stop].tobytes(), slice(first, stop))
+            distinct.setdefault(likeness[first:stop].tobytes(), slice(first, stop))
         busy = Counter(dict(enumerate(active.tolist())))
-        groups = (dict(zip(visited[at].tolist(), counts[at].tolist(), strict=True)) for at in found.values())
+        groups = (dict(zip(visited[at].tolist(), counts[at].tolist(), strict=True)) for at in distinct.values())
         return tuple(dict.fromkeys(self._group(Counter(each), busy) for each in groups))
 
     @cached_property
     def _kinds(self) -> Numbers:
-        """Number of the kind of every node."""
+        """Return the number of the kind of every node."""
         numbers: dict[int, int] = {}
         return np.array([numbers.setdefault(id(node), len(numbers)) for node in self.nodes])
 
@@ -223,7 +227,7 @@ class Placement:
         return GroupLinks(members, inside, crossing, max(kind.outside.latency for kind in kinds))
 
     def _flow(self, sender: int, receiver: int, count: Counter[int], active: Counter[int]) -> float:
-        """Bytes per second from a group's members on one node to those on the next."""
+        """Return the bytes per second from a group's members on one node to those on the next."""
         matrix = self.hardware.link_matrix
         measured = None if matrix is None else matrix[sender][receiver]
         return min(
@@ -233,11 +237,11 @@ class Placement:
 
 def _slower(links: Iterable[IntraNodeLink]) -> IntraNodeLink:
     """Return the worst of each figure."""
-    found = list(links)
-    if all(link == found[0] for link in found):
-        return found[0]
+    all_links = list(links)
+    if all(link == all_links[0] for link in all_links):
+        return all_links[0]
     return IntraNodeLink(
-        max(link.latency for link in found),
-        min(link.bandwidth for link in found),
-        min(link.pair_bandwidth for link in found),
+        max(link.latency for link in all_links),
+        min(link.bandwidth for link in all_links),
+        min(link.pair_bandwidth for link in all_links),
     )

@@ -1,8 +1,8 @@
-"""Time of kernels by the roofline: arithmetic and memory traffic run side by side, the slower one counts.
+"""Times of kernels by the roofline model: arithmetic and memory traffic overlap, and the slower one counts.
 
-Williams, Waterman and Patterson 2009 (doi 10.1145/1498765.1498785). How a matrix product's rate falls with its sizes
-is `Efficiency`'s law in each dimension, as if each were longer by `half_size`; the three parameters of a device come
-from its own measured products (`fit_efficiency`).
+Williams, Waterman and Patterson 2009 (doi 10.1145/1498765.1498785). The rate of a matrix product depends on its sizes
+by the law of `Efficiency`, as if each dimension were longer by `half_size`; the three parameters of a device come from
+its own measured products (`fit_efficiency`).
 
 `peak_flops` has the peak arithmetic rates of known GPUs: the denominator of MFU.
 """
@@ -32,7 +32,7 @@ class KernelTime:
 
     @property
     def seconds(self) -> float:
-        """The slower of arithmetic and traffic, and the launch."""
+        """The slower of arithmetic and traffic, plus the launch."""
         return max(self.compute, self.memory) + self.launch
 
     @property
@@ -54,9 +54,9 @@ class Product(NamedTuple):
 def matrix_product_time(
     device: Device, rows: int, inner: int, columns: int, dtype: str, batch: int = 1, out_bytes: int | None = None
 ) -> KernelTime:
-    """A product of [rows, inner] by [inner, columns], `batch` of them in one kernel.
+    """Return the time of `batch` products of [rows, inner] by [inner, columns] in one kernel.
 
-    out_bytes: of an element of the result, by default as of the inputs; 4 for sums kept in fp32.
+    out_bytes: bytes of an element of the result, by default as for the inputs; 4 if sums stay in fp32.
 
     Raises:
         ConfigError: the device has no peak for `dtype`. ValueError: a size below 1.
@@ -66,37 +66,36 @@ def matrix_product_time(
             raise ValueError(
                 f"{name} is {size}, but sizes of a matrix product must be at least 1; leave empty products out"
             )
-    found = device.efficiency
-    padded = (rows + found.half_size) * (inner + found.half_size) * (columns + found.half_size)
+    efficiency = device.efficiency
+    padded = (rows + efficiency.half_size) * (inner + efficiency.half_size) * (columns + efficiency.half_size)
     peak, size = device.peak(dtype), DTYPE_BYTES[dtype]
     moved = size * (rows * inner + inner * columns) + (size if out_bytes is None else out_bytes) * rows * columns
     return KernelTime(
-        2.0 * batch * padded / (peak * found.ceiling),
+        2.0 * batch * padded / (peak * efficiency.ceiling),
         batch * moved / device.reached_bandwidth,
-        found.launch,
+        efficiency.launch,
     )
 
 
 def memory_bound_time(device: Device, num_bytes: float, kernels: int = 1) -> KernelTime:
-    """Kernels that only read and write, such as norms, activations and optimizer updates.
+    """Return the time of kernels that are limited by memory traffic, such as norms, activations and optimizer updates.
 
-    num_bytes: that they read and write, all together.
+    num_bytes: that they read and write, in total.
     """
     return KernelTime(0.0, num_bytes / device.reached_bandwidth, kernels * device.efficiency.launch)
 
 
 def product_efficiency(device: Device, rows: int, inner: int, columns: int, dtype: str) -> float:
-    """Share of the device's peak that a product reaches."""
+    """Return the fraction of the device's peak that a product reaches."""
     seconds = matrix_product_time(device, rows, inner, columns, dtype).seconds
     return 2.0 * rows * inner * columns / seconds / device.peak(dtype)
 
 
 def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> Efficiency:
-    """The efficiency under which the device's predictions come nearest to measured products.
+    """Return the efficiency with which predictions are nearest to measured products.
 
-    Least squares of the logarithms of predicted over measured seconds, so that a small product weighs as much as a
-    large one. The slower of arithmetic and traffic bends the error, which has several minima: the search is a global
-    one.
+    It minimizes the squared logarithms of predicted over measured seconds, so that small and large products have the
+    same weight. The maximum of arithmetic and traffic makes the error non-convex, so the search is global.
 
     Raises:
         ConfigError: fewer than 3 products, or times that are not above 0.

@@ -30,8 +30,7 @@ from megapipe.training.observe.metrics import References
 
 
 class RankLoader(Loader):
-    """Loads a rank's part of every step. plan: default: that of the configuration. training: whether dropout is
-    active."""
+    """Loads a rank's part of every step. plan: by default the configuration's. training: whether dropout is active."""
 
     def __init__(
         self, config: PretrainConfig, mesh: Mesh, consumer: Consumer, plan: BatchPlan | None, training: bool
@@ -98,7 +97,7 @@ class BatchLoader(RankLoader):
         if self._is_first or self._is_last:
             microbatch = self._source.microbatch(consumed, index, num_microbatches)
             count = float(self._held.part(microbatch.loss_mask).sum()) if self._is_last else None
-            # Further tokens have the divisor of the next token, as in DeepSeek-V3.
+            # Losses of further tokens are divided by the same count as those of the next token, as in DeepSeek-V3.
             counts = count if count is None or self._num_terms == 1 else (count,) * self._num_terms
             return self._context(microbatch), counts
         ordinals = self._source.ordinals(consumed, index, num_microbatches)
@@ -312,9 +311,8 @@ def open_loader(
     *,
     training: bool = True,
 ) -> Loader:
-    """Return the loader of this rank's part of every step.
-
-    plan: default: that of the configuration. training: whether dropout is active.
+    """Return the loader of this rank's part of every step. plan: by default the configuration's. training: whether
+    dropout is active.
     """
     return _KINDS[config.kind][1](config, mesh, consumer, samples, plan, training=training)
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when to save, between two steps or in the background; which to resume from."""
+"""The checkpoints of a run: when to save, how (between steps or in the background), and which one to resume from."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,23 +38,20 @@ PATIENCE_AFTER_ERROR = 2.0
 """Seconds that a failing run waits for the save in progress, because the ranks that it waits for may be gone."""
 
 PATIENCE_SHARE = 0.5
-"""Fraction of the timeout of collectives after which rank 0 gives up a save to which no rank writes: a rank that waits
-for a disk must never look lost to its peers."""
+"""Fraction of the collective timeout after which rank 0 abandons a save to which no rank writes: a rank that waits for
+a disk must never appear dead to its peers."""
 
 NOTED_WAIT_SECONDS = 1.0
 """A save that waits longer than this for the previous one prints a note."""
 
 
 class Saves:
-    """The saves of one run, seen from every rank."""
+    """One rank's part in the saves of a run."""
 
     def __init__(
         self, config: CheckpointConfig, directory: Path, mesh: Mesh, timeout: float, say: Callable[[str], None]
     ) -> None:
-        """Save nothing yet.
-
-        timeout: seconds that a collective waits for its peers. say: called with lines for the user.
-        """
+        """timeout: seconds that a collective waits for its peers. say: called with lines for the user."""
         self._config = config
         self._directory = directory
         self._first = mesh.rank == 0
@@ -74,7 +71,7 @@ class Saves:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background has failed on this rank, and other ranks may not know yet."""
+        """Whether a background save has failed on this rank; other ranks may not know yet."""
         return self._background.failed
 
     def is_due(self, step: int, last: bool, stopped: bool = False) -> bool:
@@ -120,7 +117,8 @@ class Saves:
         """Save as configured, and return the checkpoint's folder. A collective call.
 
         between_steps: saves durably, for runs that are not asynchronous. last: `finish` is the next call and states do
-        not change before it, so nothing is copied. within: seconds from now after which that `finish` gives up.
+        not change before it, so nothing is copied. within: seconds from now after which that `finish` abandons the
+        save.
         """
         start = time.perf_counter()
         self.give_up_after(within)
@@ -148,7 +146,7 @@ class Saves:
         return self._background.take_snapshot()
 
     def give_up_after(self, seconds: float | None) -> None:
-        """Set the seconds after which `finish` gives up the save in progress, None for never. Not collective."""
+        """Set the seconds after which `finish` abandons the save in progress, None for never. Not collective."""
         self._deadline = None if seconds is None else time.perf_counter() + seconds
 
     def finish(self) -> None:
@@ -191,7 +189,7 @@ class Saves:
 
 
 def save_timer(config: CheckpointConfig) -> SaveTimer | None:
-    """Return the timer that decides when to save; None where the configuration only names steps."""
+    """Return the timer that decides when to save; None if the configuration only names steps."""
     if config.every != "auto" and config.every_minutes is None:
         return None
     return SaveTimer(
@@ -209,10 +207,10 @@ def checkpoint_directory(config: PretrainConfig) -> Path:
 
 
 class Checkpointer:
-    """The checkpoints of one run, seen from every rank. Every method is a collective call.
+    """One rank's view of the checkpoints of a run. Every method is a collective call.
 
-    path: the checkpoint that `restore` will resume from, None for a run that starts. precision: the one that it was
-    trained in, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
+    path: the checkpoint that `restore` will resume from, None for a new run. precision: the checkpoint's training
+    precision, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
     samples that the last `restore` accepted, or None.
     """
 
@@ -254,16 +252,15 @@ class Checkpointer:
         return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
 
     def describe(self, config: PretrainConfig) -> None:
-        """Store this configuration in checkpoints, in which `auto` is replaced by the choice that was made.
-
-        The data are identified now, before training reads them. A collective call.
+        """Set the configuration that checkpoints store, with every `auto` replaced by its value. Also identify the
+        data, before training reads them. A collective call.
         """
         self._config = config
         if config.checkpoint.saves:
             self._data_identity()
 
     def restore(self, replica: Replica) -> RunState | None:
-        """Load the newest complete checkpoint, or else the weights of `init_from`; return None for a run that starts.
+        """Load the newest complete checkpoint, or else the weights of `init_from`; return None for a new run.
 
         A checkpoint whose bytes are damaged is set aside, and the previous one is loaded.
 
@@ -305,7 +302,7 @@ class Checkpointer:
             losses: the last (step, loss) pairs.
             skipped: as in RunState.
             last: `finish` comes next, so that nothing is copied.
-            within: seconds after which that `finish` gives the save up.
+            within: seconds after which that `finish` abandons the save.
 
         Raises:
             CheckpointError: it could not be written. Older checkpoints are untouched, and the run may continue.
@@ -404,18 +401,18 @@ class Checkpointer:
         return self._on_this_host(on_first_rank(self._mesh.world, self._find_newest))
 
     def _on_this_host(self, path: Path | None) -> Path | None:
-        """Return the path of rank 0's checkpoint on this host, which may have the folder at another path."""
+        """Return the path of rank 0's checkpoint on this host, where the folder may have another path."""
         return None if path is None else self.directory / path.name
 
     def _find_newest(self) -> Path | None:
-        found = newest_valid(self.directory, self._say)
+        newest = newest_valid(self.directory, self._say)
         damaged = set_aside(self.directory)
-        if found is None and damaged:
+        if newest is None and damaged:
             raise CheckpointError(
                 f"every checkpoint in {self.directory} is damaged, the newest being {damaged[-1].name}; move them "
                 "away to start from the beginning, or choose another training.directory"
             )
-        return found
+        return newest
 
     def _set_aside(self, path: Path, error: DamagedCheckpointError) -> None:
         on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
@@ -457,13 +454,13 @@ class Checkpointer:
             )
 
     def _data_identity(self) -> DataIdentity:
-        """Return the identity of the run's data, as rank 0 saw it when it was first asked for. A collective call."""
+        """Return the identity of the run's data, which rank 0 determines at the first call. A collective call."""
         if self._data is None:
             self._data = on_first_rank(self._mesh.world, lambda: data_identity(self._config.data))
         return self._data
 
     def _check_fit(self, path: Path, replica: Replica, data: DataIdentity) -> RunFit:
-        """Raise CheckpointError when the checkpoint is of another model or of a run on other samples."""
+        """Raise CheckpointError if the checkpoint belongs to another model, or to a run on other samples."""
         manifest = read_manifest(path)
         fit = check_run(path, manifest, self._config, data)
         self._check_model(path, manifest, replica)
@@ -477,7 +474,7 @@ class Checkpointer:
             raise CheckpointError(f"{path} does not fit: {error}") from error
 
     def _initialize(self, folder: Path, replica: Replica) -> None:
-        """Load the weights alone, from a megapipe checkpoint or a Hugging Face folder."""
+        """Load only the weights, from a megapipe checkpoint or a Hugging Face folder."""
         path = folder / on_first_rank(self._mesh.world, lambda: weights_folder(folder).relative_to(folder))
         differences: list[str] = []
         if is_hugging_face(path):
@@ -496,16 +493,16 @@ class Checkpointer:
 def weights_folder(folder: Path) -> Path:
     """Return the folder that `init_from` means: itself, or the newest checkpoint of a run's folder.
 
-    Raises CheckpointError where there is neither.
+    Raises CheckpointError if there is neither.
     """
     if (folder / MANIFEST).is_file() or is_hugging_face(folder):
         return folder
-    found = newest_whole(folder) or newest_whole(folder / "checkpoints")
-    if found is None:
+    checkpoint = newest_whole(folder) or newest_whole(folder / "checkpoints")
+    if checkpoint is None:
         raise CheckpointError(
             f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or the folder of a run "
             "with complete checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
             if folder.is_dir()
             else f"init_from {folder} is not a folder"
         )
-    return found
+    return checkpoint

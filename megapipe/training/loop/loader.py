@@ -26,11 +26,11 @@ SKIPPED_SAMPLES = "skipped_samples.jsonl"
 SKIPPED_EVENT = "skipped_samples"
 
 Range = tuple[int, int]
-"""Half-open range [first, end) of samples, in the order in which the run takes them, which no layout changes."""
+"""Half-open range [first, end) of samples in training order, which is the same for all layouts."""
 
 
 class SkippingPlan:
-    """A batch plan whose steps skip samples: a step that would take one of a range starts after that range."""
+    """A batch plan that skips ranges of samples: a step that would use a sample of a range starts after the range."""
 
     def __init__(self, plan: BatchPlan, ranges: tuple[Range, ...] = ()) -> None:
         self._plan = plan
@@ -44,7 +44,7 @@ class SkippingPlan:
         return consumed
 
     def end(self, consumed: int) -> int:
-        """Return the samples consumed after that step, including those skipped before it."""
+        """Return the number of samples consumed after that step, including those skipped before it."""
         begin = self.begin(consumed)
         return begin + self._plan.size(begin)
 
@@ -53,15 +53,15 @@ class SkippingPlan:
         return self._plan.size(self.begin(consumed))
 
     def cursors(self, consumed: int) -> Iterator[int]:
-        """Yield the first sample of that step and of all later ones, without an end."""
+        """Yield the first sample of that step and of all later steps, endlessly."""
         while True:
             begin = self.begin(consumed)
             yield begin
             consumed = begin + self._plan.size(begin)
 
     def last_batches(self, start: int, consumed: int, count: int) -> Range:
-        """Return the samples of the last `count` steps from `start` up to `consumed`; all of them where there are
-        fewer steps."""
+        """Return the samples of the last `count` steps from `start` up to `consumed`; all of them if there are fewer
+        steps."""
         begins = []
         for begin in self.cursors(start):
             if begin >= consumed:
@@ -127,8 +127,8 @@ class HeldTokens:
         self, positions: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the predictions [b, n] of this rank's tokens, out of all predictions [b, p]: positions among the
-        tokens of this rank, labels and loss mask. n: maximum number of a sample, at least 1. length: of a whole
-        sample."""
+        tokens of this rank, labels and loss mask. n: largest number of predictions in a sample, at least 1. length:
+        tokens of a whole sample."""
         if self.numbers is None:
             return positions, labels, loss_mask
         place = np.full(length, -1, dtype=np.int64)
@@ -193,12 +193,12 @@ class Loader(ABC):
         return StepBatch([context for context, _ in loaded], num_samples, counts)
 
     def each(self, consumed: int) -> Iterator[StepBatch]:
-        """Yield steps from `consumed` samples on, without an end; each is loaded when it is requested."""
+        """Yield all steps after `consumed` samples, endlessly; each is loaded when it is requested."""
         return map(self.load, self._plan.cursors(consumed))
 
     @contextmanager
     def steps(self, consumed: int, plan: SkippingPlan | None = None) -> Iterator[Iterator[StepBatch]]:
-        """Yield an iterator over steps from `consumed` samples on, prefetched by a thread that ends with the block.
+        """Yield an iterator over all steps after `consumed` samples, prefetched by a thread that ends with the block.
 
         plan: which samples are skipped, by default none.
         """
@@ -208,7 +208,7 @@ class Loader(ABC):
     def _microbatches(
         self, consumed: int, index: int, num_microbatches: int
     ) -> Iterable[tuple[MicrobatchContext, Counts | None]]:
-        """Return what `_microbatch` returns, for each slice of its samples if there are several."""
+        """Return the results of `_microbatch`: one, or one for each slice of the samples if there are several."""
         return [self._microbatch(consumed, index, num_microbatches)]
 
     @abstractmethod

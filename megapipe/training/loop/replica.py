@@ -46,8 +46,8 @@ GIB = 2**30
 def layout_table(
     config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Callable[[], Schedule]
 ) -> tuple[LayoutTable, tuple[str, ...]]:
-    """Return the layout table of a run, and remarks: what offload.activations auto decided and on which figures. A
-    collective call under offload.activations auto.
+    """Return the layout table of a run, and remarks: the decisions of offload.activations auto, with the figures that
+    they follow from. A collective call under offload.activations auto.
 
     Args:
         layout: layers of each stage.
@@ -67,55 +67,55 @@ def _decided(
     offload = config.offload
     flops, bandwidth = _rates(config, mesh)
     held = microbatches_held(plain)
-    blocks = {stage: found for stage in range(len(layout.ranges)) if (found := layout.blocks(stage))}
+    blocks = {stage: units for stage in range(len(layout.ranges)) if (units := layout.blocks(stage))}
     costs = {
-        stage: [_block_cost(config, mesh, layout.layers[layout.ranges[stage][unit]], flops) for unit in found]
-        for stage, found in blocks.items()
+        stage: [_block_cost(config, mesh, layout.layers[layout.ranges[stage][unit]], flops) for unit in units]
+        for stage, units in blocks.items()
     }
 
     def treated(prefetch: int) -> dict[int, Treatments]:
-        found = {}
+        by_stage = {}
         for stage, own in costs.items():
             neighbours = plain.header.stages_on(plain.rank_of(stage))
             share = len(own) / sum(len(blocks.get(each, ())) for each in neighbours)
             memory = share * cast(float, offload.memory) * GIB
-            found[stage] = _treated(config, own, stage, held[stage], memory, bandwidth, prefetch)
-        return found
+            by_stage[stage] = _treated(config, own, stage, held[stage], memory, bandwidth, prefetch)
+        return by_stage
 
     prefetch, chosen = _least_recomputed(treated, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
     without = replace(config, offload=replace(offload, activations="none"))
     table = LayoutTable.of(without, layout)
-    strategies, told = list(table.strategies), []
+    strategies, remarks = list(table.strategies), []
     for stage, treatments in chosen.items():
         for unit, name in zip(blocks[stage], treatments.of_blocks, strict=True):
             layer = layout.ranges[stage][unit]
             strategies[layer] = strategies[layer]._replace(
                 recompute="full" if name == "recompute" else "none", offload=name == "move"
             )
-        told.append(_told(treatments, costs[stage], stage, held[stage], bandwidth))
+        remarks.append(_treatments_text(treatments, costs[stage], stage, held[stage], bandwidth))
     remark = (
         f"offload auto: blocks at {flops / 1e12:.3g} TFLOP/s, copies at {bandwidth / 1e9:.3g} "
         f"GB/s each way, {offload.memory:g} GiB of activations per rank, prefetch {prefetch}"
     )
-    return replace(table, strategies=tuple(strategies), prefetch=prefetch), (remark, *told)
+    return replace(table, strategies=tuple(strategies), prefetch=prefetch), (remark, *remarks)
 
 
 def _least_recomputed(
     treated: Callable[[int], dict[int, Treatments]], prefetches: Iterable[int]
 ) -> tuple[int, dict[int, Treatments]]:
-    """Return the prefetch, and its treatments by stage, whose slowest stage recomputes least; the smallest of
-    equals."""
-    found: dict[int, dict[int, Treatments]] = {}
+    """Return the prefetch for which the slowest stage recomputes least, and its treatments by stage. Of equally good
+    ones, return the smallest."""
+    treatments: dict[int, dict[int, Treatments]] = {}
     refused: ConfigError | None = None
     for prefetch in prefetches:
         try:
-            found[prefetch] = treated(prefetch)
+            treatments[prefetch] = treated(prefetch)
         except ConfigError as error:
             refused = refused or error
-    if refused is not None and not found:
+    if refused is not None and not treatments:
         raise refused
-    best = min(found, key=lambda each: (max(stage.recomputed for stage in found[each].values()), each))
-    return best, found[best]
+    best = min(treatments, key=lambda each: (max(stage.recomputed for stage in treatments[each].values()), each))
+    return best, treatments[best]
 
 
 def _treated(
@@ -137,15 +137,18 @@ def _treated(
         ) from None
 
 
-def _told(found: Treatments, costs: Sequence[BlockCost], stage: int, held: float, bandwidth: float) -> str:
-    count = {name: found.of_blocks.count(name) for name in ("keep", "move", "recompute")}
+def _treatments_text(
+    treatments: Treatments, costs: Sequence[BlockCost], stage: int, held: float, bandwidth: float
+) -> str:
+    count = {name: treatments.of_blocks.count(name) for name in ("keep", "move", "recompute")}
     block = costs[0]
     return (
         f"offload auto: stage {stage}: of {len(costs)} blocks {count['keep']} keep, {count['move']} move, "
-        f"{count['recompute']} recompute ({''.join(name[0] for name in found.of_blocks)}); {held:g} micro-batches "
-        f"hold {found.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, copied in "
-        f"{1e3 * block.kept / bandwidth:.3g} ms, its forward takes {1e3 * block.forward:.3g} ms and its backward "
-        f"{1e3 * block.backward:.3g} ms; recomputation adds {1e3 * found.recomputed:.3g} ms to a micro-batch"
+        f"{count['recompute']} recompute ({''.join(name[0] for name in treatments.of_blocks)}); {held:g} "
+        f"micro-batches hold {treatments.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, "
+        f"copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward takes {1e3 * block.forward:.3g} ms and its "
+        f"backward {1e3 * block.backward:.3g} ms; recomputation adds {1e3 * treatments.recomputed:.3g} ms to a "
+        "micro-batch"
     )
 
 
@@ -179,10 +182,10 @@ def muon_shards(states: Sequence[UnitState]) -> str | None:
     buffers = sum(state.table.num_elements for state in shared)
     cut = sum(len(state.table.cut) for state in shared)
     gathered = sum(state.table.num_elements * state.accumulate_dtype.itemsize for state in shared if state.table.cut)
-    told = f"muon over {count} shards: {buffers / held - 1:.1%} of padding in addition to the parameters"
+    padding = f"muon over {count} shards: {buffers / held - 1:.1%} of padding in addition to the parameters"
     if not cut:
-        return f"{told}; every matrix is whole on one rank"
-    return f"{told}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"
+        return f"{padding}; every matrix is whole on one rank"
+    return f"{padding}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"
 
 
 class Replica:
@@ -236,7 +239,7 @@ class Replica:
         return self.schedule.header.num_routed - 1 in self.stages or bool(self.schedule.header.vocabulary)
 
     def states(self) -> list[UnitState]:
-        """Return the unit states of this rank, tied ones once."""
+        """Return the unit states of this rank, each tied state once."""
         return self.assembly.states
 
     def forward_engine(self) -> Engine:
@@ -260,10 +263,10 @@ class Replica:
         )
 
     def _engine(self, schedule: Schedule) -> Engine:
-        return self.assembly.engine(schedule, wrap=self._teller(schedule))
+        return self.assembly.engine(schedule, wrap=self._recording(schedule))
 
-    def _teller(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
+    def _recording(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
         heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
         if heartbeat is None:
             return None
-        return lambda instruction: heartbeat.told(instruction, places.words(instruction))
+        return lambda instruction: heartbeat.recording(instruction, places.words(instruction))

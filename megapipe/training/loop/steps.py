@@ -28,7 +28,7 @@ from megapipe.training.observe.display import UtilisationMeter
 from megapipe.training.observe.listeners import Listeners
 from megapipe.training.observe.records import SAVE_WAIT, EvaluationRecord, StepRecord
 from megapipe.training.observe.traces import Profiler
-from megapipe.training.resilience.failures import out_of_memory_told
+from megapipe.training.resilience.failures import out_of_memory_reported
 from megapipe.training.resilience.guards import Guards, Spike, spike_limit
 from megapipe.training.resilience.signals import SignalRequests
 
@@ -52,7 +52,7 @@ def any_rank(mesh: Mesh, flag: bool) -> bool:
 
 
 class Evaluator:
-    """Forward passes over the same validation samples every time, in order, without dropout, on the newest weights.
+    """Evaluates the newest weights without dropout, on the same validation samples in the same order every time.
 
     samples: the validation split. The first `evaluation.samples` of it are used, rounded up to whole batches of
     `batch.global_size`, so that every layout uses the same ones.
@@ -82,8 +82,8 @@ class Evaluator:
         stop: called after every batch; when it returns True on any rank, all ranks stop evaluating one batch later
         and return None.
 
-        The mean is over tokens, not over batches. Micro-batches' fp32 sums are added in float64, which is exact for
-        sums of like size: their order, the layout's, does not matter.
+        The mean is over tokens, not over batches. The fp32 sums of micro-batches are added in float64. This is exact
+        for sums of similar size, so their order, which depends on the layout, does not matter.
         """
         start = time.perf_counter()
         # Rows and columns as in batch_sums.
@@ -145,7 +145,7 @@ LOSSES_KEPT = 100
 """Number of last losses that a checkpoint stores."""
 
 RETRY_PAUSE_SECONDS = 5.0
-"""Time between two attempts to save at the end of a run."""
+"""Seconds between two attempts to save at the end of a run."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Position:
 
     @classmethod
     def of(cls, run: RunState | None) -> "Position":
-        """Return the position of a checkpoint, or the start of the run without one."""
+        """Return the position of a checkpoint; without a checkpoint, the start of the run."""
         if run is None:
             return cls()
         return cls(run.step, run.consumed_samples, deque(run.losses, maxlen=LOSSES_KEPT), run.skipped)
@@ -220,7 +220,7 @@ class TrainingLoop:
         two steps.
         """
         self._checkpointer.saves.plan(self._replica.states())
-        with out_of_memory_told(self._replica.stages), SignalRequests() as signals:
+        with out_of_memory_reported(self._replica.stages), SignalRequests() as signals:
             while True:
                 status = self._run_until_spike(position, signals)
                 if self._spike is None:
@@ -271,7 +271,7 @@ class TrainingLoop:
         )
 
     def _pauses_after(self, position: Position) -> bool:
-        """Return whether something has to happen between the step that was fed last and the next one."""
+        """Return whether the run has to pause between the step that was fed last and the next one."""
         step, consumed = position.step + len(self._fed), self._consumed(position)
         last = step == self._config.training.last_step
         resized = self._plan.size(consumed) != self._engine_samples
@@ -319,11 +319,11 @@ class TrainingLoop:
         return every is not None and (last or step % every == 0)
 
     def _save(self, position: Position, last: bool, stopped: bool) -> None:
-        """Save. A save that fails is a warning, because the next one may succeed, except where the run has to end with
-        a checkpoint: after a signal, and after the last step with checkpoint.at_end. It is then tried again.
+        """Save. A failed save is only a warning, because the next one may succeed. It is retried if the run has to end
+        with a checkpoint: after a signal, and after the last step with checkpoint.at_end.
 
-        last: the run ends here. stopped: by a signal, which leaves less time. Raises CheckpointError when the run has
-        to end with a checkpoint and no attempt has succeeded in time.
+        last: the run ends here. stopped: by a signal, which leaves less time. Raises CheckpointError if the run has to
+        end with a checkpoint and no attempt succeeds in time.
         """
         self._save_requested = False
         start = time.monotonic()
@@ -401,7 +401,8 @@ class TrainingLoop:
         return self._report(position, self._engine.feed(given))
 
     def _next_consumed(self, position: Position, step: int) -> int:
-        """Return the samples consumed after the next step (number `step`, from 0), and report those that it skips."""
+        """Return the samples consumed after the next step (number `step`, from 0), and report the samples that it
+        skips."""
         consumed = self._consumed(position)
         begin = self._plan.begin(consumed)
         if begin > consumed:
@@ -435,7 +436,8 @@ class TrainingLoop:
                 self._spike = Spike(position.step, position.consumed, loss, limit)
 
     def _use_engine_for(self, num_samples: int) -> None:
-        """Select the engine for a batch of that size. A ramp never goes back, so only the last engine is kept."""
+        """Select the engine for a batch of `num_samples`. Batches only grow during a ramp, so only the last engine is
+        kept."""
         if num_samples == self._engine_samples:
             return
         full = num_samples == self._config.batch.global_size

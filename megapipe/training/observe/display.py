@@ -60,7 +60,7 @@ class UtilisationMeter:
         self._flops_per_second = peak.flops * num_ranks
 
     def mfu(self, tokens: int, seconds: float) -> float:
-        """Return the share of the peak, for tokens trained on in that time."""
+        """Return the fraction of the peak FLOP/s that training on `tokens` tokens in `seconds` has used."""
         return self._flops_per_token * tokens / (seconds * self._flops_per_second)
 
 
@@ -133,12 +133,12 @@ class PlainLines(Listener):
         self._print(line)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Keep the number of samples of the whole run, from which the remaining time follows."""
+        """Store the number of samples of the whole run, from which the remaining time is computed."""
         if name == "start":
             self._total_samples = fields["total_samples"]
 
     def step(self, record: StepRecord) -> None:
-        """Print a line if one is due, and why an update was skipped in any case."""
+        """Print a line if one is due. Always print why an update was skipped."""
         self._window.append(record)
         self._seconds += record.seconds
         if record.skipped:
@@ -242,7 +242,7 @@ class TrainingBar(Listener):
         self._lines.evaluation(record)
 
     def close(self) -> None:
-        """Leave the terminal as it was, with the cursor visible."""
+        """Restore the terminal, with the cursor visible."""
         self._live.stop()
 
 
@@ -276,7 +276,7 @@ def _terms(terms: dict[str, float]) -> str:
 
 
 def skipped_line(record: StepRecord) -> str:
-    """Return why a step changed nothing."""
+    """Return why a step did not change the weights."""
     scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
     return f"step {record.step}: gradients are not finite (norm {record.gradient_norm}){scale}; the update is skipped"
 

@@ -54,7 +54,7 @@ class Listeners(Listener):
         """Add a listener, which the lane's thread opens before its first call.
 
         lane: listeners of one lane share a thread; lanes are closed in reverse order of their first listener. name:
-        for warnings. open_listener: makes the listener; it is called again where the listener failed.
+        for warnings. open_listener: makes the listener; it is called again after the listener has failed.
         """
         if lane not in self._lanes:
             self._lanes[lane] = _Lane(lane, self._warn)
@@ -73,7 +73,7 @@ class Listeners(Listener):
         self._send("evaluation", record)
 
     def retry(self) -> None:
-        """Open the listeners again that have failed."""
+        """Reopen the listeners that have failed."""
         self._send("retry")
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:

@@ -22,7 +22,7 @@ from megapipe.training.observe.records import EvaluationRecord, LineFile, Listen
 METRICS = "metrics.jsonl"
 _LONGEST_LINE = 1 << 24
 LARGEST = 1e100
-"""Numbers of a metrics file are read up to this one."""
+"""Larger numbers in a metrics file are not read."""
 
 
 class MetricsFile(Listener):
@@ -69,7 +69,8 @@ def finite(value: Any) -> Any:
 class LossHistory:
     """Finite losses by step. training[s]: loss of step s. evaluation[s]: loss after s steps.
 
-    dropped: training losses by step that did not lead to the newest weights, because the run went back; oldest first.
+    dropped: training losses by step that did not lead to the newest weights, because the run returned to a checkpoint;
+    oldest first.
     """
 
     training: dict[int, float] = field(default_factory=dict)
@@ -222,13 +223,13 @@ class LossCurve(Listener):
 def draw_loss_curve(path: Path, history: LossHistory, references: References, title: str) -> None:
     """Draw training and validation losses over steps, with both reference losses, to a PNG at `path`.
 
-    Losses of steps that the run went back over are drawn faint and grey.
+    Losses of steps that a rewind undid are drawn in faint grey.
     """
     _draw(path, [("", history, _TRAINING, _EVALUATION)], references, title)
 
 
 def draw_loss_curves(path: Path, runs: Mapping[str, LossHistory], references: References, title: str) -> None:
-    """Draw several runs into one picture, each in one colour: training as a line, validation as points."""
+    """Draw several runs in one picture, each in its own colour: training as a line, validation as points."""
     curves = []
     for index, (name, history) in enumerate(runs.items()):
         colour = _RUNS[index % len(_RUNS)]

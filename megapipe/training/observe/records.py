@@ -50,7 +50,7 @@ class StepRecord:
     terms: dict[str, float] = field(default_factory=dict)
     """Terms of a loss that has several, by name: mlm (masked tokens), sop (sentence order), nsp (next sentence)."""
     loss_scale: float | None = None
-    """Factor of the loss in an fp16 run."""
+    """Loss scale of an fp16 run."""
     expert_load_variations: list[float] = field(default_factory=list)
     """For every block with balanced experts, in order: standard deviation divided by mean of the number of tokens per
     expert (Shazeer et al., 2017, arXiv 1701.06538, section 4), in the last update of the step."""

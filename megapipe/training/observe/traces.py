@@ -1,4 +1,4 @@
-"""Steps recorded action by action: profile.trace, one file per rank, and a search for ranks that are slow."""
+"""Steps recorded action by action: the traces of profile.trace, one file per rank, and the detection of slow ranks."""
 
 import platform
 import resource
@@ -161,19 +161,21 @@ class StragglerReport:
         self._reports = reports
         self._streaks = [0] * len(like)
         peers = [[r for r, other in enumerate(like) if other == mine and r != rank] for rank, mine in enumerate(like)]
-        self._peers = [found or [r for r in range(len(like)) if r != rank] for rank, found in enumerate(peers)]
+        self._peers = [
+            peer_ranks or [r for r in range(len(like)) if r != rank] for rank, peer_ranks in enumerate(peers)
+        ]
 
     def take(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
         """Add a measurement, by rank, and return (rank, its time / median of its peers) for each rank to report
         now."""
-        found = []
+        slow = []
         for rank, own in enumerate(seconds):
             others = statistics.median(seconds[peer] for peer in self._peers[rank]) if self._peers[rank] else own
             ratio = own / others if others > 0 else 1.0
             self._streaks[rank] = self._streaks[rank] + 1 if ratio > self._factor else 0
             if self._streaks[rank] and self._streaks[rank] % self._reports == 0:
-                found.append((rank, ratio))
-        return found
+                slow.append((rank, ratio))
+        return slow
 
 
 class StragglerWatch:

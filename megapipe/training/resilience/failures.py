@@ -39,11 +39,11 @@ ADVICE = (
 )
 
 Row = tuple[str, tuple[int, ...]]
-"""A name, and its bytes by column."""
+"""Row of a table: a name and the bytes in each column."""
 
 
 class OutOfMemory(RuntimeError):
-    """A step did not fit in memory. The message names the unit, and lists the tensors that were alive on this rank."""
+    """A step ran out of memory. The message names the unit, and lists the tensors that were alive on this rank."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -56,7 +56,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def out_of_memory_told(stages: Mapping[int, Stage]) -> Iterator[None]:
+def out_of_memory_reported(stages: Mapping[int, Stage]) -> Iterator[None]:
     """Turn an EngineError in the block into OutOfMemory if an allocator failed. stages: of this rank."""
     try:
         yield
@@ -150,16 +150,16 @@ def _nodes(piece: SavedGraph) -> Iterator[Any]:
 
 def _saved_tensors(node: Any) -> list[Tensor] | None:
     """Return the tensors that a node saves for its backward; None if the node has run and freed them."""
-    found: list[Any] = []
+    values: list[Any] = []
     try:
-        found += getattr(node, "saved_tensors", ())
+        values += getattr(node, "saved_tensors", ())
         for name in dir(node):
             if name.startswith("_saved_"):
                 value = getattr(node, name)
-                found += value if isinstance(value, list | tuple) else [value]
+                values += value if isinstance(value, list | tuple) else [value]
     except RuntimeError:
         return None
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -22,7 +22,7 @@ from megapipe.training.observe.listeners import Listeners
 from megapipe.training.observe.traces import StragglerWatch
 from megapipe.training.resilience.watchdog import Heartbeat
 
-_TOLD = 5
+_MAX_DIFFERENCES = 5
 """Maximum number of differences in a message."""
 
 
@@ -46,14 +46,15 @@ def check_replicas(states: Sequence[UnitState], world: Group, step: int) -> None
     for rank, rows in enumerate(table):
         for key, digest in rows.tolist():
             holders.setdefault(key, {})[rank] = digest
-    differing = {key: found for key, found in holders.items() if len(set(found.values())) > 1}
+    differing = {key: by_rank for key, by_rank in holders.items() if len(set(by_rank.values())) > 1}
     if not differing:
         return
     mine = [_line(words, differing[key]) for key, (words, _) in names.items() if key in differing]
-    told = sorted(set().union(*world.all_gather_object(mine)))
-    more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    differences = sorted(set().union(*world.all_gather_object(mine)))
+    shown = "; ".join(differences[:_MAX_DIFFERENCES])
+    more = f"; and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
     raise ReplicasDifferError(
-        f"after step {step} ranks differ in state that must be equal: {'; '.join(told[:_TOLD])}{more}; a device "
+        f"after step {step} ranks differ in state that must be equal: {shown}{more}; a device "
         "computes wrongly, or a gradient was not reduced: continue from an earlier checkpoint, without the host of "
         "the rank that differs from the others"
     )

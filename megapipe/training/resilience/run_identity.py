@@ -217,13 +217,13 @@ PATIENCE_SECONDS = 30.0
 
 @contextmanager
 def locked_folder(directory: Path, rank: int, start: Start | None) -> Iterator[DirectoryLock | None]:
-    """Hold training.directory for this run, before any file in it is touched. All ranks call this.
+    """Lock training.directory for this run, before any file in it is touched. All ranks call this.
 
     Rank 0 locks the folder, and every other rank checks that it finds this lock. Yields the lock on rank 0, else None.
 
     Raises:
         CheckpointError: another job uses the folder, or it cannot be written.
-        ConfigError: this rank reaches another folder than rank 0 does.
+        ConfigError: this rank's path leads to another folder than rank 0's.
     """
     lock = DirectoryLock(directory) if rank == 0 else None
     try:

@@ -74,7 +74,7 @@ def before_training() -> None:
     """Set the effect of signals until training starts: SIGTERM, Ctrl-C and SIGHUP end the process at once, because
     there is nothing to save; SIGUSR1 is ignored, and so is SIGPIPE, also during training.
 
-    These are handlers of the system, because Python's would not run while the process waits for others to start.
+    These are the system's handlers, because Python's would not run while the process waits for others to start.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

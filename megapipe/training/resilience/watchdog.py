@@ -1,4 +1,4 @@
-"""The heartbeat of a rank: its current activity is in shared memory, and a process of its own watches it.
+"""The heartbeat of a rank: its current activity is in shared memory, and a separate process watches it.
 
 A rank can hang where no Python code runs: stopped, in a collective that its peers never enter, or in a call that keeps
 the interpreter lock. Therefore the watcher is another process, and the rank's part is two signal handlers in C: one
@@ -46,28 +46,28 @@ class ActionPlaces:
         action = instruction.action
         fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
         ranks = self._awaited(action)
-        peers = f" (may wait for {told(ranks)})" if ranks else ""
+        peers = f" (may wait for {described_ranks(ranks)})" if ranks else ""
         return f"{action.kind.name} {' '.join(fields)}".rstrip() + peers
 
     def _awaited(self, action: Action) -> tuple[int, ...]:
         """Return the global ranks that an action may wait for."""
         mesh = self._mesh
         own = mesh.rank
-        found: set[int] = set()
+        ranks: set[int] = set()
         if action.kind in (*_FROM_BEFORE, *_FROM_BEHIND):
             step = self._schedule.previous_stage if action.kind in _FROM_BEFORE else self._schedule.next_stage
             neighbour = step(action.stage, action.microbatch)
             if neighbour is not None:
-                found.add(mesh.group("pipeline").ranks[self._schedule.rank_of(neighbour)])
-            found.update(mesh.group("tensor").ranks, mesh.group("context").ranks)
+                ranks.add(mesh.group("pipeline").ranks[self._schedule.rank_of(neighbour)])
+            ranks.update(mesh.group("tensor").ranks, mesh.group("context").ranks)
         elif action.kind in _AMONG_REPLICAS:
-            found.update(mesh.group("data", "context").ranks)
+            ranks.update(mesh.group("data", "context").ranks)
         elif action.kind in _AMONG_ALL:
-            found.update(mesh.world.ranks)
-        return tuple(sorted(found - {own}))
+            ranks.update(mesh.world.ranks)
+        return tuple(sorted(ranks - {own}))
 
 
-def told(ranks: tuple[int, ...]) -> str:
+def described_ranks(ranks: tuple[int, ...]) -> str:
     """Return ranks in words: all of up to 16, else their number and range."""
     if len(ranks) > 16:
         return f"any of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
@@ -107,15 +107,15 @@ class Heartbeat:
         self.memory[STEP] = OUTSIDE
         self.memory[PLACE] = _padded(words)
 
-    def told(self, instruction: Instruction, words: str) -> Instruction:
-        """Return the same instruction, which records its action before it runs."""
+    def recording(self, instruction: Instruction, words: str) -> Instruction:
+        """Return `instruction`, extended to record its action before it runs."""
         memory, run, place = self.memory, instruction.run, _padded(words)
 
-        def run_told(step: StepState) -> None:
+        def run_and_record(step: StepState) -> None:
             memory[PLACE] = place
             run(step)
 
-        return replace(instruction, run=run_told)
+        return replace(instruction, run=run_and_record)
 
     def _beat(self) -> None:
         self._beats += 1
