@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `megapipe data`, which lists `stalls` in its help."""
-    description = "Inspects, checks, merges and splits .bin/.idx shards, and measures how runs read them."
+    description = "Inspect, check, merge and split .bin/.idx shards, and measure how runs read them."
     parser = tool_parser("megapipe data", description, EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -328,12 +328,27 @@ def main(arguments: Sequence[str]) -> int:
         return run_program(kind, rest)
     try:
         job = _job(flags)
-        parse_given(parser_of(kind), kind, rest)  # wrong input ends here, before any rank starts
+        _check_layout(parse_given(parser_of(kind), kind, rest), job.ranks * job.nodes)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return ExitCode.WRONG_INPUT
     return launch(job, ["train", *(["--kind", flags.kind] if flags.kind else []), *rest])
+
+
+def _check_layout(given: Given[PretrainConfig], world_size: int) -> None:
+    """Raise ConfigError, before any rank starts, if the configuration cannot run on `world_size` ranks.
+
+    With --plan, the ranks choose a layout and check it.
+    """
+    # Imported here because most starts, such as --help and a single rank, do not need it.
+    from megapipe.layout.validation import run_problems
+
+    config = given.config
+    if given.flags["plan"] is None:
+        problems = config.model.problems() + config.problems() or run_problems(config, world_size)
+        if problems:
+            raise ConfigError(problems)
 
 
 def _job(flags: argparse.Namespace) -> Job:

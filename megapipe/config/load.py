@@ -108,8 +108,6 @@ class FieldParser(ArgumentParser):
         try:
             namespace: Namespace = super().parse_path(cfg_path, *args, **kwargs)
             return namespace
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--config {cfg_path} is not UTF-8 text: {error}; choose a YAML file") from error
         except ConfigError as error:
             named = [problem.replace(UNNAMED_FILE, f"--config {cfg_path}", 1) for problem in error.problems]
             raise ConfigError(named) from error
@@ -238,12 +236,10 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     """
     words = with_packaged_files(underscored(arguments))
     groups = {each.name for each in fields(kind)}
-    _check_file_sizes(words, {"config", *groups})
+    _check_files(words, {"config", *groups})
     try:
         namespace: Namespace = parser.parse_args(words)
         values = parser.instantiate(namespace)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"a file on this command line is not UTF-8 text: {error}; choose a YAML file") from error
     except ConfigError:
         raise
     except DECODING_ERRORS as error:  # jsonargparse fails like this on values that no field can have
@@ -255,16 +251,24 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     return Given(config, _written(parser, words, groups), own)
 
 
-def _check_file_sizes(words: Sequence[str], flags: set[str]) -> None:
-    """Raise ConfigError for a YAML file that is too large, before it is read into memory."""
+def _check_files(words: Sequence[str], flags: set[str]) -> None:
+    """Raise ConfigError for a YAML file that is too large, before it is read into memory, or that is not text."""
     for word, following in pairwise([*words, ""]):
         flag, has_value, value = word.partition("=")
         path = value if has_value else following
-        if flag.removeprefix("--") in flags and os.path.isfile(path) and os.path.getsize(path) > MAX_YAML_CHARACTERS:
+        if flag.removeprefix("--") not in flags or not os.path.isfile(path):
+            continue
+        if os.path.getsize(path) > MAX_YAML_CHARACTERS:
             raise ConfigError(
                 f"{flag} {path} has {os.path.getsize(path):,} bytes; a "
                 f"configuration file has at most {MAX_YAML_CHARACTERS:,}"
             )
+        try:
+            Path(path).read_bytes().decode()
+        except OSError as error:
+            raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}; choose a YAML file") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{flag} {path} is not UTF-8 text: {error}; choose a YAML file") from error
 
 
 def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> frozenset[str]:

@@ -160,21 +160,21 @@ class ModelConfig:
     router_bias: bool = False
     """Give the router's linear layer a trained bias, which is part of the scores (gpt-oss)."""
     router_groups: PositiveInt = 1
-    """Number of groups of equal size that the experts are divided into, in order. A token uses experts of its best
-    `router_groups_chosen` groups only. For softmax a group is as good as its best expert (DeepSeek-V2), for sigmoid as
-    the sum of its two best (DeepSeek-V3)."""
+    """Number of groups of equal size that the experts are divided into, in order. A token uses only experts of its
+    best `router_groups_chosen` groups. With softmax, groups are ranked by their best expert (DeepSeek-V2), with
+    sigmoid by the sum of their two best experts (DeepSeek-V3)."""
     router_groups_chosen: PositiveInt = 1
     """Number of groups from which a token's experts are chosen."""
     shared_expert_size: Size | None = None
     """Inner width of an additional MLP that every token uses in blocks with experts (shared experts of DeepSeek and
-    Qwen2-MoE; several shared experts are one of their total width); null means none."""
+    Qwen2-MoE; several shared experts count as one of their total width); null means none."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a linear layer of the token (Qwen2-MoE)."""
     max_positions: TokenCount = 1024
     """Longest sequence in tokens. It sizes the learned position table and limits data.sequence_length."""
     normalization: Literal["layer_norm", "layer_norm_without_bias", "rms_norm", "rms_norm_unit_offset"] = "layer_norm"
-    """Normalization of hidden states. layer_norm_without_bias: with a weight alone (ModernBERT). rms_norm_unit_offset:
-    rms_norm whose factor is 1 + its weight, which starts at 0 (Gemma)."""
+    """Normalization of hidden states. layer_norm_without_bias: layer_norm with only a weight (ModernBERT).
+    rms_norm_unit_offset: rms_norm whose factor is 1 + its weight, which starts at 0 (Gemma)."""
     norm_position: Literal["pre", "post", "sandwich", "output", "stream"] = "pre"
     """Where blocks are normalized. pre: the inputs of attention and MLP. output: their outputs, before these are added
     to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). stream: the residual stream, which they
@@ -200,8 +200,8 @@ class ModelConfig:
     swiglu_limit: PositiveFloat = 7.0
     """Largest gate, and largest magnitude of the other half of the inputs, in swiglu_clamped."""
     positions: Literal["learned", "rotary", "alibi", "none"] = "learned"
-    """Position encoding. alibi: scores fall with the distance of query and key, in each head by another slope (Press
-    et al. 2022; BLOOM)."""
+    """Position encoding. alibi: attention scores decrease with the distance between query and key, with a different
+    slope in each head (Press et al. 2022; BLOOM)."""
     rotary_fraction: Share = 1.0
     """Fraction of each head's channels that rotary positions rotate, the first ones (GPT-NeoX, Phi)."""
     rope_theta: PositiveFloat = 10000.0
@@ -230,8 +230,8 @@ class ModelConfig:
     """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens. In a BERT
     the number on each side, itself included, so that the window has 2 x sliding_window - 1 tokens (ModernBERT)."""
     attention_chunk_size: TokenCount | None = None
-    """Number of tokens of the chunks that samples are cut into; each token attends to its own chunk, up to itself
-    (Llama 4). null means whole samples."""
+    """Cut samples into chunks of this number of tokens; each token attends to itself and to the earlier tokens of its
+    chunk (Llama 4). null means whole samples."""
     mtp_layers: NaturalInt = 0
     """Number of further tokens that every token predicts in training, each through one more block (multi-token
     prediction, DeepSeek-V3's num_nextn_predict_layers). These blocks have the fields of the last one. 0 means none."""

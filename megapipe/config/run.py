@@ -393,6 +393,8 @@ class PretrainConfig:
         `megapipe.training.validation` adds these and further checks.
         """
         found = self.data.token_problems(self.model.vocabulary_size)
+        if not self.training.directory:
+            found.append("training.directory is empty; name a folder, such as runs/default")
         found += self.parallel.sequence_problems(self.data.sequence_length)
         if self.data.sequence_length > self.model.max_positions:
             found.append(

@@ -260,7 +260,7 @@ def _content(file: Path) -> str:
     try:
         return file.read_text("utf-8").removesuffix("\n")
     except OSError as error:
-        raise PromptError(f"cannot read {file}: {error.strerror}") from error
+        raise PromptError(f"cannot read {file}: {error.strerror}; choose a UTF-8 text file") from error
     except UnicodeDecodeError as error:
         raise PromptError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 

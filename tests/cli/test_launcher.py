@@ -116,7 +116,7 @@ WRONG = {
     "--schedule.name=1f2b": "error: schedule.name: unknown schedule '1f2b'; did you mean '1f1b'?",
     "--plan=nowhere.yaml": "error: hardware file 'nowhere.yaml' cannot be read",
 }
-"""Input that only the ranks can find to be wrong, and the last line."""
+"""Input that the launcher or the ranks refuse, and the last line."""
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_srun_with_one_task_per_node_names_the_nodes(folder: Path, monkeypatch: 
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
     for name, value in (STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}).items():
         monkeypatch.setenv(name, value)
-    assert train_command.main(["-n", "8", "--config", "gpt_tiny"]) == 0
+    assert train_command.main(["-n", "8", "--config", "gpt_tiny", "--batch.global_size", "64"]) == 0
     assert jobs == [Job(8, 2, "rack07-gpu:23456", 0, "123456")]
 
 
@@ -216,6 +216,23 @@ def test_ranks_are_not_started_inside_of_ranks(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert train_command.main(["-n", "8", "--config", "gpt_tiny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["-n", "2", "--parallel.tensor", "3"], "world size 2 is not a multiple of"),
+        (["-n", "99999"], "batch.global_size 16 is not divisible by batch.micro_size 4 x data-parallel size 99999"),
+        (["-n", "2", "--data.sequence_length", "999"], "exceeds model.max_positions 256"),
+    ],
+)
+def test_no_rank_starts_in_a_wrong_layout(
+    words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_command, "launch", lambda *_: pytest.fail("ranks were started"))
+    assert train_command.main(["--config", "gpt_tiny", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
 

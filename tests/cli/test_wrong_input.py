@@ -26,7 +26,8 @@ train --config missing.yaml | missing.yaml: the file does not exist
 train --config . | is a folder; choose a YAML file
 train --config list.yaml | is not a mapping
 train --config broken.yaml | is not valid YAML
-train --config bytes.yaml | is not UTF-8 text
+train --config bytes.yaml | --config bytes.yaml is not UTF-8 text
+train --config gpt_tiny --model bytes.yaml | --model bytes.yaml is not UTF-8 text
 train --model llama_8b | did you mean llama3_8b
 train --model quickstart | pass the packaged file of this name as --config quickstart
 train --parallel pipeline | pass the packaged file of this name as --config pipeline
@@ -50,6 +51,8 @@ train -n 2 --config quikstart | did you mean quickstart or bert_quickstart?
 train -n 2 --model.num_layer 2 | did you mean 'model.num_layers'?
 train --config gpt_tiny --data.prefix nowhere | nowhere.idx does not exist
 train --config gpt_tiny --data.prefix corpus --parallel.data 2 | start that many, as with megapipe train -n 2
+train --config gpt_tiny --data.prefix corpus --data.split 9,-1 | data.split is '9,-1'; it must be one to three
+train --config gpt_tiny --data.prefix corpus --training.directory '' | training.directory is empty; name a folder
 train --config gpt_tiny --data.prefix corpus --training.steps 0 | training.steps is 0; it must be at least 1
 train --config gpt_tiny --data.prefix corpus --model.num_heads 7 | hidden_size 192 is not divisible by model.num_head
 train --config gpt_tiny --data.prefix corpus --schedule.name 1f2b | unknown schedule '1f2b'

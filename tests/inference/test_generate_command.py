@@ -142,7 +142,7 @@ def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: 
         ([], ["nothing to generate", "--prompt"]),
         (["--prompt", "x" * 32], ["prompt 1 has 32 tokens", "32 positions", "at most 31"]),
         (["--prompt", "\udcff"], ["prompt 1 is not UTF-8"]),
-        (["--prompt-file", "no-such-file"], ["no-such-file", "No such file"]),
+        (["--prompt-file", "no-such-file"], ["no-such-file", "No such file", "choose a UTF-8 text file"]),
         (["--prompt", "x", "--tokenizer", "no-such-tokenizer"], ["no tokenizer 'no-such-tokenizer'"]),
         (["--prompt", "x", "--temperature", "-1", "--top-p", "2"], ["temperature is -1.0", "top-p is 2.0"]),
         (["--prompt", "x", "--min-p", "2"], ["min-p is 2.0", "at most 1"]),

@@ -7,8 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megapipe.training.observe.display import LogFile, PlainLines, TrainingBar, vital_signs
+from megapipe.training.observe.display import LogFile, PlainLines, TrainingBar, duration, vital_signs
 from tests.training.records import evaluation_record, step_record
+
+
+def test_a_duration_has_no_largest_value() -> None:
+    assert duration(90_061) == "1 day, 1:01:01"
+    assert duration(1e26) == duration(1e30) == "999999999 days, 23:59:59"
 
 
 def test_lines_come_at_the_first_step_at_intervals_and_at_the_last() -> None:

@@ -282,5 +282,5 @@ def skipped_line(record: StepRecord) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds."""
-    return str(timedelta(seconds=round(seconds)))
+    """Return hours, minutes and seconds; at most the longest time that timedelta can represent, 2.7 million years."""
+    return str(timedelta(seconds=min(round(seconds), timedelta.max // timedelta(seconds=1))))
