@@ -336,7 +336,12 @@ class _Cut:
 
     def by_rank(self, values: Floats) -> Floats:
         """Return the sums over the stages of each rank. values: shape [..., stages]."""
-        return values @ np.eye(self.run.pipeline)[list(self.run.ranks)]
+        return values @ self._one_hot
+
+    @cached_property
+    def _one_hot(self) -> Floats:
+        """Return 1 for the rank of each stage, shape [stages, ranks]."""
+        return np.eye(self.run.pipeline)[list(self.run.ranks)]
 
     @cached_property
     def layers_by_rank(self) -> Floats:
