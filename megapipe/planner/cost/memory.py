@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.config.parallel import zero_stage_of
 from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.layout.hardware.description import hardware_device_type
 from megapipe.layout.order_walk import (
@@ -28,7 +29,7 @@ from megapipe.layout.order_walk import (
 )
 from megapipe.layout.prediction import PHASES
 from megapipe.layout.stages import Keyed, StageLayout
-from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer_units, tied_unit
+from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, has_memory_limits, layer_units, tied_unit
 from megapipe.layout.walk import Bytes, Sizes, Tensor
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import RankMemory
@@ -86,24 +87,12 @@ class LayerSizes:
         return cls(tensors, alone, copied, returned, costs.stream, costs.device != "cpu")
 
     @cached_method
-    def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> tuple[StageBytes, StageBytes]:
-        """Return the bytes of stages twice: if another rank sends the gradient of their output, and if it is already
-        on the rank. splits: whether backwards are split; then some may still be whole."""
-        found = []
-        for gradient in (self.stream, 0):
-            halves = self._of_stages(shown, splits, splits, gradient)
-            if splits:
-                whole = self._of_stages(shown, splits, False, gradient)
-                halves = halves._replace(after=halves.after | whole.after, within=halves.within | whole.within)
-            found.append(halves)
-        return found[0], found[1]
-
-    def _of_stages(self, shown: tuple[_Shown, ...], splits: bool, halved: bool, gradient: int) -> StageBytes:
-        """Return the bytes of stages for one kind of backwards. halved: whether these are split."""
+    def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> StageBytes:
+        """Return the bytes of stages. splits: whether backwards are split; then some may still be whole."""
         spans = tuple(each.spans for each in shown)
-        units = tuple(len(each.kinds) for each in shown)
-        micro = _microbatch_walk(units, spans if any(spans) else (), halved)
-        sizes = Sizes(micro.walk.num_places, 1, gradient, 0)
+        micro = _microbatch_walk(tuple(len(each.kinds) for each in shown), spans if any(spans) else (), splits)
+        sent = micro.walk.num_variants // 2
+        sizes = Sizes(micro.walk.num_places, 2 * sent, [0] * sent + [self.stream] * sent, 0)
         for stage, (kinds, _, arrives) in enumerate(shown):
             first = micro.walk.place(stage, 0)
             values = self.tensors[:, list(kinds)]
@@ -113,22 +102,21 @@ class LayerSizes:
                 values[Tensor.KEPT] += self.copied[list(kinds)]
             if arrives:  # a message stays in its slot, which does not count as an activation
                 values[: Tensor.BACKWARD, 0] -= np.minimum(self.stream, values[: Tensor.BACKWARD, 0])
-            if gradient:
-                values[Tensor.PENDING, -1] -= self.returned[kinds[-1]]
-            sizes.of[: Tensor.WEIGHTS, first : first + len(kinds), 0] = values
+            sizes.of[: Tensor.WEIGHTS, first : first + len(kinds)] = values[..., None]
+            sizes.of[Tensor.PENDING, first + len(kinds) - 1, sent:] -= self.returned[kinds[-1]]
         return micro.stage_bytes(sizes)
 
     @cached_method
     def _sizes(self, cut: "Cut", splits: bool, part: Literal["after", "within"], stages: Sequence[int]) -> Sizes:
         """Return the sizes of whole stages, each one unit. part: peaks of backwards, a field of `StageBytes`."""
-        apart, together = self.of_stages(cut.shown, splits)
+        of_stages = self.of_stages(cut.shown, splits)
         sizes = Sizes(len(stages), 1, self.stream, self.stream if self.over_nccl else 0)
         like, local = np.array(cut.like)[list(stages)], cut.local[list(stages)]
         returned = np.where(local, 0.0, self.returned[[cut.kinds[stage][-1] for stage in stages]])
-        sizes.of[Tensor.KEPT, :, 0] = together.kept[like]
-        sizes.of[Tensor.PENDING, :, 0] = together.pending[like] - (returned if splits else 0.0)
-        for tensor, values in getattr(apart, part).items():
-            sizes.of[tensor, :, 0] = np.where(local, getattr(together, part)[tensor][like], values[like])
+        sizes.of[Tensor.KEPT, :, 0] = of_stages.kept[like]
+        sizes.of[Tensor.PENDING, :, 0] = of_stages.pending[like] - (returned if splits else 0.0)
+        for tensor, values in getattr(of_stages, part).items():
+            sizes.of[tensor, :, 0] = values[1 - local, like]
         return sizes
 
     @cached_method
@@ -205,6 +193,25 @@ class StateSizes:
             peaks = peaks + self._peaks(order, gathers, cut)
         rounded: list[int] = peaks[cut.like_few].round().astype(int).tolist()
         return rounded
+
+    @cached_method
+    def least_buffers(self, cut: "Cut") -> Floats:
+        """Return for each rank a lower bound of the sum of what `buffers` returns, without a walk: a rank holds at
+        least the largest of its sharded units whole, and several of the smallest ones if its pools are in layers."""
+        config, found = self.of_units.config, np.zeros(len(cut.present))
+        zero, precision = config.zero, cast(Precision, config.training.precision)
+        for stage, pool, width in (
+            (3, 1 if has_memory_limits(config) else zero.weight_buffers, ELEMENT_BYTES[precision]),
+            (2, 1 if has_memory_limits(config) else zero.gradient_buffers, FULL_BYTES),
+        ):
+            sizes = [
+                width * each * (zero_stage_of(config, layer.name) >= stage)
+                for each, layer in zip(self.elements, self.layers, strict=True)
+            ]
+            for rank, present in enumerate(cut.present):
+                own = [size for size, count in zip(sizes, present, strict=True) for _ in range(count) if size]
+                found[rank] += max(max(own, default=0), min(pool, len(own)) * min(own, default=0))
+        return found if zero.stage >= 2 and self.of_units.shards > 1 else 0.0 * found
 
     @cached_method
     def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
@@ -359,9 +366,9 @@ def rank_memories(
 
 
 def least_bytes(orders: RankOrders, layers: LayerSizes, states: StateSizes) -> float:
-    """Return a lower bound of the bytes of the fullest rank, without whole weights and gradients of sharded units."""
+    """Return a lower bound of the bytes of the fullest rank."""
     held = layers.least_held(orders.walked, orders.cut) + states.totals(orders.cut, orders.policy)
-    return float(held.max())
+    return float((held + states.least_buffers(orders.cut)).max())
 
 
 def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedRanks]:
