@@ -199,24 +199,27 @@ class Explorer:
         for seconds, num_bytes, layout in self._in_order("seconds", kind):
             if too_slow(seconds, num_bytes):
                 break
-            if estimate := self._estimate(layout, num_bytes, too_slow):
+            if estimate := self._estimate(layout, seconds, num_bytes, too_slow):
                 fastest = sorted([*fastest, estimate], key=order)[:keep]
         return fastest
 
-    def _estimate(self, layout: Layout, num_bytes: float, useless: Useless) -> Estimate | None:
-        """Return the estimate of a layout; None if it does not fit, or closer bounds rule it out. num_bytes: bound of
-        its bytes."""
-        seconds = self._closer(layout)
-        if useless(seconds, num_bytes):
+    def _estimate(self, layout: Layout, seconds: float, num_bytes: float, useless: Useless) -> Estimate | None:
+        """Return the estimate of a layout; None if it does not fit, or closer bounds rule it out. seconds, num_bytes:
+        its bounds."""
+        if self._is_slow(layout, num_bytes, useless):
             return None
         self._examined.add(layout)
         num_bytes = self._costs.least_bytes(layout)
-        if num_bytes > self._limit or useless(seconds, num_bytes):
+        if num_bytes > self._limit or useless(seconds, num_bytes) or self._is_slow(layout, num_bytes, useless):
             return None
-        seconds = max(seconds, self._costs.least_seconds(layout))
+        seconds = self._costs.least_seconds(layout)
         if useless(seconds, num_bytes) or useless(seconds, self._num_bytes(layout)) or not self._fits(layout):
             return None
         return self._costs.estimate(layout)
+
+    def _is_slow(self, layout: Layout, num_bytes: float, useless: Useless) -> bool:
+        """Return whether a closer bound of the seconds rules a layout out; count its traffic only where it might."""
+        return useless(self._closer(layout, False), num_bytes) and useless(self._closer(layout, True), num_bytes)
 
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
         """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
@@ -254,7 +257,7 @@ class Explorer:
                 break
             if covered(seconds, num_bytes):
                 continue
-            estimate = self._estimate(layout, num_bytes, useless)
+            estimate = self._estimate(layout, seconds, num_bytes, useless)
             if estimate is not None and estimate.step_seconds <= slowest:
                 front = pareto([*front, estimate])
         return front
