@@ -144,9 +144,9 @@ def before_backwards(asked: Order, classes: Ints) -> OrderMoments:
 class StageBytes(NamedTuple):
     """Bytes of one micro-batch in whole stages, as a walk through their layers finds them.
 
-    kept: between forward and backward, shape [stages]. pending: between the halves of a split backward, shape [stages].
-    after, within: by kind of backward, what the stage holds at most beyond that before it, after the actions of its
-    layers and within them, shape [2, stages]: if the gradient of its output is already on the rank, and if it is sent.
+    kept, pending: between forward and backward, and between the halves of a split backward, shape [stages]. after,
+    within: by kind of backward, what the stage holds at most beyond that before it, after the actions of its layers
+    and within them, shape [2, stages]: if the gradient of its output is already on the rank, and if it is sent.
     """
 
     kept: Bytes

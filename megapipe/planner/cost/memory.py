@@ -29,7 +29,7 @@ from megapipe.layout.order_walk import (
 )
 from megapipe.layout.prediction import PHASES
 from megapipe.layout.stages import Keyed, StageLayout
-from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, has_memory_limits, layer_units, tied_unit
+from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer_units, tied_unit
 from megapipe.layout.walk import Bytes, Sizes, Tensor
 from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import RankMemory
@@ -196,22 +196,13 @@ class StateSizes:
 
     @cached_method
     def least_buffers(self, cut: "Cut") -> Floats:
-        """Return for each rank a lower bound of the sum of what `buffers` returns, without a walk: a rank holds at
-        least the largest of its sharded units whole, and several of the smallest ones if its pools are in layers."""
-        config, found = self.of_units.config, np.zeros(len(cut.present))
-        zero, precision = config.zero, cast(Precision, config.training.precision)
-        for stage, pool, width in (
-            (3, 1 if has_memory_limits(config) else zero.weight_buffers, ELEMENT_BYTES[precision]),
-            (2, 1 if has_memory_limits(config) else zero.gradient_buffers, FULL_BYTES),
-        ):
-            sizes = [
-                width * each * (zero_stage_of(config, layer.name) >= stage)
-                for each, layer in zip(self.elements, self.layers, strict=True)
-            ]
-            for rank, present in enumerate(cut.present):
-                own = [size for size, count in zip(sizes, present, strict=True) for _ in range(count) if size]
-                found[rank] += max(max(own, default=0), min(pool, len(own)) * min(own, default=0))
-        return found if zero.stage >= 2 and self.of_units.shards > 1 else 0.0 * found
+        """Return for each rank a lower bound of the sum of what `buffers` returns: its largest sharded layer."""
+        config = self.of_units.config
+        width = ELEMENT_BYTES[cast(Precision, config.training.precision)]
+        stages = [zero_stage_of(config, layer.name) for layer in self.layers]
+        sizes = [width * (stage >= 3) + FULL_BYTES * (stage >= 2) for stage in stages]
+        found: Floats = (np.array(sizes) * self.elements * (np.array(cut.present) > 0)).max(axis=1)
+        return found if config.zero.stage >= 2 and self.of_units.shards > 1 else 0.0 * found
 
     @cached_method
     def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
@@ -358,11 +349,8 @@ def rank_memories(
     buffers = [0] * run.pipeline
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
-    memories = []
-    for rank, state in enumerate(states.by_rank(cut, policy)):
-        parts = state.weights, state.master, state.gradients, state.moments
-        memories.append(RankMemory(*parts, activations[rank], buffers[rank], messages[rank], temporaries[rank]))
-    return tuple(memories)
+    ranks = zip(states.by_rank(cut, policy), activations, buffers, messages, temporaries, strict=True)
+    return tuple(RankMemory(*vars(state).values(), *others) for state, *others in ranks)
 
 
 def least_bytes(orders: RankOrders, layers: LayerSizes, states: StateSizes) -> float:

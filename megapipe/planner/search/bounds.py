@@ -308,7 +308,7 @@ class LayoutBounds:
         key = shape.schedule, shape.chunks, shape.pipeline
         if key not in self._cuts:
             run = self._costs.run(Layout(shape, 0, 0, "none"))
-            self._cuts[key] = _Cut(run, run.policy.flushes, run.splits)
+            self._cuts[key] = _Cut(run, run.policy.flushes, run.splits, np.eye(run.pipeline)[list(run.ranks)])
         return self._cuts[key]
 
 
@@ -323,11 +323,12 @@ def _methods(choices: Sequence[Choice]) -> tuple[Method, ...]:
 @dataclass(frozen=True, eq=False)
 class _Cut:
     """A model divided into stages. run: a run with these stages. flushes, splits: whether steps of its schedule end
-    with an empty pipeline, and whether backwards are split."""
+    with an empty pipeline, and whether backwards are split. one_hot: 1 for the rank of a stage, [stages, ranks]."""
 
     run: RunLayout
     flushes: bool
     splits: bool
+    one_hot: Floats
 
     @cached_property
     def layers(self) -> Floats:
@@ -339,12 +340,7 @@ class _Cut:
 
     def by_rank(self, values: Floats) -> Floats:
         """Return the sums over the stages of each rank. values: shape [..., stages]."""
-        return values @ self._one_hot
-
-    @cached_property
-    def _one_hot(self) -> Floats:
-        """Return 1 for the rank of each stage, shape [stages, ranks]."""
-        return np.eye(self.run.pipeline)[list(self.run.ranks)]
+        return values @ self.one_hot
 
     @cached_property
     def layers_by_rank(self) -> Floats:

@@ -137,7 +137,7 @@ class Explorer:
         self, key: BoundName, kind: LayoutFilter = EVERY, useless: Useless = lambda seconds, num_bytes: False
     ) -> Iterator[tuple[float, float, Layout]]:
         """Yield the lower bounds of seconds and bytes, and the layout, for all layouts of a kind, by ascending `key`.
-        In the order of seconds, skip layouts that cannot fit. Layouts with bounds that are `useless` may be skipped."""
+        In the order of seconds, skip layouts that cannot fit; layouts with `useless` bounds may be skipped too."""
         heap: list[tuple[float, tuple[int, ...], _Node, int]] = []
 
         def put(node: _Node) -> None:
@@ -245,7 +245,7 @@ class Explorer:
 
         def covered(seconds: float, num_bytes: float, more: float = 1.0 + tolerance) -> bool:
             """Return whether a layout is fast enough, but one of the front needs at most `more` times its seconds and
-            bytes. Among the layouts of the front that do not take more time, the slowest one needs the least memory."""
+            bytes. Among the layouts that are as fast, the slowest one needs the least memory."""
             as_fast = bisect_right(front, seconds * more, key=attrgetter("step_seconds"))
             return seconds <= slowest and as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more
 
