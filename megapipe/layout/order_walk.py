@@ -143,10 +143,11 @@ def before_backwards(asked: Order, classes: Ints) -> OrderMoments:
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one micro-batch in whole stages, from a walk through their layers; shape [stages] each.
+    """Bytes of one micro-batch in whole stages, from a walk through their layers.
 
-    kept: between forward and backward. pending: between the halves of a split backward. after, within: by kind of
-    backward, the stage's peak bytes in addition to those before it: after the actions of its layers, and within them.
+    kept, pending: between forward and backward, and between the halves of a split backward, shape [stages]. after,
+    within: by kind of backward, the stage's peak bytes in addition to those before it, after the actions of its layers
+    and within them, shape [2, stages]: if the gradient of its output is already on the rank, and if it is sent.
     """
 
     kept: Bytes
@@ -156,32 +157,37 @@ class StageBytes(NamedTuple):
 
 
 class MicrobatchWalk:
-    """One micro-batch through the layers of each of some stages.
+    """Micro-batches through the layers of each of some stages, each alone: as many with the gradient of the output on
+    the rank, variants 0 and up, as with one that another rank sends.
 
     Args:
         units: layers of each stage.
         spans: by stage, units that are recomputed together; none by default.
-        splits: whether backwards are split.
+        splits: whether backwards may be split; then there is a micro-batch with a whole one, and one with halves.
     """
 
     def __init__(self, units: tuple[int, ...], spans: Spans, splits: bool) -> None:
-        backwards = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if splits else (Kind.BACKWARD,)
-        stages = range(len(units))
+        ways = [(Kind.BACKWARD,), (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)][: 1 + splits]
+        kinds = [(Kind.FORWARD, *backwards) for backwards in 2 * ways]
         rows = tuple(
-            np.concatenate([rows_of(each, stage, 0) for each in (Kind.FORWARD, *backwards)]) for stage in stages
+            np.concatenate([rows_of(each, stage, number) for number, own in enumerate(kinds) for each in own])
+            for stage in range(len(units))
         )
-        table = refine(Table.unroll(Schedule(_header(units), Sections.flushing(rows)), 1), everywhere=True)
+        header = _header(units, len(kinds))
+        table = refine(Table.unroll(Schedule(header, Sections.flushing(rows)), 1), everywhere=True)
         if spans:
             table, _ = insert(table, [add_recompute(table, spans)])
-        self.walk = Walk(table.header, np.split(table.rows, table.offsets[1:-1]), spans)
-        weight = table.is_kind(Kind.BACKWARD_WEIGHT)
-        part = 3 * table.stage + np.where(table.is_kind(Kind.FORWARD), 0, 1 + weight)
+        self.walk = Walk(table.header, np.split(table.rows, table.offsets[1:-1]), spans, range(len(kinds)))
+        again = np.where(table.is_kind(Kind.FORWARD), 0, 1 + table.is_kind(Kind.BACKWARD_WEIGHT))
+        part = 3 * (table.stage * len(kinds) + table.microbatch) + again
         self._starts = np.flatnonzero(np.append(True, np.diff(part) != 0))
-        self._tensors = [NEEDED[each] for each in backwards]
+        self._tensors = [NEEDED.get(each) for own in kinds for each in own]
+        self._splits = splits
 
     def stage_bytes(self, sizes: Sizes) -> StageBytes:
-        """Return the bytes of stages whose layers have these sizes."""
-        held, shape = self.walk.held(sizes), (-1, 1 + len(self._tensors))
+        """Return the bytes of stages whose layers have these sizes. The stream of the first half of the variants must
+        be 0, so that their gradients leave nothing to later micro-batches."""
+        held, shape = self.walk.held(sizes), (-1, len(self._tensors))
         before = held.activations[self._starts - 1].reshape(shape).T
         # The walk of whole stages counts the bytes at the end of a part.
         last = np.append(self._starts[1:] - 1, -1)
@@ -189,22 +195,22 @@ class MicrobatchWalk:
         inside = held.activations.copy()
         inside[last] = -np.inf
         after, within = (
-            np.maximum.reduceat(each, self._starts).reshape(shape).T - before
+            np.maximum(0.0, np.maximum.reduceat(each, self._starts).reshape(shape).T - before)
             for each in (inside, held.activations + held.temporaries)
         )
-        pending = before[2] if len(self._tensors) > 1 else np.zeros_like(before[1])
+        half = len(self._tensors) // 2
         parts = [
-            {tensor: np.maximum(0.0, each[number]) for number, tensor in enumerate(self._tensors, start=1)}
+            {tensor: each[number::half] for number, tensor in enumerate(self._tensors[:half]) if tensor is not None}
             for each in (after, within)
         ]
-        return StageBytes(before[1], pending, *parts)
+        return StageBytes(before[1], before[half - 1] if self._splits else np.zeros_like(before[1]), *parts)
 
 
-def _header(units: tuple[int, ...]) -> Header:
+def _header(units: tuple[int, ...], num_microbatches: int) -> Header:
     """Return the header for stages each of which is on a separate rank."""
     places = tuple(StagePlace(stage, 0, stage) for stage in range(len(units)))
-    versions = (1,) * len(units)
-    return Header("", "train", len(units), 1, places, (tuple(range(len(units))),), units, "A", versions)
+    versions, routes = (1,) * len(units), (tuple(range(len(units))),)
+    return Header("", "train", len(units), num_microbatches, places, routes, units, "A", versions)
 
 
 class ShardedRanks(NamedTuple):

@@ -46,6 +46,8 @@ def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: Laye
     a shard of the output layer sums its gradients in the backward, and one of the embedding gets its gradient there.
     """
     names = group.split("+")
+    if prod(placement.sizes[name] for name in names) == 1:
+        return PhaseSeconds()
 
     def seconds(forwards: int, halves: bool) -> float:
         exchanges = costs.within_layer(layer, forwards=forwards, halves=halves).get(group, [])

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.config.parallel import zero_stage_of
 from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.layout.hardware.description import hardware_device_type
 from megapipe.layout.order_walk import (
@@ -86,24 +87,12 @@ class LayerSizes:
         return cls(tensors, alone, copied, returned, costs.stream, costs.device != "cpu")
 
     @cached_method
-    def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> tuple[StageBytes, StageBytes]:
-        """Return the bytes of stages twice: if another rank sends the gradient of their output, and if it is already
-        on the rank. splits: whether backwards are split; then some may still be whole."""
-        found = []
-        for gradient in (self.stream, 0):
-            halves = self._of_stages(shown, splits, splits, gradient)
-            if splits:
-                whole = self._of_stages(shown, splits, False, gradient)
-                halves = halves._replace(after=halves.after | whole.after, within=halves.within | whole.within)
-            found.append(halves)
-        return found[0], found[1]
-
-    def _of_stages(self, shown: tuple[_Shown, ...], splits: bool, halved: bool, gradient: int) -> StageBytes:
-        """Return the bytes of stages for one kind of backwards. halved: whether these are split."""
+    def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> StageBytes:
+        """Return the bytes of stages. splits: whether backwards are split; then some may still be whole."""
         spans = tuple(each.spans for each in shown)
-        units = tuple(len(each.kinds) for each in shown)
-        micro = _microbatch_walk(units, spans if any(spans) else (), halved)
-        sizes = Sizes(micro.walk.num_places, 1, gradient, 0)
+        micro = _microbatch_walk(tuple(len(each.kinds) for each in shown), spans if any(spans) else (), splits)
+        sent = micro.walk.num_variants // 2
+        sizes = Sizes(micro.walk.num_places, 2 * sent, [0] * sent + [self.stream] * sent, 0)
         for stage, (kinds, _, arrives) in enumerate(shown):
             first = micro.walk.place(stage, 0)
             values = self.tensors[:, list(kinds)]
@@ -113,22 +102,21 @@ class LayerSizes:
                 values[Tensor.KEPT] += self.copied[list(kinds)]
             if arrives:  # a message stays in its slot, which does not count as an activation
                 values[: Tensor.BACKWARD, 0] -= np.minimum(self.stream, values[: Tensor.BACKWARD, 0])
-            if gradient:
-                values[Tensor.PENDING, -1] -= self.returned[kinds[-1]]
-            sizes.of[: Tensor.WEIGHTS, first : first + len(kinds), 0] = values
+            sizes.of[: Tensor.WEIGHTS, first : first + len(kinds)] = values[..., None]
+            sizes.of[Tensor.PENDING, first + len(kinds) - 1, sent:] -= self.returned[kinds[-1]]
         return micro.stage_bytes(sizes)
 
     @cached_method
     def _sizes(self, cut: "Cut", splits: bool, part: Literal["after", "within"], stages: Sequence[int]) -> Sizes:
         """Return the sizes of whole stages, each one unit. part: peaks of backwards, a field of `StageBytes`."""
-        apart, together = self.of_stages(cut.shown, splits)
+        of_stages = self.of_stages(cut.shown, splits)
         sizes = Sizes(len(stages), 1, self.stream, self.stream if self.over_nccl else 0)
         like, local = np.array(cut.like)[list(stages)], cut.local[list(stages)]
         returned = np.where(local, 0.0, self.returned[[cut.kinds[stage][-1] for stage in stages]])
-        sizes.of[Tensor.KEPT, :, 0] = together.kept[like]
-        sizes.of[Tensor.PENDING, :, 0] = together.pending[like] - (returned if splits else 0.0)
-        for tensor, values in getattr(apart, part).items():
-            sizes.of[tensor, :, 0] = np.where(local, getattr(together, part)[tensor][like], values[like])
+        sizes.of[Tensor.KEPT, :, 0] = of_stages.kept[like]
+        sizes.of[Tensor.PENDING, :, 0] = of_stages.pending[like] - (returned if splits else 0.0)
+        for tensor, values in getattr(of_stages, part).items():
+            sizes.of[tensor, :, 0] = values[1 - local, like]
         return sizes
 
     @cached_method
@@ -205,6 +193,16 @@ class StateSizes:
             peaks = peaks + self._peaks(order, gathers, cut)
         rounded: list[int] = peaks[cut.like_few].round().astype(int).tolist()
         return rounded
+
+    @cached_method
+    def least_buffers(self, cut: "Cut") -> Floats:
+        """Return for each rank a lower bound of the sum of what `buffers` returns: its largest sharded layer."""
+        config = self.of_units.config
+        width = ELEMENT_BYTES[cast(Precision, config.training.precision)]
+        stages = [zero_stage_of(config, layer.name) for layer in self.layers]
+        sizes = [width * (stage >= 3) + FULL_BYTES * (stage >= 2) for stage in stages]
+        found: Floats = (np.array(sizes) * self.elements * (np.array(cut.present) > 0)).max(axis=1)
+        return found if config.zero.stage >= 2 and self.of_units.shards > 1 else 0.0 * found
 
     @cached_method
     def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
@@ -351,17 +349,14 @@ def rank_memories(
     buffers = [0] * run.pipeline
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
-    memories = []
-    for rank, state in enumerate(states.by_rank(cut, policy)):
-        parts = state.weights, state.master, state.gradients, state.moments
-        memories.append(RankMemory(*parts, activations[rank], buffers[rank], messages[rank], temporaries[rank]))
-    return tuple(memories)
+    ranks = zip(states.by_rank(cut, policy), activations, buffers, messages, temporaries, strict=True)
+    return tuple(RankMemory(*vars(state).values(), *others) for state, *others in ranks)
 
 
 def least_bytes(orders: RankOrders, layers: LayerSizes, states: StateSizes) -> float:
-    """Return a lower bound of the bytes of the fullest rank, without whole weights and gradients of sharded units."""
+    """Return a lower bound of the bytes of the fullest rank."""
     held = layers.least_held(orders.walked, orders.cut) + states.totals(orders.cut, orders.policy)
-    return float(held.max())
+    return float((held + states.least_buffers(orders.cut)).max())
 
 
 def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedRanks]:

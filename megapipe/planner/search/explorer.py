@@ -22,6 +22,8 @@ from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.space import Branch, Choice, Layout, Layouts, Shape
 
 BoundName = Literal["seconds", "num_bytes"]
+Useless = Callable[[float, float], bool]
+"""Whether bounds of seconds and of bytes rule a layout out."""
 
 
 class LayoutFilter(NamedTuple):
@@ -89,7 +91,7 @@ class Explorer:
         """Add layouts with the space's other schedules for up to `most` branches with several pipeline ranks and a
         micro-batch size: the branches with the lowest time bounds."""
         branches: dict[Branch, None] = {}
-        for _, _, layout in self._in_order("seconds", EVERY):
+        for _, _, layout in self._in_order("seconds"):
             if layout.shape.pipeline > 1:
                 branches[Branch(*layout.shape[:5])] = None
             if len(branches) == most:
@@ -131,9 +133,11 @@ class Explorer:
             )
         return node.parts
 
-    def _in_order(self, key: BoundName, kind: LayoutFilter) -> Iterator[tuple[float, float, Layout]]:
+    def _in_order(
+        self, key: BoundName, kind: LayoutFilter = EVERY, useless: Useless = lambda seconds, num_bytes: False
+    ) -> Iterator[tuple[float, float, Layout]]:
         """Yield the lower bounds of seconds and bytes, and the layout, for all layouts of a kind, by ascending `key`.
-        In the order of seconds, skip layouts that cannot fit."""
+        In the order of seconds, skip layouts that cannot fit; layouts with `useless` bounds may be skipped too."""
         heap: list[tuple[float, tuple[int, ...], _Node, int]] = []
 
         def put(node: _Node) -> None:
@@ -150,15 +154,17 @@ class Explorer:
                 for part in parts:
                     put(part)
                 continue
-            order, bounds = parts.orders[key], parts.bounds
-            if at + 1 < len(order):
-                following = order[at + 1]
-                heappush(heap, (bounds[key][following], (*node.place, following), node, at + 1))
+            order, seconds, num_bytes = parts.orders[key], parts.bounds["seconds"], parts.bounds["num_bytes"]
             if at >= 0:
                 shape, choice = parts.layouts[order[at]]
                 layout = Layout(shape, *choice)
                 if kind.layout(layout):
-                    yield bounds["seconds"][order[at]], bounds["num_bytes"][order[at]], layout
+                    yield seconds[order[at]], num_bytes[order[at]], layout
+            for after in range(at + 1, len(order)):
+                following = order[after]
+                if not useless(seconds[following], num_bytes[following]):
+                    heappush(heap, (parts.bounds[key][following], (*node.place, following), node, after))
+                    break
 
     def pruned(self) -> dict[str, int]:
         """Return why layouts were never estimated: rule -> number of layouts, including those of whole branches."""
@@ -193,24 +199,27 @@ class Explorer:
         for seconds, num_bytes, layout in self._in_order("seconds", kind):
             if too_slow(seconds, num_bytes):
                 break
-            if estimate := self._estimate(layout, num_bytes, too_slow):
+            if estimate := self._estimate(layout, seconds, num_bytes, too_slow):
                 fastest = sorted([*fastest, estimate], key=order)[:keep]
         return fastest
 
-    def _estimate(self, layout: Layout, num_bytes: float, useless: Callable[[float, float], bool]) -> Estimate | None:
-        """Return the estimate of a layout; None if it does not fit, or closer bounds rule it out. num_bytes: bound of
-        its bytes. useless: whether bounds of seconds and bytes rule a layout out."""
-        seconds = self._closer(layout)
-        if useless(seconds, num_bytes):
+    def _estimate(self, layout: Layout, seconds: float, num_bytes: float, useless: Useless) -> Estimate | None:
+        """Return the estimate of a layout; None if it does not fit, or closer bounds rule it out. seconds, num_bytes:
+        its bounds."""
+        if self._is_slow(layout, num_bytes, useless):
             return None
         self._examined.add(layout)
         num_bytes = self._costs.least_bytes(layout)
-        if num_bytes > self._limit or useless(seconds, num_bytes):
+        if num_bytes > self._limit or useless(seconds, num_bytes) or self._is_slow(layout, num_bytes, useless):
             return None
-        seconds = max(seconds, self._costs.least_seconds(layout))
+        seconds = self._costs.least_seconds(layout)
         if useless(seconds, num_bytes) or useless(seconds, self._num_bytes(layout)) or not self._fits(layout):
             return None
         return self._costs.estimate(layout)
+
+    def _is_slow(self, layout: Layout, num_bytes: float, useless: Useless) -> bool:
+        """Return whether a closer bound of the seconds rules a layout out; count its traffic only where it might."""
+        return useless(self._closer(layout, False), num_bytes) and useless(self._closer(layout, True), num_bytes)
 
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
         """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
@@ -234,18 +243,21 @@ class Explorer:
         """
         front: list[Estimate] = []
 
-        def useless(seconds: float, num_bytes: float, more: float = 1.0) -> bool:
-            """Return whether a layout is too slow, or one of the front needs at most `more` times its seconds and
-            bytes. Among the layouts that are fast enough, the slowest one needs the least memory."""
+        def covered(seconds: float, num_bytes: float, more: float = 1.0 + tolerance) -> bool:
+            """Return whether a layout is fast enough, but one of the front needs at most `more` times its seconds and
+            bytes. Among the layouts that are as fast, the slowest one needs the least memory."""
             as_fast = bisect_right(front, seconds * more, key=attrgetter("step_seconds"))
-            return seconds > slowest or (as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more)
+            return seconds <= slowest and as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more
 
-        for seconds, num_bytes, layout in self._in_order("seconds", EVERY):
+        def useless(seconds: float, num_bytes: float) -> bool:
+            return seconds > slowest or covered(seconds, num_bytes, 1.0)
+
+        for seconds, num_bytes, layout in self._in_order("seconds", useless=covered):
             if seconds > slowest:
                 break
-            if useless(seconds, num_bytes, 1.0 + tolerance):
+            if covered(seconds, num_bytes):
                 continue
-            estimate = self._estimate(layout, num_bytes, useless)
+            estimate = self._estimate(layout, seconds, num_bytes, useless)
             if estimate is not None and estimate.step_seconds <= slowest:
                 front = pareto([*front, estimate])
         return front
