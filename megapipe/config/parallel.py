@@ -8,6 +8,7 @@ layout and planner agree.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -292,6 +293,13 @@ class ZeroConfig:
                     f"{buffers} both limit the same; leave one of the two out"
                 )
         return found
+
+    def whole_layers(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return the minimum and maximum number of layers whose weights a rank holds whole at once at stage 3, and
+        those of gradients from stage 2 on, if a stage has enough layers. A limit in GiB allows 1 to any number."""
+        limits = (self.weight_memory, self.weight_buffers), (self.gradient_memory, self.gradient_buffers)
+        weights, gradients = ((count, float(count)) if memory is None else (1, inf) for memory, count in limits)
+        return weights, gradients
 
     def replica_problems(self, replicas: int) -> list[str]:
         """Return one message for each rule that the number of replicas of the weights, data x context, breaks."""

@@ -272,14 +272,15 @@ class LayoutBounds:
         A micro-batch passes all blocks of a stage in a row. Blocks that are still in a buffer from the previous pass
         need no traffic: for each stage of the rank, at most as many blocks as there are buffers.
         """
-        zero, count, cut = self._base.zero, self._count(shape), self._cut_of(shape)
+        (_, weights), (_, gradients) = self._base.zero.whole_layers()
+        count, cut = self._count(shape), self._cut_of(shape)
         most, slow = cut.most, self._costs.assumptions.slow_down
         compute = (works @ cut.weights(count)).max(axis=1)
         zeros, gather, after, reduction = self._traffic(shape[:4], choices)
         kept = cut.run.chunks / most
-        gathers = np.where(zeros >= 3, gather * max(0.0, 1.0 - zero.weight_buffers * kept), 0.0)
+        gathers = np.where(zeros >= 3, gather * max(0.0, 1.0 - weights * kept), 0.0)
         # With one micro-batch, the only sum of a step comes after its last backward.
-        reduced = max(0.0, 1.0 - zero.gradient_buffers * kept) if count > 1 else 0.0
+        reduced = max(0.0, 1.0 - gradients * kept) if count > 1 else 0.0
         sums = np.where(zeros >= 2, reduction * reduced, 0.0)
         whole, forward = works[:, 1], works[:, 4]
         block = overlapped(forward, gathers, slow) + overlapped(whole - forward, gathers + sums, slow)
@@ -289,7 +290,7 @@ class LayoutBounds:
     @cached_method
     def _contents(self, cut: "_Cut", count: int) -> tuple[MicrobatchBytes[Floats], StateFigures[Floats]]:
         """Return how often each size counts at least on each rank, shape [ranks] each."""
-        run, zero, held = cut.run, self._base.zero, np.zeros(len(cut.run.ranks))
+        run, held = cut.run, np.zeros(len(cut.run.ranks))
         if (at_peak := find_generator(run.config.schedule.name).held) is not None:
             held[run.by_chunk] = at_peak(run.pipeline, count, run.chunks, schedule_options(run.config))
         (embeddings, blocks, heads), kept = cut.layers_by_rank, cut.by_rank(cut.layers * held)
@@ -298,7 +299,7 @@ class LayoutBounds:
         freed = -some * cut.by_rank(cut.layers[2] * np.minimum(1.0, held))
         # A stage's input stays in the message slot in which it arrived; slots are counted once for all layers.
         slots = 1.0 - cut.by_rank(held)
-        weights, gradients = np.minimum(zero.weight_buffers, blocks), np.minimum(zero.gradient_buffers, blocks)
+        weights, gradients = (np.minimum(least, blocks) for least, _ in self._base.zero.whole_layers())
         return (
             MicrobatchBytes(kept[1], kept[0], kept[2], some, freed, slots),
             StateFigures(blocks, embeddings, heads, -embeddings * heads, weights, gradients),

@@ -13,6 +13,8 @@ import megapipe.planner.search.bounds as bounds_module
 from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.stages import StageLayout
+from megapipe.layout.units import GIB, StateUnits
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds, _Cut
 from megapipe.planner.search.evaluation import Evaluation
@@ -21,6 +23,7 @@ from megapipe.planner.search.space import Branch, Layout, Layouts, SearchSpace, 
 from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, STAGE
 from megapipe.schedules.registry import GENERATORS, Options
+from megapipe.spec.dtypes import ELEMENT_BYTES
 from tests.planner.search.runs import machine, run, runs
 from tests.schedules.support import TRAINED, fewest_microbatches
 
@@ -122,6 +125,20 @@ def test_bounds_hold_with_experts_sharded_apart(data: st.DataObject, apart: int,
     schedules = data.draw(st.sampled_from([("1f1b",), ("zb_h1",), ("interleaved_1f1b",)]))
     layouts = list(Layouts(base, 8, frozenset(), SearchSpace(schedules=schedules, max_context=2)))
     layouts = [each for each in layouts if each.shape.data * each.shape.context % apart == 0]
+    check_bounds(base, hardware, 8, data.draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=4)))
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), layers=st.sampled_from([1.05, 100.0]))
+def test_bounds_hold_with_pools_limited_in_bytes(data: st.DataObject, layers: float) -> None:
+    base, hardware = run(num_layers=12, vocabulary_size=64), machine(1e15, 1e8, 1e7)
+    sized = replace(base, zero=ZeroConfig(stage=3, weight_buffers=1, gradient_memory=1.0))
+    elements = layers * StateUnits(sized, StageLayout.of(sized), 8).weight_pool
+    width = ELEMENT_BYTES[base.training.precision]
+    zero = ZeroConfig(stage=3, weight_memory=elements * width / GIB, gradient_memory=elements * 4 / GIB)
+    base = replace(base, zero=zero, batch=replace(base.batch, global_size=48))
+    schedules = data.draw(st.sampled_from([("1f1b",), ("gpipe",), ("interleaved_1f1b",)]))
+    layouts = list(Layouts(base, 8, frozenset({"zero.stage"}), SearchSpace(schedules=schedules)))
     check_bounds(base, hardware, 8, data.draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=4)))
 
 
