@@ -347,13 +347,13 @@ def with_node_links(hardware: Hardware, found: NodeLinks) -> Hardware:
     expected = tuple(group.devices_per_node for group in supply)
     if expected != found.devices:
         raise ConfigError(
-            f"hardware {hardware.name!r} has {len(expected)} nodes of {_told(expected)} devices, but {nodes} nodes of "
-            f"{_told(found.devices)} ranks were started; start a rank for every device, or correct the file"
+            f"hardware {hardware.name!r} has {len(expected)} nodes of {_listed(expected)} devices, but {nodes} "
+            f"nodes of {_listed(found.devices)} ranks were started; start a rank for every device, or correct the file"
         )
     return replace(hardware, groups=groups, link_matrix=found.bandwidth)
 
 
-def _told(counts: Sequence[int]) -> str:
+def _listed(counts: Sequence[int]) -> str:
     return ", ".join(str(each) for each in dict.fromkeys(counts))
 
 
@@ -367,7 +367,7 @@ def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:
         raise ConfigError("all ranks are on one node; start two or more nodes to measure the links between them")
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"nodes were started with {_told(sizes)} ranks; start the same number on each, so that every rank has a "
+            f"nodes were started with {_listed(sizes)} ranks; start the same number on each, so that every rank has a "
             "partner"
         )
     return [sorted(nodes[node], key=lambda each: each[1].local) for node in sorted(nodes)]

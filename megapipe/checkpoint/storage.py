@@ -196,7 +196,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = untrusted.read_json(path, CheckpointError)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; choose a folder with this file") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not contain a JSON object")
     return content

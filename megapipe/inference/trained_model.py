@@ -174,8 +174,8 @@ def on_layout(
         )
     if tensor * pipeline != world_size:
         problems.append(
-            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks, but {world_size} were started: start "
-            f"torchrun with --nproc_per_node {tensor * pipeline}, or change --tensor or --pipeline"
+            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks, but the launcher started "
+            f"{world_size}: start torchrun with --nproc_per_node {tensor * pipeline}, or change --tensor or --pipeline"
         )
     if problems:
         raise ConfigError(problems)

@@ -197,8 +197,9 @@ def initialize(
     shape = MeshShape(sizes)
     if shape.world_size != environment.world_size:
         raise LaunchError(
-            f"the layout {shape} needs {shape.world_size} processes but {environment.world_size} were started: start "
-            f"with torchrun and {shape.world_size} processes in all, or change the parallel sizes"
+            f"the layout {shape} needs {shape.world_size} processes, but the launcher started "
+            f"{environment.world_size}: start {shape.world_size} processes in all with torchrun, or change the "
+            "parallel sizes"
         )
     before = dict(_variables_set)
     variables = set_gpu_variables(device, environment.local_rank, sizes, zero_stage)

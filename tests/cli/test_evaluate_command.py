@@ -105,7 +105,7 @@ def test_wrong_input_is_one_line(run: tuple[Path, dict[str, Any]], capsys: pytes
     for words, reason in (
         (["--data-prefix", "nowhere"], "nowhere"),
         (["--data-prefix", "nowhere", "--split", "test"], "--split selects a split of the training data"),
-        (["--tensor", "2"], "2 ranks, but 1 were started"),
+        (["--tensor", "2"], "2 ranks, but the launcher started 1"),
     ):
         capsys.readouterr()
         assert main(["--checkpoint", str(folder / "run"), "--device", "cpu", *words]) == 2

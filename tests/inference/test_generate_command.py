@@ -148,7 +148,7 @@ def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: 
         (["--prompt", "x", "--min-p", "2"], ["min-p is 2.0", "at most 1"]),
         (["--prompt", "x", "--stop", "a", "--stop", ""], ["stop string 2 is ''", "at least one character"]),
         (["--prompt", "x", "--tensor", "3"], ["num_heads 4", "tensor sizes that divide this model: 1, 2, 4"]),
-        (["--prompt", "x", "--pipeline", "2"], ["2 ranks, but 1 were started", "--nproc_per_node 2"]),
+        (["--prompt", "x", "--pipeline", "2"], ["2 ranks, but the launcher started 1", "--nproc_per_node 2"]),
         (["--prompt", "x", "--pipeline", "9"], ["9 pipeline ranks exceed the 4 layers"]),
     ],
 )

@@ -74,7 +74,7 @@ def test_one_process_needs_no_torch_distributed() -> None:
 
 @pytest.mark.usefixtures("bare_environment")
 def test_layout_that_does_not_fit_the_world_is_told() -> None:
-    with pytest.raises(LaunchError, match="pipeline 2 x context 1 x tensor 3 needs 6 processes but 1 were started"):
+    with pytest.raises(LaunchError, match="tensor 3 needs 6 processes, but the launcher started 1: start 6"):
         initialize({"pipeline": 2, "tensor": 3})
     assert not dist.is_initialized()
 

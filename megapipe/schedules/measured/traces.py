@@ -99,7 +99,7 @@ def read_rank(path: Path) -> RankTrace:
     try:
         document = read_json(path, ScheduleError)
     except OSError as error:
-        raise ScheduleError(f"cannot read {path}: {error}") from None
+        raise ScheduleError(f"cannot read {path}: {error.strerror}; choose the folder of --profile.trace") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else None
         raise ScheduleError(f"{path} has format {found!r}, but this version reads {FORMAT!r}")
