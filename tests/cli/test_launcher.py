@@ -238,7 +238,7 @@ def test_no_rank_starts_in_a_wrong_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("argument", "status"), [("--training.steps=3", 0), ("--parallel.data=3", 2)])
+@pytest.mark.parametrize(("argument", "status"), [("--training.steps=3", 0), ("--data.prefix=nowhere", 2)])
 def test_two_nodes_meet(folder: Path, argument: str, status: int) -> None:
     """Two launchers of this host, with a rank each."""
     nodes = [
