@@ -139,8 +139,10 @@ def test_exported_tokenizers_give_the_ids_of_the_shard(kind: str, tmp_path: Path
 def llama_cpp(folder: Path) -> Path:
     """Download llama.cpp's Python sources, which a source distribution contains; skip where that is impossible."""
     version = "0.3.36"
-    words = f"-m pip download llama-cpp-python=={version} --no-deps --no-binary :all:".split()
-    if subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, timeout=300, check=False).returncode:
+    words = f"-m pip download llama-cpp-python=={version} --no-deps --no-binary llama-cpp-python".split()
+    try:
+        subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, timeout=300, check=True)
+    except subprocess.SubprocessError:
         pytest.skip("llama-cpp-python cannot be downloaded")
     name = f"llama_cpp_python-{version}"
     wanted = re.compile(f"{name}/vendor/llama.cpp/(convert_hf_to_gguf.py|conversion/|gguf-py/).*")

@@ -46,7 +46,9 @@ CASES = covering_array(AXES, allowed)
 FAST = min((case for case in CASES if case["pipeline"] == "2"), key=world_size)
 """The first pipeline with the fewest ranks."""
 EVERY_CASE = [
-    case if case == FAST else pytest.param(case, marks=pytest.mark.slow if number % 3 == 1 else pytest.mark.exhaustive)
+    case
+    if case == FAST
+    else pytest.param(case, marks=pytest.mark.slow if number % 10 == 1 else pytest.mark.exhaustive)
     for number, case in enumerate(CASES)
 ]
 PAIRS_OF_SAMPLES = {"micro_size": 2}
@@ -174,86 +176,57 @@ SLICES: Change = {
     "data": {"sequence_length": 64},
     "schedule": {"slices": 3, "slice_split": "flops"},
 }
-SLOW, RARE = pytest.mark.slow, pytest.mark.exhaustive
-MIXED = [
-    pytest.param({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS, marks=SLOW),
-    pytest.param({"pipeline": "2", "context": "2 ring"}, WINDOWS, marks=SLOW),
-    pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"}, WINDOWS, marks=RARE),
-    pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, NO_ROPE, marks=SLOW),
-    pytest.param({"pipeline": "2", "tensor": "2", "recompute": "full"}, EXPERTS, marks=SLOW),
-    pytest.param({"pipeline": "2", "tensor": "2", "tied": "untied"}, SHARED, marks=SLOW),
-    pytest.param({"pipeline": "2", "tensor": "2"}, {"parallel": {"vocabulary": "pipeline_2"}}, marks=RARE),
-    pytest.param({"pipeline": "2", "data": "2", "zero": "2"}, SHARED, marks=RARE),
-    pytest.param({"pipeline": "4"}, SHARED, marks=RARE),
-    pytest.param(
-        {"data": "2", "tensor": "2", "zero": "3", "sequence": "on"},
-        {**EXPERTS, "zero": {"expert_shard_size": 1}},
-        marks=RARE,
-    ),
-    pytest.param({"context": "2 ring", "schedule": "zb_v", "pipeline": "2"}, EXPERTS, marks=RARE),
-    pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, SINKS, marks=SLOW),
-    pytest.param({"context": "2 ring", "data": "2", "zero": "3", "documents": "isolated"}, SINKS, marks=SLOW),
-    pytest.param({"context": "2 all-to-all", "schedule": "zb_v", "pipeline": "2"}, SINKS, marks=RARE),
-    pytest.param({"precision": "bf16", "recompute": "selective", "offload": "optimizer"}, SINKS, marks=RARE),
-    pytest.param({"schedule": "zb_h1", "tensor": "2", "context": "2 ring"}, ALIBI, marks=SLOW),
-    pytest.param({"context": "2 all-to-all", "documents": "isolated", "recompute": "full"}, ALIBI, marks=RARE),
-    pytest.param(
-        {"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ROBERTA, marks=SLOW
-    ),
-    pytest.param({"model": "bert", "context": "2 ring", "zero": "3", "data": "2"}, ROBERTA, marks=RARE),
-    pytest.param({"model": "bert", "data": "2", "tensor": "2", "sequence": "on", "zero": "3"}, ALBERT, marks=SLOW),
-    pytest.param(
-        {"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ALBERT, marks=SLOW
-    ),
-    pytest.param({"model": "bert", "context": "2 ring", "recompute": "full"}, ALBERT, marks=RARE),
-    pytest.param(
-        {"model": "bert", "pipeline": "2", "tensor": "2", "precision": "bf16", "offload": "optimizer"},
-        ALBERT,
-        marks=RARE,
-    ),
-    pytest.param({"model": "bert", "pipeline": "2", "tensor": "2", "sequence": "on"}, MODERNBERT, marks=SLOW),
-    pytest.param({"model": "bert", "context": "2 ring", "schedule": "zb_h1", "pipeline": "2"}, MODERNBERT, marks=SLOW),
-    pytest.param(
-        {"model": "bert", "context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"},
-        MODERNBERT,
-        marks=RARE,
-    ),
-    pytest.param({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, LATENTS, marks=SLOW),
-    pytest.param({"tensor": "2", "recompute": "selective", "documents": "isolated"}, LATENTS, marks=RARE),
-    pytest.param({"context": "2 ring", "tensor": "2", "sequence": "on", "precision": "bf16"}, LATENTS, marks=SLOW),
-    pytest.param({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS, marks=RARE),
-    pytest.param({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS, marks=RARE),
-    pytest.param({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS, marks=RARE),
-    pytest.param({"pipeline": "2", "tensor": "2", "sequence": "on", "documents": "isolated"}, CHUNKS, marks=SLOW),
-    pytest.param({"context": "2 all-to-all", "zero": "3", "data": "2", "recompute": "selective"}, CHUNKS, marks=RARE),
-    pytest.param(
-        {"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on", "tied": "untied"}, FURTHER, marks=SLOW
-    ),
-    pytest.param({"data": "2", "tensor": "2", "zero": "3", "recompute": "full"}, FURTHER, marks=RARE),
-    pytest.param(
-        {"pipeline": "2", "documents": "isolated", "recompute": "selective", "precision": "bf16"}, FURTHER, marks=RARE
-    ),
-    pytest.param(
-        {"schedule": "1f1b", "pipeline": "2", "data": "2", "zero": "2", "tied": "untied"}, FURTHER, marks=RARE
-    ),
-    pytest.param({"schedule": "gpipe", "pipeline": "2", "tied": "untied"}, FURTHER, marks=RARE),
-    pytest.param(
-        {"schedule": "interleaved_1f1b", "pipeline": "2", "data": "2", "zero": "3", "offload": "activations"},
-        EXPERTS,
-        marks=RARE,
-    ),
-    pytest.param(
+MIXED: list[tuple[Case, Change]] = [
+    ({"tensor": "2", "documents": "isolated", "sequence": "on"}, WINDOWS),
+    ({"pipeline": "2", "context": "2 ring"}, WINDOWS),
+    ({"context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"}, WINDOWS),
+    ({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, NO_ROPE),
+    ({"pipeline": "2", "tensor": "2", "recompute": "full"}, EXPERTS),
+    ({"pipeline": "2", "tensor": "2", "tied": "untied"}, SHARED),
+    ({"pipeline": "2", "tensor": "2"}, {"parallel": {"vocabulary": "pipeline_2"}}),
+    ({"pipeline": "2", "data": "2", "zero": "2"}, SHARED),
+    ({"pipeline": "4"}, SHARED),
+    ({"data": "2", "tensor": "2", "zero": "3", "sequence": "on"}, {**EXPERTS, "zero": {"expert_shard_size": 1}}),
+    ({"context": "2 ring", "schedule": "zb_v", "pipeline": "2"}, EXPERTS),
+    ({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, SINKS),
+    ({"context": "2 ring", "data": "2", "zero": "3", "documents": "isolated"}, SINKS),
+    ({"context": "2 all-to-all", "schedule": "zb_v", "pipeline": "2"}, SINKS),
+    ({"precision": "bf16", "recompute": "selective", "offload": "optimizer"}, SINKS),
+    ({"schedule": "zb_h1", "tensor": "2", "context": "2 ring"}, ALIBI),
+    ({"context": "2 all-to-all", "documents": "isolated", "recompute": "full"}, ALIBI),
+    ({"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ROBERTA),
+    ({"model": "bert", "context": "2 ring", "zero": "3", "data": "2"}, ROBERTA),
+    ({"model": "bert", "data": "2", "tensor": "2", "sequence": "on", "zero": "3"}, ALBERT),
+    ({"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ALBERT),
+    ({"model": "bert", "context": "2 ring", "recompute": "full"}, ALBERT),
+    ({"model": "bert", "pipeline": "2", "tensor": "2", "precision": "bf16", "offload": "optimizer"}, ALBERT),
+    ({"model": "bert", "pipeline": "2", "tensor": "2", "sequence": "on"}, MODERNBERT),
+    ({"model": "bert", "context": "2 ring", "schedule": "zb_h1", "pipeline": "2"}, MODERNBERT),
+    ({"model": "bert", "context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"}, MODERNBERT),
+    ({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on"}, LATENTS),
+    ({"tensor": "2", "recompute": "selective", "documents": "isolated"}, LATENTS),
+    ({"context": "2 ring", "tensor": "2", "sequence": "on", "precision": "bf16"}, LATENTS),
+    ({"context": "2 all-to-all", "zero": "3", "recompute": "full"}, LATENTS),
+    ({"context": "2 all-to-all", "tensor": "2", "schedule": "1f1b in halves"}, LATENTS),
+    ({"data": "2", "zero": "2", "offload": "activations", "tensor": "2"}, LATENTS),
+    ({"pipeline": "2", "tensor": "2", "sequence": "on", "documents": "isolated"}, CHUNKS),
+    ({"context": "2 all-to-all", "zero": "3", "data": "2", "recompute": "selective"}, CHUNKS),
+    ({"schedule": "zb_h1", "pipeline": "2", "tensor": "2", "sequence": "on", "tied": "untied"}, FURTHER),
+    ({"data": "2", "tensor": "2", "zero": "3", "recompute": "full"}, FURTHER),
+    ({"pipeline": "2", "documents": "isolated", "recompute": "selective", "precision": "bf16"}, FURTHER),
+    ({"schedule": "1f1b", "pipeline": "2", "data": "2", "zero": "2", "tied": "untied"}, FURTHER),
+    ({"schedule": "gpipe", "pipeline": "2", "tied": "untied"}, FURTHER),
+    ({"schedule": "interleaved_1f1b", "pipeline": "2", "data": "2", "zero": "3", "offload": "activations"}, EXPERTS),
+    (
         {"schedule": "seq1f1b", "pipeline": "2", "recompute": "full"},
         {**SLICES, "schedule": {**SLICES["schedule"], "chunks": 2}},
-        marks=SLOW,
     ),
-    pytest.param({"schedule": "seq1f1b", "data": "2", "zero": "3", "documents": "isolated"}, SLICES, marks=RARE),
-    pytest.param(
+    ({"schedule": "seq1f1b", "data": "2", "zero": "3", "documents": "isolated"}, SLICES),
+    (
         {"schedule": "seq1f1b", "model": "gpt2", "tensor": "2", "sequence": "on", "recompute": "selective"},
         {**SLICES, "model": {"max_positions": 64}, "batch": PAIRS_OF_SAMPLES},
-        marks=SLOW,
     ),
-    pytest.param({"schedule": "seq1f1b", "precision": "bf16", "recompute": "logits"}, SLICES, marks=RARE),
+    ({"schedule": "seq1f1b", "precision": "bf16", "recompute": "logits"}, SLICES),
 ]
 """Llamas whose blocks differ, and encoders."""
 FORMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -393,6 +366,7 @@ def test_a_pair_of_features_trains_as_one_process_and_costs_what_is_predicted(
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "change"), OPTIONS, ids=lambda part: ", ".join(map(str, part.values())))
 def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Case, change: Change) -> None:
     case = {**BASE, **case}
@@ -402,6 +376,8 @@ def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Cas
         check_costs(*each)
 
 
+@pytest.mark.slow
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "change"), MIXED)
 def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
     corpora: Corpora, case: Case, change: Change
