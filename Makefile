@@ -67,7 +67,7 @@ gpu-check: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	for version in 3.11 3.12 3.13; do $(BIN)/mypy --python-version $$version -p megapipe || exit 1; done
+	printf '%s\n' 3.11 3.12 3.13 | xargs -P $(TEST_WORKERS) -I VERSION $(BIN)/mypy --python-version VERSION -p megapipe
 	$(BIN)/lint-imports
 
 figures: setup

@@ -81,6 +81,7 @@ def test_a_model_has_the_parameters_that_it_claims(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("path", MODELS, ids=attrgetter("name"))
 def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
     """Of the model that transformers builds from our config.json, on the meta device."""

@@ -113,7 +113,7 @@ def test_ranks_answer_in_order_and_a_failure_names_its_rank() -> None:
         on_ranks(2, "cpu", fail_on_the_last, -1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_benchmark_compares_predictions_with_runs(tmp_path: Path) -> None:
     """One layout from a file of one's own: a machine that was not measured for this model says so."""
     script = [

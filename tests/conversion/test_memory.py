@@ -42,7 +42,7 @@ CONSTANT = 96 * 2**20
 """Buffers, parsers and the tokenizer library, for any model."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     """A model of 1.2 GB in both directions; joined parts need twice the largest tensor."""
     built, exported, back = (str(tmp_path / name) for name in ("built", "exported", "back"))

@@ -51,7 +51,7 @@ SLOW: list[Case] = [
     {"model": "llama", "context": "2 ring"},
     {"model": "bert", "tied": "untied", "context": "2 all-to-all"},
 ]
-SHOWN = 25
+SHOWN = 60
 """Of so many cases of the covering array one is slow, the others are exhaustive."""
 
 

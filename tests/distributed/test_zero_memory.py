@@ -82,7 +82,7 @@ def largest_alone(corpus: str) -> int:
     raise AssertionError(f"one rank trains {MANY - 1} blocks within {LIMIT:,} bytes")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_ranks_train_three_times_what_one_can(tmp_path: Path) -> None:
     corpus = write_shard(tmp_path)
     largest = largest_alone(corpus)

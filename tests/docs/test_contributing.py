@@ -55,6 +55,7 @@ def test_every_row_has_an_addition() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ROWS)
 def test_listed_files_suffice(kind: str, tmp_path: Path) -> None:
     number, files = ROWS[kind]

@@ -219,7 +219,7 @@ def test_commands_of_the_migration_pages_run(page: str, tmp_path: Path) -> None:
             assert "parameters of a rank" in run(block.text, 60.0, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_commands_of_the_data_page_run(tmp_path: Path) -> None:
     commands = command_lines(read("docs/data.md"))
     assert len(commands) == 10

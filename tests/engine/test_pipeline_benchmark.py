@@ -49,7 +49,7 @@ def test_every_contestant_runs_every_schedule() -> None:
                 assert figure["seconds"] > figure["finish"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_full_pipelines_and_real_stages_run() -> None:
     found = figures("--ranks", "2", "--milliseconds", "1", "--schedules", "1f1b", "zb_v")
     assert [figure["kind"] for figure in found].count("gpt") == 2
@@ -58,7 +58,7 @@ def test_full_pipelines_and_real_stages_run() -> None:
     assert bubble["pipeline"] > 3.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_ranks_run_where_only_neighbours_have_links() -> None:
     found = figures("--ranks", "3", "--milliseconds", "1", "--gpt-ranks", "--no-bubble")
     assert {figure["contestant"] for figure in found} == CONTESTANTS

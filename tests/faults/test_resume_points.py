@@ -95,6 +95,7 @@ def whole(corpora: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("step", [*range(STEPS), 3])
 def test_resumed_after_any_step(corpora: list[str], whole: Path, tmp_path: Path, step: int) -> None:
     name = f"checkpoints/step-{step:08d}"

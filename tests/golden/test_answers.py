@@ -16,9 +16,9 @@ def chosen() -> Iterator[Any]:
     slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
     for number, arguments in enumerate(requests()):
         if arguments[0] == "predict":
-            marks = [] if number % 15 == 0 else [slow] if number % 3 == 0 else [exhaustive]
+            marks = [] if number % 15 == 0 else [slow] if number % 9 == 0 else [exhaustive]
         else:
-            marks = [slow] if number % 5 == 0 and arguments[0] == "search" else [exhaustive]
+            marks = [slow] if number % 10 == 0 and arguments[0] == "search" else [exhaustive]
         yield pytest.param(number, arguments, marks=marks, id=f"{number}-{arguments[0]}")
 
 

@@ -73,7 +73,7 @@ def test_traced_blocks_of_a_bert_train_the_same_model(tmp_path: Path, model: Ber
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("model", [DROPOUT, LLAMA_SHAPE], ids=["dropout", "llama"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "2bw"])
 def test_compiled_blocks_train_the_same_model(corpus: str, model: ModelConfig, schedule: str) -> None:

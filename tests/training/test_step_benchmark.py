@@ -34,7 +34,7 @@ def test_every_contestant_and_the_pipeline_run() -> None:
     assert set(found["pipeline"]["contestants"]) == {"two ranks, 1f1b", "one rank"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_contestants_run() -> None:
     (model,) = benchmark("--compile", "--precision", "bf16")["models"]
     expected = {"megapipe", "megapipe, compiled", "plain torch, compiled", "transformers, compiled"}

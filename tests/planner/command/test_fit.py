@@ -11,7 +11,7 @@ from megapipe.planner.fitting.fit import TABLES
 from tests.planner.command.plan import ROOT, json_of, output, refusal
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_published_rows_are_fitted_and_the_machine_written(capsys, tmp_path):
     name = next(iter(TABLES))
     file = tmp_path / "fitted.yaml"

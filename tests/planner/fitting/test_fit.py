@@ -171,8 +171,7 @@ def test_unknown_rows_are_told() -> None:
         fit_table("sc20")
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TABLES)
 def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) -> None:
     """The goal, of rows told by the others alone: on average within 4%, each within 8%."""
