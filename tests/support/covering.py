@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 Case = dict[str, str]
@@ -56,23 +57,32 @@ def covering_array(axes: Mapping[str, Sequence[str]], allowed: Allowed, seed: in
     missing = possible_pairs(axes, allowed)
     cases: list[Case] = []
     while missing:
-        candidates = [_candidate(axes, allowed, missing, chance) for _ in range(CANDIDATES)]
+        pairs = sorted(sorted(pair) for pair in missing)
+        partners: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
+        for one, other in pairs:
+            partners[one].add(other)
+            partners[other].add(one)
+        candidates = [_candidate(axes, allowed, pairs, partners, chance) for _ in range(CANDIDATES)]
         best = max(candidates, key=lambda case: len(pairs_of(case) & missing))
         missing -= pairs_of(best)
         cases.append({axis: best[axis] for axis in axes})
     return cases
 
 
-def _candidate(axes: Mapping[str, Sequence[str]], allowed: Allowed, missing: set[Pair], chance: random.Random) -> Case:
+def _candidate(
+    axes: Mapping[str, Sequence[str]],
+    allowed: Allowed,
+    pairs: Sequence[Sequence[tuple[str, str]]],
+    partners: Mapping[tuple[str, str], set[tuple[str, str]]],
+    chance: random.Random,
+) -> Case:
     """A case around one missing pair, every further value chosen for the missing pairs that it brings in."""
-    start = dict(chance.choice(sorted(missing, key=sorted)))
+    start = dict(chance.choice(pairs))
     shuffled = dict(chance.sample(list(axes.items()), len(axes)))
 
     def order(case: Case, axis: str) -> list[str]:
-        def gain(value: str) -> int:
-            return sum(frozenset(((axis, value), other)) in missing for other in case.items())
-
-        return sorted(chance.sample(shuffled[axis], len(shuffled[axis])), key=gain, reverse=True)
+        values = chance.sample(shuffled[axis], len(shuffled[axis]))
+        return sorted(values, key=lambda value: len(partners[axis, value] & case.items()), reverse=True)
 
     found = completed(start, shuffled, allowed, order)
     assert found is not None  # a possible pair has a case

@@ -29,12 +29,11 @@ from megapipe.training import dry_run as module
 from megapipe.training.dry_run import ShapeError, dry_run
 from megapipe.training.loop.loader import HeldTokens
 from megapipe.training.loop.replica import Replica
-from tests.support.covering import covering_array
-from tests.support.layouts import AXES, allowed, config_of, world_size
+from tests.distributed.test_covering import CASES
+from tests.support.layouts import config_of, world_size
 from tests.support.meshes import run_threads
 
 BERT = BertDataConfig(prefix="unread", sequence_length=16)
-CASES = covering_array(AXES, allowed)
 
 
 def gpt(*arguments: str):
