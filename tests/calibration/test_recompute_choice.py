@@ -131,7 +131,7 @@ def budgeted(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig, Layou
     return chosen.recompute, run_layout(mesh, chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_real_ranks_stay_within_their_budgets_and_train_the_same(tmp_path: Path) -> None:
     """Two gloo ranks, every tensor counted. The more memory, the less runs again; no loss and no gradient differs by
     a bit from those of a run that recomputes nothing."""

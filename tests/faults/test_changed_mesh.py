@@ -124,7 +124,7 @@ def test_the_layouts_are_all_of_up_to_four_ranks_and_meet_all_stages() -> None:
     assert all(MODEL.num_layers % depth for depth in (2, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_layout_resumes_on_every_other(tmp_path: Path) -> None:
     check_all_pairs(tmp_path, LAYOUTS)
 

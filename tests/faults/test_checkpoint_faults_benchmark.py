@@ -11,7 +11,7 @@ from tests.support.launch import environment
 SCRIPT = Path(__file__).parents[2] / "benchmarks/checkpoint_faults.py"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_side_by_side(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--ranks", "2", "--flips", "4"]
     shown = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)

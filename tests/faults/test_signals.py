@@ -22,6 +22,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
 
 
+@pytest.mark.exhaustive
 def test_signals_in_evaluations_and_saves_cost_nothing(tmp_path: Path, corpus: str) -> None:
     """One job, four lives: each is ended where a signal is easily lost, and the next goes on behind it. The oracle is
     the job that nothing disturbed."""
@@ -47,6 +48,7 @@ def test_signals_in_evaluations_and_saves_cost_nothing(tmp_path: Path, corpus: s
     assert_same_run(disturbed / RUN, whole / RUN, 14)
 
 
+@pytest.mark.exhaustive
 def test_a_signal_during_the_first_compile_saves_two_steps(tmp_path: Path, corpus: str) -> None:
     arguments = [f"--data.prefix={corpus}", "--training.compile=true", "--training.steps=4", "--checkpoint.every=100"]
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
