@@ -1,1 +1,1 @@
-"""Measure a machine: its layers, collectives and links, and its waits for data. Choose layouts by the measurements."""
+"""Measure layers, collectives, links and waits for data on a machine, and choose layouts by the measurements."""

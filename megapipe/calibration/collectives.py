@@ -1,8 +1,8 @@
 """Measure collectives and messages between the ranks of a machine, and links between the nodes of a job.
 
-Collectives are measured as layers call them: after computation, which ends at slightly different times on the ranks,
-with other data in the caches and a peer that has to wake up. Without computation between them, they take only a
-fraction of that time.
+Collectives are measured in the same situation as in layers: after computation, which ends at slightly different times
+on the ranks, with other data in the caches and a peer that must wake up. Without computation between them, collectives
+take only a fraction of this time.
 """
 
 import os
@@ -198,7 +198,7 @@ class Together:
 
 
 def measure_together(mesh: Mesh, config: PretrainConfig, micro_size: int, steps: int) -> Together:
-    """Measure the slowdown of ranks that train side by side, and their collectives. A collective call of all ranks."""
+    """Measure the slowdown of ranks that train at the same time, and their collectives. All ranks must call this."""
     run = LayerRun(config, Cell(1, 1, micro_size), mesh.device)
     run.step()
     factor = _factor(mesh, run, steps)
@@ -212,10 +212,10 @@ def measure_together(mesh: Mesh, config: PretrainConfig, micro_size: int, steps:
 
 
 def _factor(mesh: Mesh, run: LayerRun, steps: int) -> float:
-    """Return the time of a step while all ranks run, relative to a rank that runs while the others wait: mean over the
-    ranks, at least 1.
+    """Return the time of a step while all ranks run, relative to a rank that runs while the others wait: the mean over
+    the ranks, at least 1.
 
-    Both are measured alternately, so that a change of the machine's load affects both.
+    The two times are measured alternately, so that a change of the machine's load affects both.
     """
     alone, together = [], []
     for _ in range(steps):
@@ -233,7 +233,7 @@ def _factor(mesh: Mesh, run: LayerRun, steps: int) -> float:
 
 
 def _link_kinds(config: PretrainConfig) -> tuple[LinkKind, ...]:
-    """Return the kinds of links between processes of one host, the one that the run would use first."""
+    """Return the kinds of links between processes of one host, starting with the kind that the run would use."""
     return ("gloo", "shared_memory") if config.parallel.links == "gloo" else ("shared_memory", "gloo")
 
 
@@ -329,28 +329,28 @@ def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
     )
 
 
-def with_node_links(hardware: Hardware, found: NodeLinks) -> Hardware:
+def with_node_links(hardware: Hardware, links: NodeLinks) -> Hardware:
     """Return the machine with the measured nodes and their links.
 
-    If the machine has a single group, the group gets the number of nodes and the median bandwidth. `link_matrix` has
-    all bandwidths.
+    If the machine has a single group, the number of nodes and the median bandwidth are set in the group. `link_matrix`
+    has all bandwidths.
 
     Raises:
         ConfigError: the nodes do not match the nodes of the hardware.
     """
-    groups, nodes = hardware.groups, len(found.hosts)
+    groups, nodes = hardware.groups, len(links.hosts)
     if len(groups) == 1:
-        between = median(value for i, row in enumerate(found.bandwidth) for j, value in enumerate(row) if i != j)
-        outside = Network(found.latency, between, groups[0].outside.adapters)
+        between = median(value for i, row in enumerate(links.bandwidth) for j, value in enumerate(row) if i != j)
+        outside = Network(links.latency, between, groups[0].outside.adapters)
         groups = (replace(groups[0], num_nodes=nodes, outside=outside),)
     supply: list[NodeGroup] = [group for group in groups for _ in range(group.num_nodes or 0)]
     expected = tuple(group.devices_per_node for group in supply)
-    if expected != found.devices:
+    if expected != links.devices:
         raise ConfigError(
             f"hardware {hardware.name!r} has {len(expected)} nodes of {_listed(expected)} devices, but {nodes} "
-            f"nodes of {_listed(found.devices)} ranks were started; start a rank for every device, or correct the file"
+            f"nodes of {_listed(links.devices)} ranks were started; start a rank for every device, or correct the file"
         )
-    return replace(hardware, groups=groups, link_matrix=found.bandwidth)
+    return replace(hardware, groups=groups, link_matrix=links.bandwidth)
 
 
 def _listed(counts: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ from megapipe.training.validation import validate
 
 
 def run_dry_run(request: Request) -> int:
-    """Check a configuration for any number of ranks; exit status 2 if a rank needs more memory than --hardware has."""
+    """Check a configuration for any number of ranks. Raises ConfigError if a rank does not fit on --hardware."""
     file_request = request.for_file(request.flags["file"]) if request.flags["file"] else request
     config, devices = file_request.config, file_request.devices()
     check_folders(request.flags["write_layout"])
@@ -61,8 +61,8 @@ def run_dry_run(request: Request) -> int:
 def run_profile(request: Request) -> int:
     """Measure this machine for the layers of a model, and write the hardware file.
 
-    SIGTERM and Ctrl-C end the measuring processes and leave the file unchanged. The exit status is then 128 plus the
-    number of the signal, as in shells; it is 1 if a measuring process failed.
+    SIGTERM and Ctrl-C end the measuring processes and do not change the file. The exit status is then 128 plus the
+    number of the signal, as in shells. It is 1 if a measuring process failed.
     """
     flags = request.flags
     config = request.config
@@ -180,7 +180,7 @@ class _Stopped(BaseException):
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C raise `_Stopped` in the block, so that processes and files are cleaned up."""
+    """Raise `_Stopped` in the block on SIGTERM and Ctrl-C, so that processes and files are cleaned up."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Stopped(number)
@@ -213,7 +213,7 @@ def _check_memory(result: DryRun, limit: float | None) -> None:
         fullest = max(full, key=lambda each: each.peak_bytes)
         raise ConfigError(
             f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
-            f"device; coordinate {fullest.pipeline} holds {bytes_text(fullest.peak_bytes)}, "
+            f"device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
             f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
         )
 
@@ -241,7 +241,7 @@ def _print(result: DryRun) -> None:
         "parameters of a rank",
         "state",
         "messages",
-        "most in a step",
+        "peak in a step",
     ]
     print_table(columns, rows, f"memory of a rank by pipeline coordinate, on {result.device}")
     print(f"\n{result.world_size:,} ranks checked in one process")

@@ -62,7 +62,7 @@ class RandomSamples:
 
 
 def samples_for(config: PretrainConfig) -> Samples:
-    """Return random samples for a GPT, because times do not depend on the tokens, and the training samples for a BERT.
+    """Return random samples for a GPT, whose times do not depend on the tokens, and the training samples for a BERT.
 
     Raises:
         ConfigError: a BERT run without data. DataError: shards that cannot be used.
@@ -158,7 +158,7 @@ def _logits(config: PretrainConfig, apart: bool) -> bool:
 
 
 class LayerRun:
-    """A rank that trains a model of one cell, ready to be timed.
+    """Training of a model with the sizes of one cell on one rank, step by step, to measure its times.
 
     mesh: the ranks that share the layers; by default one rank whose peers are absent (`silent_mesh`).
     """

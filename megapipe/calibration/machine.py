@@ -55,7 +55,7 @@ PRODUCTS = ((64, 64, 64), (256, 256, 256), (256, 256, 1024), (1024, 256, 256), (
 LARGE_PRODUCT = 1024
 GPU_SCALE = 8
 COPIED = 2**26
-"""Bytes of the timed copy, more than most caches can hold."""
+"""Bytes of the timed copy; more than the size of most caches."""
 REPEATS = 9
 
 
@@ -74,7 +74,7 @@ def measured_bandwidth(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or `core` for a CPU, because a rank computes on one core."""
+    """Return the name of a GPU, or `core` for a CPU, where each rank computes on one core."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "core"
 
 
@@ -93,7 +93,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 TIMEOUT = 600.0
-"""Seconds after which ranks without an answer count as failed."""
+"""Seconds after which ranks that did not answer count as failed."""
 
 
 def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -156,7 +156,7 @@ def _answers(pipes: list[connection.Connection]) -> list[Any]:
             except EOFError:
                 succeeded, answer = False, "its process died"
             if not succeeded:
-                raise CommunicationError(f"rank {rank} of {len(pipes)} that measure failed: {answer}")
+                raise CommunicationError(f"rank {rank} of {len(pipes)} measuring ranks failed: {answer}")
             answers[rank] = answer
     return [answers[rank] for rank in range(len(pipes))]
 
@@ -254,9 +254,9 @@ def profile(
         say(line)
     together = []
     for count in _counts(ranks):
-        say(f"{count} ranks at once: the same work side by side, and collectives")
+        say(f"{count} ranks at once: the same work on every rank, and collectives")
         together.append(on_ranks(count, device_type, measure_together, alone.config, max(micro_sizes), steps)[0])
-        say(f"the same work takes {together[-1].factor:.2f} times as long as alone")
+        say(f"work takes {together[-1].factor:.2f} times as long as on a single rank")
     shared: dict[int, list[MeasuredLayer]] = {}
     for count, cells_of in shared_cells(all_cells, ranks).items():
         say(f"{count} ranks that share layers: {len(cells_of)} combinations of sizes")
@@ -371,7 +371,7 @@ def _check(
     steps: int,
 ) -> None:
     problems = [
-        f"{name} {value} must be 1 or more"
+        f"{name} is {value}; it must be 1 or more"
         for name, values in {
             "ranks": [ranks],
             "tensor size": tensor_sizes,
@@ -383,7 +383,7 @@ def _check(
         if value < 1
     ]
     lists = {"tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
-    problems += [f"no {name} is given; give one or more" for name, values in lists.items() if not values]
+    problems += [f"no {name} is given; pass at least one" for name, values in lists.items() if not values]
     if config.model.layer_pattern:
         problems.append(
             f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is measured for all; "
@@ -394,7 +394,7 @@ def _check(
         problems += [problem for size in context_sizes for problem in context_problems(_of_context(config, size))]
     if not has_devices(device_type, ranks):
         problems.append(
-            f"{ranks} ranks are requested, but this machine has {torch.cuda.device_count()} GPUs; request fewer"
+            f"{ranks} ranks are requested, but this machine has {torch.cuda.device_count()} GPUs; request fewer ranks"
         )
     problems += output_problems(out)
     if problems:
@@ -413,10 +413,10 @@ def output_problems(out: Path) -> list[str]:
     """Return a message for each reason why no hardware file can be written there."""
     problems = []
     if out.is_dir() or out.suffix not in (".yaml", ".yml"):
-        problems.append(f"{out} is not a name for a hardware file; give one that ends in .yaml, such as machine.yaml")
+        problems.append(f"{out} is not a name of a hardware file; choose one that ends in .yaml, such as machine.yaml")
     folder = next(each for each in out.resolve().parents if each.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        problems.append(f"{out} cannot be written: {folder} is not a folder that you can write to; name another file")
+        problems.append(f"{out} cannot be written: {folder} is not a writable folder; choose another file")
     return problems
 
 

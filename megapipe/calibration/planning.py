@@ -1,4 +1,4 @@
-"""Let the planner choose at the start of a run: the layout for --plan, and the method for recompute.method auto."""
+"""Choices of the planner at the start of a run: the layout for --plan, and the method for recompute.method auto."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -139,7 +139,7 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
 
 
 def memory_bytes(device: torch.device, ranks: int) -> int:
-    """Return the memory of the device; the ranks on one CPU host share its memory equally."""
+    """Return the memory of the device in bytes; on a CPU, an equal part of the host's memory for each rank."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
@@ -152,7 +152,7 @@ def _chosen(config: PretrainConfig, mesh: Mesh, per_node: int, device_bytes: flo
 
 
 def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
-    """Return the hardware whose times the choice uses. Raises ConfigError if it is unknown, or for other devices."""
+    """Return the hardware whose times the choice uses. Raises ConfigError if it is unknown or has other devices."""
     named = config.recompute.hardware
     if named is None:
         return _with_peak(this_machine(device, per_node, option="--recompute.hardware"), config.training.precision)
@@ -166,7 +166,7 @@ def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
 
 
 def _with_peak(hardware: Hardware, precision: str) -> Hardware:
-    """Add a missing number format to a preset, with its fastest rate, because only ratios between choices matter."""
+    """Add a missing precision to a preset, with its fastest rate, because only ratios between choices matter."""
     group = hardware.groups[0]
     peaks = group.device.peak_flops
     if precision in peaks:

@@ -1,4 +1,4 @@
-"""Measure whether a run waits for its data, and compute what would change that.
+"""Measure whether a run waits for its data, and compute how to avoid these waits.
 
 Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, arXiv 2007.06775, section 3
 and its what-if analysis. There, a loader fetches and prepares at the same time, so a run has the minimum of three
@@ -229,13 +229,13 @@ class StallReport:
             f"{self.device}"
         )
         if self.num_replicas > 1:
-            yield f"one of {self.num_replicas} data-parallel replicas; those of one host share its storage and cores"
+            yield f"one of {self.num_replicas} data-parallel replicas; those on one host share its storage and cores"
         if self.epochs > 1:
-            yield "note: the steps read some samples twice, and the second time from memory; give fewer with --steps"
+            yield "note: the steps read some samples twice, and the second time from memory; lower --steps"
         if self.read_share is not None and self.read_share > MUCH:
             yield (
-                f"note: {self.read_share:.0%} of the shards were in memory after a run from storage, so that its "
-                "later steps were warm; a larger corpus waits longer"
+                f"note: {self.read_share:.0%} of the shards were in memory after the run from storage, so "
+                "its later steps read from memory; a larger corpus has longer waits"
             )
         yield ""
         yield from self._table()
@@ -248,16 +248,16 @@ class StallReport:
     def _table(self) -> Iterator[str]:
         rates = self.rates
         yield f"{'rate of':<34}{'tokens/s':>18}{'samples/s':>14}"
-        source = "model (as given)" if self.given_ingestion is not None else "model, batches at hand"
+        source = "model (as given)" if self.given_ingestion is not None else "model, batches in memory"
         for name, rate in (
             (f"ingestion: {source}", rates.ingestion),
             ("preparation: loader, from memory", rates.preparation),
-            ("fetch: what storage adds", rates.fetch),
+            ("fetch: time added by storage", rates.fetch),
         ):
             if rate is None:
                 yield f"{name:<34}{'not measured':>18}"
             elif math.isinf(rate):
-                yield f"{name:<34}{'too fast to see':>18}"
+                yield f"{name:<34}{'not measurable':>18}"
             else:
                 yield f"{name:<34}{rate:>18,.0f}{rate * self.samples / self.tokens:>14,.1f}"
         if self.not_cold is not None:
@@ -267,7 +267,7 @@ class StallReport:
         measurement, stalls = self.measurement, self.measurement.stalls()
         yield f"{'a step, in ms':<34}{'whole':>18}{'waited':>14}"
         for name, step in (
-            ("on a batch at hand", measurement.resident),
+            ("on a batch in memory", measurement.resident),
             ("files in memory", measurement.cached),
             ("files on storage", measurement.cold),
         ):
@@ -288,8 +288,8 @@ class StallReport:
         yield f"a faster accelerator: data would keep up with {_factor(headroom)} the model's rate{shown}"
         if headroom < 1:
             yield (
-                "preparation is slower than the model, whatever the storage: one thread prepares for a whole replica, "
-                "so that replicas of fewer devices wait less"
+                "preparation is slower than the model for any storage: one thread prepares the data of a replica, "
+                "so replicas with fewer devices wait less"
             )
 
     def _memory_advice(self) -> Iterator[str]:
@@ -307,8 +307,8 @@ class StallReport:
             yield "storage is fast enough: neither faster storage nor more memory would help"
             return
         yield (
-            f"storage is too slow: {needed / rates.fetch:.2g} times its rate would do ({needed:,.0f} tokens/s), or "
-            f"{share:.0%} of the shards in memory ({_bytes(math.ceil(share * self.corpus_bytes))})"
+            f"storage is too slow: the run needs {needed / rates.fetch:.2g} times its rate ({needed:,.0f} tokens/s), "
+            f"or {share:.0%} of the shards in memory ({_bytes(math.ceil(share * self.corpus_bytes))})"
         )
 
 
@@ -395,7 +395,7 @@ COLD = 0.05
 
 @dataclass(frozen=True)
 class StandIn:
-    """A placeholder for a model that does not run here: it loads the data of the first and last stage, and waits."""
+    """A placeholder for a model on other devices: it loads the data of the first and last stage, and waits."""
 
     family: ModelFamily
     seconds: float
@@ -408,7 +408,7 @@ class StandIn:
 
 
 class ModelHere:
-    """The whole model on the device of this process."""
+    """Training of the whole model on the device of this process."""
 
     def __init__(self, config: PretrainConfig, mesh: Mesh) -> None:
         self.replica = Replica(config, mesh)
@@ -453,7 +453,7 @@ class ColdShards:
         self.why_not = (
             f"{self.resident:.0%} of the shards remain in memory after they were removed from the page cache: they "
             "are on a file system in memory (tmpfs), another process has mapped them, or another user owns them; "
-            "copy them to files of your own on a disk"
+            "copy them to your own files on a disk"
         )
         return False
 

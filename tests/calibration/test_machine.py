@@ -59,13 +59,13 @@ def test_a_device_multiplies_and_copies() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"ranks": 0}, "ranks 0 must be 1 or more"),
-        ({"micro_sizes": [1, 0]}, "micro size 0 must be 1 or more"),
-        ({"tensor_sizes": []}, "no tensor size is given; give one or more"),
+        ({"ranks": 0}, "ranks is 0; it must be 1 or more"),
+        ({"micro_sizes": [1, 0]}, "micro size is 0; it must be 1 or more"),
+        ({"tensor_sizes": []}, "no tensor size is given; pass at least one"),
         ({"tensor_sizes": [3]}, "3"),
         ({"context_sizes": [3]}, r"data\.sequence_length 16 is not divisible by 6"),
-        ({"out": Path(__file__) / "machine.yaml"}, "is not a folder that you can write to"),
-        ({"out": Path("machine")}, r"machine is not a name for a hardware file; give one that ends in \.yaml"),
+        ({"out": Path(__file__) / "machine.yaml"}, "is not a writable folder; choose another file"),
+        ({"out": Path("machine")}, r"machine is not a name of a hardware file; choose one that ends in \.yaml"),
     ],
 )
 def test_what_cannot_be_measured_is_told_before_anything_is(arguments, told, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -109,7 +109,7 @@ def fail_on_the_last(mesh, number: int) -> int:  # type: ignore[no-untyped-def]
 @pytest.mark.slow
 def test_ranks_answer_in_order_and_a_failure_names_its_rank() -> None:
     assert on_ranks(2, "cpu", fail_on_the_last, 5) == [5, 6]
-    with pytest.raises(CommunicationError, match=r"(?s)rank 1 of 2 that measure failed.*no root of -1"):
+    with pytest.raises(CommunicationError, match=r"(?s)rank 1 of 2 measuring ranks failed.*no root of -1"):
         on_ranks(2, "cpu", fail_on_the_last, -1)
 
 

@@ -58,7 +58,7 @@ def test_a_configuration_is_measured_and_told(config: Path, capsys: pytest.Captu
     assert not found["ingestion_was_given"]
     assert (found["storage_not_measured"] is None) == (seconds["cold"] is not None)
     told = capsys.readouterr().out
-    assert "ingestion: model, batches at hand" in told
+    assert "ingestion: model, batches in memory" in told
     assert "stalls, as shares of a step: preparation" in told
     assert "what if" in told
 
@@ -117,7 +117,7 @@ def test_a_corpus_that_one_read_brings_in_is_told(
     assert found["resident_share_after_a_cold_run"] == 0.9
     assert found["storage_not_measured"] is None
     assert found["seconds_per_step"]["cold"] is not None
-    assert "note: 90% of the shards were in memory after a run from storage" in capsys.readouterr().out
+    assert "note: 90% of the shards were in memory after the run from storage" in capsys.readouterr().out
 
 
 def test_a_system_without_the_call_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

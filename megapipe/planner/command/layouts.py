@@ -16,7 +16,7 @@ from megapipe.planner.command.planning import (
     planned_config,
     priced,
     print_cells,
-    run_told,
+    run_line,
     terms_cells,
     training_facts,
 )
@@ -64,7 +64,7 @@ def run_explain(request: Request) -> None:
     _print_head(answer, hardware, remarks)
     print(f"\nsimulated step: {seconds_text(answer.step_seconds)}")
     print_cells(terms_cells(answer))
-    print(f"\nestimate, as a search uses it: {seconds_text(closed.step_seconds)}")
+    print(f"\nestimate that a search uses: {seconds_text(closed.step_seconds)}")
     print_cells(terms_cells(closed))
     print()
     title = "times of each stage: per micro-batch; update, reduction and gather per step"
@@ -80,7 +80,7 @@ def _stage_row(stage: int, rank: int, layers: Sequence[str], **times: float) -> 
 
 
 def _print_head(answer: Estimate, hardware: Hardware, remarks: Sequence[str]) -> None:
-    print(run_told(answer.config, hardware, answer.world_size))
+    print(run_line(answer.config, hardware, answer.world_size))
     notes = (f"note: {remark}" for remark in remarks)
     print(f"layout: {layout_text(answer.config)}", *notes, sep="\n")
 

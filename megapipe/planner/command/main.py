@@ -39,7 +39,7 @@ DOCUMENTED = frozenset({"-h", "--help", "--help-all", "--help_all"})
 @dataclass(frozen=True)
 class Request:
     """A parsed command line. arguments: without the command's name. kind: type of the configuration. config: its
-    values. given: fields that a flag or a file sets. flags: values of the command's own flags, by name."""
+    values. given: fields that a flag or a file sets. flags: values of the flags of this command, by name."""
 
     command: str
     arguments: tuple[str, ...]
@@ -49,7 +49,7 @@ class Request:
     flags: Mapping[str, Any]
 
     def hardware(self) -> Hardware:
-        """Return the machine of --hardware, less the reserved memory. Raises ConfigError if --hardware is missing."""
+        """Return the machine of --hardware without reserved memory. Raises ConfigError if --hardware is missing."""
         if self.flags["hardware"] is None:
             raise ConfigError(f"--hardware is missing; set it to a file or to one of {', '.join(PRESETS)}")
         hardware = load_hardware(self.flags["hardware"])
@@ -84,7 +84,7 @@ Flag = tuple[str, dict[str, Any]]
 
 
 class Command(NamedTuple):
-    """A subcommand. summary: one line. usage: the arguments after its name. flags: its own flags."""
+    """A subcommand. summary: one line. usage: the arguments after its name. flags: flags of this command only."""
 
     summary: str
     usage: str
@@ -97,7 +97,7 @@ def _flag(name: str, about: str, type: Any = str, **more: Any) -> Flag:
 
 
 _MACHINE = (
-    _flag("--hardware", f"file, or one of {', '.join(PRESETS)}"),
+    _flag("--hardware", f"hardware file, or one of {', '.join(PRESETS)}"),
     _flag("--devices", "total number of ranks (default: the product of the sizes of the layout)", Devices),
     _flag(
         "--memory_reserve",
@@ -147,9 +147,7 @@ _SEARCH = (
     _flag(
         "--models", "with --objective size: model files to try (default: --model, scaled)", nargs="+", metavar="FILE"
     ),
-    _flag(
-        "--per_layer", "also print the per-layer plan of Galvatron, with strategies that megapipe may not train", bool
-    ),
+    _flag("--per_layer", "also print the per-layer plan of Galvatron, which megapipe cannot always train", bool),
     _flag("--two_buffered", "also print the plan of PipeDream-2BW's planner", bool),
     _flag("--top", "number of layouts to list (default 5)", PositiveInt, default=5),
     _flag("--write_config", "write the best layout as a configuration to train", Path, metavar="FILE"),
@@ -163,7 +161,7 @@ _TRAIN_TIME = (
 )
 _FILES = _flag("files", "configuration files, one per layout; flags override fields of each", nargs="+")
 _DRY_RUN = (
-    _flag("file", "configuration; flags alone describe the run without it", nargs="?"),
+    _flag("file", "configuration file; without it, only flags describe the run", nargs="?"),
     _flag("--write_layout", "configuration file to write, with the stages and the strategy of each layer", Path),
 )
 _PROFILE = (
@@ -174,7 +172,7 @@ _PROFILE = (
     _flag("--micro_sizes", "micro-batch sizes to measure, such as [1,2]", list[int], default=[1, 2, 4]),
 )
 _LINKS = (
-    _flag("--hardware", f"file that describes a node, or one of {', '.join(PRESETS)}"),
+    _flag("--hardware", f"hardware file that describes a node, or one of {', '.join(PRESETS)}"),
     _flag("--output", "hardware file to write, including the links", Path, required=True),
     _flag("--megabytes", "size of a message (default 64)", float, default=64.0),
 )
@@ -202,7 +200,7 @@ COMMANDS: dict[str, Command] = {
         (_FILES, *_MACHINE, _JSON),
     ),
     "train-time": Command(
-        "estimate the days that training on a number of tokens takes",
+        "estimate how many days it takes to train on a number of tokens",
         "--model FILE --tokens T --devices N --hardware FILE|PRESET | --achieved_tflops X",
         (*_MACHINE, *_TRAIN_TIME, _JSON),
     ),
@@ -285,7 +283,7 @@ runs, because commands need different imports."""
 
 
 def main(arguments: Sequence[str], others: Mapping[str, Handler]) -> int:
-    """Run a command line and return its exit status: 0 on success, 2 on an error that the user can fix.
+    """Run a command line and return its exit status: 0 on success, 2 if the input is wrong.
 
     others: handlers of the commands that need torch, which this package may not import.
     """

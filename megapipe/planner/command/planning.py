@@ -1,5 +1,5 @@
-"""Functions that several commands use: for the configuration to plan, the machine, the cost of training, printed text
-and files."""
+"""Shared functions of the commands: the configuration to plan, the machine, the cost of training, printed text and
+files."""
 
 import math
 import sys
@@ -148,7 +148,7 @@ PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16",
 
 
 def provenance(hardware: Hardware) -> str:
-    """Return one line that says where the times of an output come from."""
+    """Return one line that describes the source of the times in an output."""
     if hardware.measured is not None:
         return "times of layers were measured on one node of this machine; all other times are predicted"
     fitted = {load_hardware(name).groups[0].device.efficiency: name for name in FITTED_PRESETS}
@@ -170,18 +170,18 @@ def provenance(hardware: Hardware) -> str:
 def planned_config(
     request: Request, hardware: Hardware, *, layout_open: bool = False
 ) -> tuple[PretrainConfig, list[str]]:
-    """Return the configuration to plan, and remarks on what was chosen for it.
+    """Return the configuration to plan, and remarks on the values that this function chose.
 
-    If neither a file nor a flag sets the model, it is the default one. If neither sets the precision, it is the first
-    of `PREFERRED` that all devices support; with --config, it is fp32, because training would run that file in fp32.
-    Precision auto is resolved by the devices' peaks.
+    If neither a file nor a flag sets the model, the default model is used. If neither sets the precision, it is the
+    first of `PREFERRED` that all devices support; with --config, it is fp32, because training would run that file in
+    fp32. Precision auto is resolved by the devices' peaks.
 
-    Raises ConfigError as `check_fields`, unless layout_open: then a search sets the layout, and checks it.
+    Raises ConfigError like `check_fields`, unless layout_open, because a search sets and checks the layout.
     """
     config, remarks, from_file = request.config, [], request.flags.get("config")
     if not from_file and not any(path.partition(".")[0] == "model" for path in request.given):
         remarks.append(
-            f"no model was given, so this is the default one with {config.model.num_layers} layers of hidden size "
+            f"no model was given, so this is the default model with {config.model.num_layers} layers of hidden size "
             f"{config.model.hidden_size}; set another with --model FILE or --model.FIELD VALUE"
         )
     devices = [group.device for group in hardware.groups]
@@ -211,19 +211,19 @@ def planned_config(
 
 
 def check_fields(config: PretrainConfig) -> None:
-    """Raise ConfigError with every rule that single fields break; data.prefix may be missing."""
+    """Raise ConfigError with every rule that a single field breaks. data.prefix may be missing."""
     data = config.data if config.data.prefixes[0] else replace(config.data, prefix=NO_DATA)
     if problems := config.model.problems() + replace(config, data=data).problems():
         raise ConfigError(problems)
 
 
 def measured_times(hardware: Hardware, devices: int) -> LayerTimes | None:
-    """Return the measured times of layers if all ranks are on the measured node, or None to use the roofline."""
+    """Return the measured times of layers if all ranks fit on the measured node, otherwise None for the roofline."""
     on_one = hardware.measured is not None and len(hardware.nodes(devices)) == 1
     return MeasuredTimes(hardware) if on_one else None
 
 
-def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
+def run_line(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
     """Return one line that describes model, machine and batch."""
     nodes = hardware.nodes(devices)
     names = ", ".join(dict.fromkeys(node.device.name for node in nodes))
@@ -235,8 +235,8 @@ def run_told(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
 
 
 def priced(hardware: Hardware, price: float | None) -> Hardware:
-    """Return the machine with the price of --price_per_hour, if given, for each node; 0 for your own machine. Raises
-    ConfigError if there are several kinds of nodes."""
+    """Return the machine with the price of --price_per_hour for each node, if it is given. Raises ConfigError if there
+    are several kinds of nodes."""
     if price is None:
         return hardware
     if len(hardware.groups) > 1:
@@ -284,7 +284,7 @@ def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | Non
         missing = "save_seconds" if save is None else "mean_time_between_failures"
         raise ConfigError(
             f"--{missing} is missing; how often to save depends on "
-            "both the time between failures and the time of a save"
+            "both the time between failures and the time of a save; set both, or leave both out"
         )
     interval = save_interval(save, hours * HOUR)
     steps = max(1.0, round(interval / step_seconds))
@@ -305,8 +305,8 @@ def save_interval(save_seconds: float, seconds_between_failures: float) -> float
 
 
 def lost_share(interval_seconds: float, save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the share of the training time for saves and repeated work, half an interval per failure, to first order.
-    interval_seconds: time between saves. See `save_interval` for the other arguments."""
+    """Return the fraction of the training time for saves and repeated work, to first order: half an interval per
+    failure. interval_seconds: time between saves. See `save_interval` for the other arguments."""
     return save_seconds / interval_seconds + interval_seconds / (2 * seconds_between_failures)
 
 

@@ -15,7 +15,7 @@ from megapipe.planner.command.planning import (
     figures_cells,
     layout_cells,
     layout_text,
-    run_told,
+    run_line,
     terms_cells,
     write_text,
 )
@@ -50,7 +50,7 @@ LONGEST_NAME, SHORT = 42, 20
 MOST_ROWS: Final = 12
 """Maximum number of layouts that are listed below the picture of speed against memory."""
 MOST_BARS: Final = 40_000
-"""Maximum number of bars that a page draws smoothly. Of larger schedules, some evenly spaced ranks are shown."""
+"""Maximum number of bars that a page draws smoothly. For larger schedules, it shows some evenly spaced ranks."""
 DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 64
 """Largest schedule that is legible in a static picture."""
 SVG: Final = "http://www.w3.org/2000/svg"
@@ -94,7 +94,7 @@ def memory_figure(estimate: Estimate) -> "Figure":
 
 
 def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by term") -> "Figure":
-    """Return a figure with one bar per layout, stacked by term; layouts that do not fit are marked after their bar."""
+    """Return a figure with one bar per layout, stacked by term. A mark follows the bars of layouts that do not fit."""
     names = [row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 3]}..." for row in rows]
     axes = _chart(title, 30 * len(rows), 24 + 6.8 * max(map(len, names)), 150, 70)
     left = [0.0] * len(rows)
@@ -195,7 +195,7 @@ def _stack(
 
 
 def _after(axes: "Axes", place: float, words: str, color: str, size: float) -> None:
-    """Write words after the end of a bar's lane."""
+    """Write text after the end of a bar's lane."""
     lane = axes.get_yaxis_transform()
     axes.text(1.01, place, words, color=color, fontsize=size, va="center", transform=lane)
 
@@ -297,8 +297,8 @@ def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sect
     shown = [round(index * (ranks - 1) / max(1, count - 1)) for index in range(count)]
     line_of = {rank: index for index, rank in enumerate(shown)}
     curves = Curves(
-        "Activations alive, in micro-batches of a whole rank's layers (the time line above is in seconds)",
-        "micro-batches of activations alive",
+        "Live activations, in micro-batches of a whole rank's layers (the time line above is in seconds)",
+        "micro-batches of live activations",
         [curve if rank in line_of else [] for rank, curve in enumerate(activation_curves(simulation))],
         1.0,
     )
@@ -309,7 +309,7 @@ def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sect
 
 
 def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: list[str]) -> None:
-    """Write the report of one layout, if a flag requests it. notes: lines that the command prints with the figures."""
+    """Write the report of one layout, if a flag requests it. notes: lines that the command also prints."""
     breakdown = as_svg(breakdown_figure([Row("this layout", prediction.estimate)]))
     _write(request, hardware, prediction, {"breakdown": breakdown}, _notes(notes))
 
@@ -317,7 +317,7 @@ def write_prediction(request: Request, hardware: Hardware, prediction: Predictio
 def write_search(
     request: Request, hardware: Hardware, prediction: Prediction, findings: Findings, command: str, notes: list[str]
 ) -> None:
-    """Write the report of a search. The pictures compare layouts by their estimates, as a search does.
+    """Write the report of a search. The pictures compare the estimates of layouts, as the search does.
 
     prediction: of the best layout. command: command that starts it. notes: see `write_prediction`.
     """
@@ -336,8 +336,8 @@ def write_search(
     sections = [
         *_notes(notes),
         section_html("The best layouts", table_html(ranked)),
-        section_html("Why others lose", table_html(losers)),
-        section_html("To start it, on every node", f"<pre>{escape(command)}</pre>"),
+        section_html("Why others are slower", table_html(losers)),
+        section_html("Command to run on every node", f"<pre>{escape(command)}</pre>"),
     ]
     _write(request, hardware, prediction, drawn, sections)
 
@@ -363,7 +363,7 @@ def _write(
         for name, picture in pictures.items():
             write_text(folder / f"{name}.svg", picture)
     if html is not None:
-        run = run_told(answer.config, hardware, answer.world_size)
+        run = run_line(answer.config, hardware, answer.world_size)
         sections = [*_sections(run, answer, pictures), *extra]
         title = f"{run}: {layout_text(answer.config)}"
         write_text(html, draw_page(title, _figures(answer), prediction.simulation, sections))
@@ -393,7 +393,7 @@ def _sections(run: str, answer: Estimate, pictures: dict[str, str]) -> Iterator[
         yield section_html(
             "Speed against memory",
             pictures["pareto"],
-            "Layouts that no other layout beats in both speed and memory. Their speeds are estimates, as the "
-            "search compares them; the figures at the top are those of the simulated schedule.",
+            "Layouts that no other layout beats in both speed and memory. Their speeds are estimates, which "
+            "the search compares; the figures at the top come from the simulated schedule.",
         )
     yield section_html("Terms of a step", table_html(terms_cells(answer)))

@@ -28,7 +28,7 @@ from megapipe.planner.command.planning import (
     print_cells,
     print_table,
     provenance,
-    run_told,
+    run_line,
     terms_cells,
     training_facts,
     write_text,
@@ -51,7 +51,7 @@ PUBLISHED = {"per_layer": per_layer, "two_buffered": two_buffered_plan}
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Disable the cyclic garbage collector: objects of a search live until its end, and scanning them would take a
-    tenth of its time."""
+    tenth of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -96,7 +96,7 @@ def run_search(request: Request) -> None:
         print(json.dumps(best.as_json() | additions | {"search": findings.as_json()}, indent=2))
         return
     notes = (f"note: {remark}" for remark in remarks)
-    print(run_told(best.config, hardware, best.estimate.world_size), *notes, sep="\n")
+    print(run_line(best.config, hardware, best.estimate.world_size), *notes, sep="\n")
     print_findings(findings, flags["top"])
     print("\nthe best layout:")
     print_cells(terms_cells(best.estimate))
@@ -110,7 +110,7 @@ def run_search(request: Request) -> None:
 
 
 def _findings(request: Request, config: PretrainConfig, hardware: Hardware, pinned: frozenset[str]) -> Findings:
-    """Search with a progress bar, as flags set it."""
+    """Run the search that the flags describe, with a progress bar."""
     flags, devices, names = request.flags, request.devices(), request.flags["schedules"]
     space = SearchSpace() if names is None else SearchSpace(schedules=tuple(names.split(",")), other_schedules=())
     models, times, effort = _models(request), measured_times(hardware, devices), Effort(keep=flags["top"])
@@ -120,7 +120,7 @@ def _findings(request: Request, config: PretrainConfig, hardware: Hardware, pinn
 
 
 def print_findings(findings: Findings, top: int) -> None:
-    """Print the ranked layouts of a search, the trials that it compared, and why other layouts are worse."""
+    """Print the ranked layouts of a search, the trials that it compared, and why other layouts are slower."""
     counts = f"{findings.layouts:,} layouts, of which {findings.examined:,} were estimated"
     print(f"\n{counts} and the others ruled out by lower bounds")
     ranked = enumerate(findings.ranked[:top], start=1)
@@ -139,7 +139,7 @@ def print_findings(findings: Findings, top: int) -> None:
     print(f"not searched: {'; '.join(findings.not_searched)}", *hints, sep="\n")
     if findings.alternatives:
         others = (f"  {each.name}: {each.reason}" for each in findings.alternatives)
-        print("\ninstead:", *others, sep="\n")
+        print("\nalternatives:", *others, sep="\n")
 
 
 _COMPARED = {"speed": "tokens per second", "cost": "price of a million tokens", "time": "days", "size": "parameters"}
@@ -154,7 +154,7 @@ def _figures(layout: Found) -> dict[str, str]:
 
 
 def _devices(request: Request) -> int:
-    """Return --devices, which a search needs, because it chooses the sizes of the layout that are not given."""
+    """Return --devices. A search needs it, because it chooses the sizes of the layout that are not given."""
     if request.flags["devices"] is None:
         raise ConfigError("--devices is missing; set it to the number of devices that may be used")
     if "batch.global_size" not in request.given:
@@ -182,7 +182,7 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
 
 
 def _config_text(hardware: Hardware, best: Found, command: str) -> str:
-    """Return the configuration file of a layout, with comments about its origin and its start."""
+    """Return the configuration file of a layout, with comments on its origin and on the command that starts it."""
     estimate, step = best.estimate, seconds_text(best.estimate.step_seconds)
     return (
         f"# Planned for {estimate.world_size:,} devices of {hardware.name}: {step} a step, "
@@ -220,7 +220,7 @@ def print_advice(advice: Mapping[str, Any]) -> None:
     """Print the plans of `PUBLISHED` planners that flags request."""
     if "per_layer" in advice:
         plan = advice["per_layer"]
-        print(f"\n{plan['source']}: {seconds_text(plan['step_time_s'])} a step by its own model; {plan['note']}")
+        print(f"\n{plan['source']}: {seconds_text(plan['step_time_s'])} per step by its model; {plan['note']}")
         for number, stage in enumerate(plan["stages"]):
             print(f"  stage {number}, {bytes_text(stage['memory_bytes'])}: {'; '.join(_runs(stage['layers']))}")
     if "two_buffered" in advice:
@@ -228,7 +228,7 @@ def print_advice(advice: Mapping[str, Any]) -> None:
         settings = " ".join(f"--{name} {_flag(value)}" for name, value in plan["settings"].items())
         print(
             f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, micro-batch {plan['micro_size']}, "
-            f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} a step by its own model\n"
+            f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} per step by its model\n"
             f"  {settings}"
         )
 

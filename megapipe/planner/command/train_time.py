@@ -1,4 +1,4 @@
-"""`train-time`: estimate the days of a training run, and a lower bound of them, by the analyses of two papers.
+"""`train-time`: estimate the days of a training run, and a lower bound of this time, by the analyses of two papers.
 
 `training_seconds` is a formula of Narayanan et al. (2021), "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", arXiv 2104.04473, section 5.1, equation 4. Everything else follows Lamy-Poirier (2021),
@@ -95,8 +95,8 @@ class Cluster:
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """Return the FLOPs that a device computes while a link, inside or outside of its node, carries one byte:
-        compute can hide traffic of a higher intensity."""
+        """Return the FLOPs that a device computes while a link, inside or outside of its node, transfers one byte.
+        Compute can hide traffic with a higher intensity."""
         return {"inside": self.peak_flops / self.tensor_link, "outside": self.peak_flops / self.link}
 
 
@@ -129,7 +129,7 @@ class MethodLayout:
 
     @property
     def accumulated(self) -> int:
-        """Return the micro-batches that a layer runs one after another: all of them with layered accumulation."""
+        """Return the number of consecutive micro-batches of a layer: all of them with layered accumulation."""
         return self.microbatches if self.method in ("layered", MODULAR) else 1
 
     def intensities(self, model: Transformer) -> dict[str, float]:
@@ -190,7 +190,7 @@ def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
     """Return the bytes of a device of the first stage: state, weights and gradients in use, checkpoints and the
     activations of one layer.
 
-    Layered accumulation has checkpoints of all micro-batches, other methods of those in flight. The activations of
+    Layered accumulation keeps the checkpoints of all micro-batches, other methods those in flight. The activations of
     the current layer are s b (34 h + 5 a s): Korthikanti et al. (2022), arXiv 2205.05198, equation 1.
     """
     shards, length = layout.pipeline * layout.tensor, model.sequence_length
@@ -231,8 +231,8 @@ def shortest(
     The search is exact over tensor sizes that are powers of 2 within a node and divide the heads, stages that divide
     the layers, micro-batches of up to `max_micro_size` sequences, and any number of replicas and micro-batches with at
     most `batch_size` sequences per batch (the critical batch: more sequences no longer save steps in proportion).
-    least_efficiency: share of peak that a layout has to reach. With 0, the fastest layout has more and more devices,
-    which idle in a long bubble.
+    least_efficiency: minimum fraction of the peak. With 0, the fastest layout uses ever more devices, which
+    are mostly idle in a long bubble.
 
     Raises ValueError if no layout fits; the message has the minimum memory of a layout.
     """
@@ -255,7 +255,7 @@ def shortest(
             if count and overheads(model, cluster, layout).efficiency >= least_efficiency:
                 candidates.append((layout, layout_seconds(model, cluster, layout, tokens)))
     if not candidates:
-        need = f"the smallest one needs {min(sizes) / 1e9:,.2f} GB" if sizes else "max_devices leaves none"
+        need = f"the smallest one needs {min(sizes) / 1e9:,.2f} GB" if sizes else "max_devices allows no layout"
         raise ValueError(
             f"no {method} layout of batch {batch_size} fits {cluster.memory_bytes / 1e9:,.2f} "
             f"GB per device at efficiency {least_efficiency:g}: {need}; use more memory or "
@@ -332,8 +332,8 @@ def _problems(request: Request) -> Iterator[str]:
 
 
 def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, list[str]]:
-    """Return the training time in seconds, and one sentence for each assumption. The speed is the one that the user
-    measured, or otherwise that of the layout that a search finds."""
+    """Return the training time in seconds, and one sentence for each assumption. The speed is the measured speed of
+    --achieved_tflops, or otherwise the speed of the layout that a search finds."""
     devices, achieved = request.flags["devices"], request.flags["achieved_tflops"]
     if achieved is not None:
         return training_seconds(parameters, tokens, devices, achieved * 1e12), [
@@ -398,7 +398,7 @@ def _batch(request: Request) -> int:
 def _shortest(request: Request, cluster: Cluster, method: str, most: int | None) -> dict[str, Any]:
     """Return the figures of the fastest layout of a method on at most `most` devices, or the reason why there is none.
 
-    Intensities of traffic that the layout does not have are None.
+    The intensity of traffic that does not occur is None.
     """
     model, batch, flags = _transformer(request), _batch(request), request.flags
     limits = {"max_devices": most, "least_efficiency": flags["least_efficiency"]}

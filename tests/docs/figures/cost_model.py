@@ -44,11 +44,11 @@ def left_out_line(result: FitResult) -> str:
 @table(PAGE, "published rates")
 def prior_lines() -> Iterator[str]:
     """Yield the published rates that the fractions start from, and their means."""
-    yield from head("share", "preset", "published rate of", "reached", "source")
+    yield from head("fraction", "preset", "published rate of", "reached", "source")
     for name in MEMORY:
         beliefs = prior_of(name).beliefs
         products = beliefs["ceiling"]
-        yield f"| `ceiling` | `{name}` | an endless product | **{products.mean:.3f}** | {products.origin} |"
+        yield f"| `ceiling` | `{name}` | an infinitely large product | **{products.mean:.3f}** | {products.origin} |"
         for share, rates in (("memory", MEMORY[name]), ("links", LINKS[name])):
             yield from (_rate(share, name, rate) for rate in rates)
             yield f"| `{share}` | `{name}` | geometric mean | **{beliefs[share].mean:.3f}** | |"

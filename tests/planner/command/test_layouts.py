@@ -42,7 +42,7 @@ def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(ca
 
 def test_a_model_that_was_not_named_is_told(capsys):
     machine = ["--hardware", "a100-80", "--devices", "8"]
-    told = "note: no model was given, so this is the default one with 12 layers of hidden size 768"
+    told = "note: no model was given, so this is the default model with 12 layers of hidden size 768"
     for command in ("predict", "explain"):
         assert told in output(capsys, command, *machine)
         assert any(told in f"note: {each}" for each in json_of(capsys, command, *machine)["remarks"])
@@ -56,7 +56,7 @@ def test_a_model_that_was_not_named_is_told(capsys):
 def test_explain_names_each_source_and_stage(capsys):
     text = output(capsys, "explain", *LAYOUT)
     assert "simulated step:" in text
-    assert "estimate, as a search uses it:" in text
+    assert "estimate that a search uses:" in text
     assert "roofline of the device" in text
     assert "embedding to blocks." in text
     found = json_of(capsys, "explain", *LAYOUT)

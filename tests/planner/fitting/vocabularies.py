@@ -11,7 +11,7 @@ from megapipe.planner.cost.model import predict
 from tests.planner.cost.runs import SELENE, config_of, even_stages
 
 PEAK: Final = 312e12
-COLUMNS: Final = ("four blocks a stage", "equal work", "shared, variant 1", "shared, variant 2")
+COLUMNS: Final = ("four blocks per stage", "equal work", "shared, variant 1", "shared, variant 2")
 
 
 class Published(NamedTuple):
@@ -34,7 +34,7 @@ ROWS: Final = (
     Published(4, 256, (27.6, 42.5, 57.3, 56.6), (33.9, 33.7, 27.4, 26.3)),
 )
 LOGGED: Final = 100 * 80.72e12 / PEAK
-"""MFU of 2k and 256k tokens with four blocks a stage by the authors' own log (artifact/test_one_host.csv of
+"""MFU of 2k and 256k tokens with four blocks per stage by the authors' own log (artifact/test_one_host.csv of
 sail-sg/VocabularyParallelism), whose stage times add up to it; the paper prints 17.3."""
 
 
