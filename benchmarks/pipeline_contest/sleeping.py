@@ -17,21 +17,19 @@ ZERO = torch.zeros(1)
 class Meter:
     """What the stages of one rank used of a step.
 
-    processor: seconds of processor time inside stage callables. slept: seconds asked for. late: seconds overslept.
+    processor: seconds of processor time inside stage callables. late: seconds overslept.
     """
 
     processor: float = 0.0
-    slept: float = 0.0
     late: float = 0.0
 
     def sleep(self, seconds: float) -> None:
         began = time.perf_counter()
         time.sleep(seconds)
-        self.slept += seconds
         self.late += time.perf_counter() - began - seconds
 
     def reset(self) -> None:
-        self.processor = self.slept = self.late = 0.0
+        self.processor = self.late = 0.0
 
 
 class _SleepBackward(torch.autograd.Function):

@@ -165,10 +165,11 @@ def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
 def check_layers(path: Path, model: ModelConfig, tensors: int) -> None:
     """Raise CheckpointError if the model has more layers than the checkpoint has tensors, before layers are
     created."""
-    if model.num_layers > tensors:
+    layers = model.num_layers + model.mtp_layers
+    if layers > tensors:
         raise CheckpointError(
-            f"{path} describes a model of {model.num_layers} layers but contains only {tensors} tensors; it is "
-            "damaged or incomplete"
+            f"{path} describes a model of {layers} layers but contains parameters of at most {tensors}; it is damaged "
+            "or incomplete"
         )
 
 

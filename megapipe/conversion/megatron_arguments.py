@@ -82,17 +82,18 @@ def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = 
         count = arguments.get(name) or None
         if not is_value_of(hint, count):
             raise CheckpointError(f"{origin}: {name} is {count!r}; it must be {in_words(hint)}")
-    unsupported = _unsupported(arguments, kind)
+    try:
+        unsupported = _unsupported(arguments, kind)
+        fields = {} if unsupported else _fields(arguments, kind)
+    except FamilyError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
     if unsupported:
         raise CheckpointError(
             f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express"
         )
-    try:
-        return model_of(_fields(arguments, kind))
-    except FamilyError as error:
-        raise CheckpointError(f"{origin}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
+    return model_of(fields)
 
 
 def _unsupported(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> list[str]:

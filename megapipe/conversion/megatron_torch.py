@@ -31,6 +31,7 @@ from megapipe.conversion.formats import (
     TargetOptions,
     iteration_folder,
 )
+from megapipe.conversion.megapipe_format import check_layers
 from megapipe.conversion.megatron_arguments import (
     arguments_in,
     arguments_of,
@@ -74,6 +75,7 @@ class MegatronTorchSource:
             first = self._archives[0, 0, 0]
             kind = kind_of_keys(key for archive in self._archives.values() for key in _keys_of(archive))
             model = model_of_arguments(first.value, first.path, kind)
+            check_layers(self._folder, model, sum(len(list(_keys_of(each))) for each in self._archives.values()))
             self._sizes = [max(each) + 1 for each in zip(*self._archives, strict=True)]
             check_tensor_size(model, self._sizes[0])
             self._check_experts(model, arguments_in(first.value, first.path))
@@ -118,7 +120,7 @@ class MegatronTorchSource:
         return whole.narrow(spec.partition_axis, 0, spec.shape[spec.partition_axis])
 
     def _is_divided(self, name: str, shards: list[tuple[Archive, TensorPlace]]) -> bool:
-        """Return whether tensor ranks have parts of a parameter that only the local layers divide."""
+        """Return whether tensor ranks have parts of a parameter that is whole on ours."""
         return bool(shards) and shards[0][1].shape[:1] != self._places[name].spec.shape[:1]
 
     def _open(self) -> None:

@@ -25,6 +25,7 @@ from megapipe.conversion.formats import (
     TargetOptions,
     iteration_folder,
 )
+from megapipe.conversion.megapipe_format import check_layers
 from megapipe.conversion.megatron_arguments import (
     arguments_of,
     check_expressible,
@@ -68,6 +69,8 @@ class TorchDistSource:
             common.close()
             kind = kind_of_keys(self._files.tensors)
             model = model_of_arguments(common.value, folder / COMMON, kind)
+            stacked = (each.shape[0] for each in self._files.tensors.values() if each.shape)
+            check_layers(folder, model, sum(stacked))
             self._places, self._prefix = places(model), layers_prefix(model)
             self._keys = {name: self._key(place, folder) for name, place in self._places.items()}
             used = {key for key, _ in self._keys.values()}

@@ -13,7 +13,7 @@ import torch
 from megapipe.engine.compute import WHOLE
 from megapipe.engine.errors import EngineError, HalfError, UnitError
 from megapipe.engine.host_memory import Swaps
-from megapipe.engine.pairs import TwoStreams, action_number
+from megapipe.engine.pairs import TwoStreams
 from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import Stage, unit_states
@@ -245,19 +245,18 @@ class Engine:
         """Run the actions of a section. steps: those in progress, the section's own step first. before: instructions
         to run first."""
         instructions = [*before, *self._sections[section]] if before else self._sections[section]
-        for position, instruction in enumerate(instructions):
+        for instruction in instructions:
             try:
                 instruction.run(steps[instruction.offset])
             except Exception as error:
                 raised: BaseException | None = error
-                failed, number = instruction, action_number(instructions, position)
-                unit: int | None = None
+                failed, unit = instruction, None
                 if isinstance(error, HalfError):
                     assert instruction.partner is not None
-                    raised, failed, number = error.__cause__, instruction.partner, number + 1
+                    raised, failed = error.__cause__, instruction.partner
                 if isinstance(raised, UnitError):
                     unit, raised = raised.unit, raised.__cause__
-                raise self._failure(failed, number, steps, raised, unit) from raised
+                raise self._failure(failed, steps, raised, unit) from raised
             except BaseException as error:
                 self._broken_by = f"step {steps[instruction.offset].input.step}: {error!r}"
                 raise
@@ -275,7 +274,6 @@ class Engine:
     def _failure(
         self,
         instruction: Instruction,
-        number: int,
         steps: Sequence[StepState],
         error: BaseException | None,
         unit: int | None = None,
@@ -286,7 +284,7 @@ class Engine:
         name = "" if unit is None else f", unit {self._unit_name(action.stage, unit)}"
         fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
         place = (
-            f"pipeline rank {self._rank}, step {step}, action {number} of {self._header.name}: "
+            f"pipeline rank {self._rank}, step {step}, action {instruction.number} of {self._header.name}: "
             f"{action.kind.name} {' '.join(fields)}".rstrip()
         )
         self._broken_by = f"{place}{name}: {error}"

@@ -176,8 +176,3 @@ class TwoStreams:
         stream = torch.cuda.current_stream(self._device)
         for tensor in left.get((action.stage, action.microbatch), ()):
             tensor.record_stream(stream)
-
-
-def action_number(instructions: Sequence[Instruction], position: int) -> int:
-    """Return the number of an instruction's action in its section. Each earlier pair counts as two actions."""
-    return position + sum(each.partner is not None for each in instructions[:position])

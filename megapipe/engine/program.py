@@ -22,13 +22,15 @@ class Instruction:
     """One compiled action.
 
     action: the action, with micro-batch and version counted from its own step. offset: that step, counted from the
-    section's step, because a body that never flushes runs the rest of one step and the beginning of the next. partner:
-    the second action of a pair, which `run` runs too.
+    section's step, because a body that never flushes runs the rest of one step and the beginning of the next. number:
+    index of the action among the rank's actions in its section. partner: the second action of a pair, which `run` runs
+    too.
     """
 
     run: Closure
     action: Action
     offset: int
+    number: int
     partner: "Instruction | None" = None
 
 
@@ -89,21 +91,21 @@ class Program:
     def compile(self, section: SectionName) -> Iterator[Instruction]:
         """Yield the instructions of a section in order. Adjacent updates to one version become one instruction."""
         run: list[Action] = []
-        offset = 0
-        for action in self._schedule.actions(section, self._rank):
+        first = offset = 0
+        for number, action in enumerate(self._schedule.actions(section, self._rank)):
             own, local = self._counted_from_its_step(action)
             if run and (local.kind != Kind.UPDATE or (own, local.version) != (offset, run[0].version)):
-                yield Instruction(self._update(run), run[0], offset)
+                yield Instruction(self._update(run), run[0], offset, first)
                 run = []
             if local.kind == Kind.UPDATE:
+                first, offset = (first if run else number), own
                 run.append(local)
-                offset = own
             elif local.kind in self._makers:
-                yield Instruction(self._makers[local.kind](local), local, own)
+                yield Instruction(self._makers[local.kind](local), local, own, number)
             else:
                 raise EngineError(f"the engine does not run {local.kind.name} actions yet (rank {self._rank})")
         if run:
-            yield Instruction(self._update(run), run[0], offset)
+            yield Instruction(self._update(run), run[0], offset, first)
 
     def _counted_from_its_step(self, action: Action) -> tuple[int, Action]:
         """Return an action's step, counted from its section's step, and the action with its numbers counted from that

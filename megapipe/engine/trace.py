@@ -22,7 +22,7 @@ from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import ReceiveSlots, Transfers
 from megapipe.parallel.groups import Group, ReduceOperation, Work
-from megapipe.schedules.actions import Action, Kind, write_action
+from megapipe.schedules.actions import Kind, write_action
 from megapipe.schedules.measured.traces import Event
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
@@ -172,7 +172,10 @@ class Recorder:
         """Return the recorded events in order. clock_offset: to subtract from this rank's times, in nanoseconds."""
         slices = self._schedule.header.slices
         words = {
-            section: [write_action(action._replace(version=-1, slot=-1), slices) for action in self._actions(section)]
+            section: [
+                write_action(action._replace(version=-1, slot=-1), slices)
+                for action in self._schedule.actions(section, self._rank)
+            ]
             for section in SECTIONS
         }
         read = self._clock.nanoseconds
@@ -213,26 +216,10 @@ class Recorder:
 
     def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
         """Return the instructions, extended to record their times."""
-        actions, position = self._actions(section), 0
-        recorded = []
-        for instruction in instructions:
-            # Adjacent updates are one instruction: skip the actions of the others.
-            while not self._is_at(actions[position], instruction):
-                position += 1
-            recorded.append(replace(instruction, run=self._noted(instruction, section, position)))
-            position += 1
-        return recorded
+        return [replace(each, run=self._noted(each, section)) for each in instructions]
 
-    def _actions(self, section: SectionName) -> list[Action]:
-        return list(self._schedule.actions(section, self._rank))
-
-    def _is_at(self, action: Action, instruction: Instruction) -> bool:
-        own = instruction.action
-        microbatch = own.microbatch + instruction.offset * self._schedule.header.num_microbatches
-        return action[:4] == (own.kind, own.stage, own.unit, microbatch)
-
-    def _noted(self, instruction: Instruction, section: SectionName, position: int) -> Closure:
-        run, offset = instruction.run, instruction.offset
+    def _noted(self, instruction: Instruction, section: SectionName) -> Closure:
+        run, offset, number = instruction.run, instruction.offset, instruction.number
         mark, stopwatch, notes = self._clock.mark, self._stopwatch, self._notes
         updates = instruction.action.kind == Kind.UPDATE and self._schedule.header.updates_per_step == 1
 
@@ -242,7 +229,7 @@ class Recorder:
             if updates and step.scalars is not None:
                 stopwatch.wait(step.scalars.result)
             run(step)
-            notes.append(_Note(section, step.input.step - offset, position, start, stopwatch.take(), mark()))
+            notes.append(_Note(section, step.input.step - offset, number, start, stopwatch.take(), mark()))
 
         return noted
 

@@ -3,7 +3,7 @@
 What an action does to memory depends on the order alone, so `Walk` finds it once, as numbers of tensors; `Sizes` says
 how many bytes each of them has. Predictions walk the lowered actions of a rank layer by layer. A search gives each
 order to many layouts: it walks whole stages, each as one unit, whose sizes come from the walk of one micro-batch
-through the layers of the stage (`layout.passes`).
+through the layers of the stage (`layout.order_walk`).
 """
 
 from collections import Counter, deque

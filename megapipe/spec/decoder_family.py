@@ -152,11 +152,22 @@ def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
             own |= {f"rope_scaling.{name}": each for name, each in scaling.items()}
         return own
     pattern = [kind if fields.get(kind) else "base" for kind in kinds]
-    period = next(n for n in range(1, len(pattern) + 1) if all(a == b for a, b in zip(pattern, pattern[n:])))  # noqa: B905
     return {
         "layer_kinds": {kind: dict(fields[kind]) for kind in dict.fromkeys(pattern) if kind != "base"},
-        "layer_pattern": tuple(pattern[:period]),
+        "layer_pattern": tuple(pattern[: _period(pattern)]),
     }
+
+
+def _period(values: Sequence[str]) -> int:
+    """Return after how many values they repeat; their number if they do not. Files decide how many there are, so this
+    takes linear time (prefix function of Knuth, Morris and Pratt)."""
+    borders = [0]
+    for value in values[1:]:
+        border = borders[-1]
+        while border and values[border] != value:
+            border = borders[border - 1]
+        borders.append(border + (values[border] == value))
+    return len(values) - borders[-1]
 
 
 def windowed_layers(default: Callable[[Mapping[str, Any]], list[str]], **sliding: Any) -> Callable[..., Fields]:

@@ -152,6 +152,16 @@ def test_a_failing_unit_is_named_with_its_action() -> None:
         replica.engine.run(StepInput(7, broken, [1.0]))
 
 
+def test_a_failure_has_the_number_of_its_action_in_the_schedule() -> None:
+    """Several updates after a micro-batch are one instruction."""
+    engine, broken = toy(solo(), "pipedream", 4, SPLITS[1]).engine, contexts(0, 4)
+    broken[2].inputs = torch.zeros(1)
+    actions = list(engine.schedule.actions("prologue", 0))
+    expected = [number for number, each in enumerate(actions) if (each.kind, each.microbatch) == (Kind.FORWARD, 2)]
+    with pytest.raises(EngineError, match=f"step 0, action {expected[0]} of pipedream: FORWARD stage 0 microbatch 2"):
+        engine.feed(StepInput(0, broken, [float(ROWS)] * 4, learning_rate=0.01))
+
+
 def message_of_the_survivor(mesh: Mesh, victim: int) -> str:
     """The victim fails in a unit and ends; the other rank returns what it was told."""
     replica = toy(mesh, "1f1b", 4, SPLITS[2])

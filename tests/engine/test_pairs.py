@@ -18,7 +18,7 @@ from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Holding, pair_overlap
 from megapipe.engine.errors import HalfError
-from megapipe.engine.pairs import AbandonedError, Alternation, TwoStreams, action_number
+from megapipe.engine.pairs import AbandonedError, Alternation, TwoStreams
 from megapipe.engine.program import Instruction
 from megapipe.layout.table import LayerChoice
 from megapipe.parallel.groups import DistributedGroup, SilentGroup, SoloGroup
@@ -47,14 +47,13 @@ def test_halves_of_a_pair_never_share_a_stream(ranks: int, extra: int) -> None:
 @pytest.mark.parametrize("in_order", [False, True])
 def test_actions_keep_their_numbers_in_pairs(in_order: bool) -> None:
     actions = list(build("dualpipe_v", 2, 6).actions("body", 0))
-    compiled = [Instruction(lambda step: None, action, 0) for action in actions]
+    compiled = [Instruction(lambda step: None, action, 0, number) for number, action in enumerate(actions)]
     with streams_on_cpu():
         joined = TwoStreams(torch.device("cpu")).instructions(compiled, in_order=in_order)
     assert (len(joined) < len(actions)) != in_order
-    for position, instruction in enumerate(joined):
-        number = action_number(joined, position)
-        assert actions[number] is instruction.action
-        assert instruction.partner is None or actions[number + 1] is instruction.partner.action
+    for instruction in joined:
+        assert actions[instruction.number] is instruction.action
+        assert instruction.partner is None or actions[instruction.number + 1] is instruction.partner.action
 
 
 def test_halves_take_turns_at_every_pause() -> None:

@@ -109,8 +109,8 @@ def test_forwards_that_come_earlier_never_add_idle_time(
 
 @pytest.mark.parametrize("variant", [1, 2])
 def test_orders_in_a_v_hold_what_hides_the_barriers(variant: int) -> None:
-    """Of eight ranks: one micro-batch more for zb_v and v_min, none for v_half, which has gaps between its blocks. A
-    micro-batch more costs v_min a forward and both halves of a backward at the start of a step."""
+    """On eight ranks, zb_v and v_min hold one more micro-batch; v_half, which has gaps between its blocks, holds no
+    more. The additional micro-batch costs v_min a forward and both halves of a backward at the start of a step."""
     for name, held, idle in (("zb_v", 8 + 1, 0.0), ("v_half", 5, 10.5), ("v_min", 3 + 1, 13.5 + 3.0)):
         schedule = build(name, 8, 32, vocabulary=variant)
         result = simulate(schedule, rank_costs(schedule.header))

@@ -31,7 +31,7 @@ def test_words_reach_the_watcher() -> None:
     heartbeat = Heartbeat()
     assert place(seen(heartbeat)) == "start-up"
     ran: list[object] = []
-    instruction = heartbeat.recording(Instruction(ran.append, Action(Kind.FORWARD, 1), 0), "FORWARD stage 1")
+    instruction = heartbeat.recording(Instruction(ran.append, Action(Kind.FORWARD, 1), 0, 0), "FORWARD stage 1")
     heartbeat.step(7, "loading")
     assert place(seen(heartbeat)) == "step 7: loading"
     instruction.run("a state")  # type: ignore[arg-type]

@@ -58,14 +58,12 @@ class _Shown(NamedTuple):
 class LayerSizes:
     """Bytes of a micro-batch in one layer of each kind of a run (`RunLayout.kinds`), for any division into stages.
 
-    tensors: bytes by tensor (up to `Tensor.WEIGHT_HALF`) and kind. alone: bytes that a forward saves if the layer is a
-    whole stage. copied: further bytes that a forward saves if the backward is split. returned: bytes that a weight
-    half reads from the message slot of the output gradient, if another rank sends it. stream: bytes of a message
-    between stages. over_nccl: messages are kept until they are sent.
+    tensors: bytes by tensor (up to `Tensor.WEIGHT_HALF`) and kind. copied: further bytes that a forward saves if the
+    backward is split. returned: bytes that a weight half reads from the message slot of the output gradient, if
+    another rank sends it. stream: bytes of a message between stages. over_nccl: messages are kept until they are sent.
     """
 
     tensors: Floats
-    alone: Floats
     copied: Floats
     returned: Floats
     stream: int
@@ -81,10 +79,9 @@ class LayerSizes:
         sizes.append([costs.stream] * len(layers))
         sizes += [[costs.temporaries(each, phase) for each in layers] for phase in PHASES.values()]
         tensors = np.array(sizes, dtype=np.float64)
-        alone = np.array([costs.kept(each, alone=True) for each in layers], dtype=np.float64)
         copied = np.array([costs.kept(each, split=True) for each in layers]) - tensors[Tensor.KEPT]
         returned = np.array([costs.stream * costs.reads_output_gradient(each) for each in layers])
-        return cls(tensors, alone, copied, returned, costs.stream, costs.device != "cpu")
+        return cls(tensors, copied, returned, costs.stream, costs.device != "cpu")
 
     @cached_method
     def of_stages(self, shown: tuple[_Shown, ...], splits: bool) -> StageBytes:
@@ -96,8 +93,6 @@ class LayerSizes:
         for stage, (kinds, _, arrives) in enumerate(shown):
             first = micro.walk.place(stage, 0)
             values = self.tensors[:, list(kinds)]
-            if len(kinds) == 1:
-                values[Tensor.KEPT] = self.alone[list(kinds)]
             if splits:
                 values[Tensor.KEPT] += self.copied[list(kinds)]
             if arrives:  # a message stays in its slot, which does not count as an activation

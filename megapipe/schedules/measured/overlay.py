@@ -51,7 +51,7 @@ class Overlay:
     """Both runs on the rows of ``window.table``; times in milliseconds from the first compute's start of each.
 
     ``rows`` are the compute and update rows that both have, by rank, in program order; the arrays have one entry a row
-    of theirs: ``measured_start`` is where the work starts, after the ``measured_wait``. The zeros are those of the
+    of theirs: ``measured_start`` is where the work starts, after its wait. The zeros are those of the
     window's and the simulation's own times.
     """
 
@@ -64,7 +64,6 @@ class Overlay:
     rows: Ints
     measured_start: Times
     measured_end: Times
-    measured_wait: Times
     predicted_start: Times
     predicted_end: Times
 
@@ -181,7 +180,6 @@ def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
         rows,
         measured_start - measured_zero,
         window.end[rows] - measured_zero,
-        window.wait[rows],
         simulation.start[rows] - predicted_zero,
         end[rows] - predicted_zero,
     )

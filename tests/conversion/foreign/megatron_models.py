@@ -61,69 +61,69 @@ def without_channels(build: Callable[..., None]) -> Callable[..., None]:
     return lambda own, *given, k_channels=None, v_channels=None, **more: build(own, *given, **more)
 
 
-def build(told: argparse.Namespace, **how: object) -> GPTModel | BertModel:
-    """The model that Megatron-LM's arguments ask for."""
-    gelu = quick_gelu if told.quick_geglu else openai_gelu if told.openai_gelu else torch.nn.functional.gelu
-    kind = MLATransformerConfig if told.multi_latent_attention else TransformerConfig
+def build(arguments: argparse.Namespace, **how: object) -> GPTModel | BertModel:
+    """The model that Megatron-LM's arguments describe."""
+    gelu = quick_gelu if arguments.quick_geglu else openai_gelu if arguments.openai_gelu else torch.nn.functional.gelu
+    kind = MLATransformerConfig if arguments.multi_latent_attention else TransformerConfig
     config = kind(
-        num_layers=told.num_layers,
-        hidden_size=told.hidden_size,
-        ffn_hidden_size=told.ffn_hidden_size,
-        num_attention_heads=told.num_attention_heads,
-        num_query_groups=told.num_query_groups,
-        kv_channels=told.kv_channels,
-        gated_linear_unit=told.swiglu or told.quick_geglu,
-        activation_func=torch.nn.functional.silu if told.swiglu else gelu,
-        normalization=told.normalization,
-        layernorm_epsilon=told.norm_epsilon,
-        add_bias_linear=told.add_bias_linear,
-        add_qkv_bias=told.add_qkv_bias,
-        qk_layernorm=told.qk_layernorm,
-        activation_func_clamp_value=told.activation_func_clamp_value,
-        glu_linear_offset=told.glu_linear_offset,
-        softmax_type=told.softmax_type,
-        window_size=told.window_size,
-        window_attn_skip_freq=told.window_attn_skip_freq,
-        mtp_num_layers=told.mtp_num_layers,
-        mtp_loss_scaling_factor=told.mtp_loss_scaling_factor,
+        num_layers=arguments.num_layers,
+        hidden_size=arguments.hidden_size,
+        ffn_hidden_size=arguments.ffn_hidden_size,
+        num_attention_heads=arguments.num_attention_heads,
+        num_query_groups=arguments.num_query_groups,
+        kv_channels=arguments.kv_channels,
+        gated_linear_unit=arguments.swiglu or arguments.quick_geglu,
+        activation_func=torch.nn.functional.silu if arguments.swiglu else gelu,
+        normalization=arguments.normalization,
+        layernorm_epsilon=arguments.norm_epsilon,
+        add_bias_linear=arguments.add_bias_linear,
+        add_qkv_bias=arguments.add_qkv_bias,
+        qk_layernorm=arguments.qk_layernorm,
+        activation_func_clamp_value=arguments.activation_func_clamp_value,
+        glu_linear_offset=arguments.glu_linear_offset,
+        softmax_type=arguments.softmax_type,
+        window_size=arguments.window_size,
+        window_attn_skip_freq=arguments.window_attn_skip_freq,
+        mtp_num_layers=arguments.mtp_num_layers,
+        mtp_loss_scaling_factor=arguments.mtp_loss_scaling_factor,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        bias_activation_fusion=told.bias_gelu_fusion,
+        bias_activation_fusion=arguments.bias_gelu_fusion,
         masked_softmax_fusion=False,
-        tensor_model_parallel_size=told.tensor_model_parallel_size,
-        pipeline_model_parallel_size=told.pipeline_model_parallel_size,
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         pipeline_dtype=torch.float32,
-        num_moe_experts=told.num_experts,
-        **({name: getattr(told, name) for name in EXPERTS} if told.num_experts else {}),
-        **({name: getattr(told, name) for name in LATENTS} if told.multi_latent_attention else {}),
+        num_moe_experts=arguments.num_experts,
+        **({name: getattr(arguments, name) for name in EXPERTS} if arguments.num_experts else {}),
+        **({name: getattr(arguments, name) for name in LATENTS} if arguments.multi_latent_attention else {}),
     )
-    if hasattr(told, "bert_binary_head"):
+    if hasattr(arguments, "bert_binary_head"):
         return BertModel(
             config,
-            2 if told.bert_binary_head else 0,
+            2 if arguments.bert_binary_head else 0,
             bert_layer_local_spec,
-            vocab_size=told.padded_vocab_size,
-            max_sequence_length=told.max_position_embeddings,
-            share_embeddings_and_output_weights=not told.untie_embeddings_and_output_weights,
-            add_binary_head=told.bert_binary_head,
+            vocab_size=arguments.padded_vocab_size,
+            max_sequence_length=arguments.max_position_embeddings,
+            share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
+            add_binary_head=arguments.bert_binary_head,
             **how,  # type: ignore[arg-type]
         ).eval()
-    for name in (each for each in vars(told) if each.startswith("yarn_")):
-        setattr(config, name, getattr(told, name))
-    layers = get_gpt_decoder_block_spec(config, False, normalization=told.normalization)
+    for name in (each for each in vars(arguments) if each.startswith("yarn_")):
+        setattr(config, name, getattr(arguments, name))
+    layers = get_gpt_decoder_block_spec(config, False, normalization=arguments.normalization)
     return GPTModel(
         config,
         layers,
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False),
-        vocab_size=told.padded_vocab_size,
-        max_sequence_length=told.max_position_embeddings,
-        position_embedding_type=told.position_embedding_type,
-        share_embeddings_and_output_weights=not told.untie_embeddings_and_output_weights,
-        rotary_base=told.rotary_base,
-        rope_scaling=told.use_rope_scaling,
-        rope_scaling_factor=told.rope_scaling_factor,
-        seq_len_interpolation_factor=told.rotary_seq_len_interpolation_factor,
+        vocab_size=arguments.padded_vocab_size,
+        max_sequence_length=arguments.max_position_embeddings,
+        position_embedding_type=arguments.position_embedding_type,
+        share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
+        rotary_base=arguments.rotary_base,
+        rope_scaling=arguments.use_rope_scaling,
+        rope_scaling_factor=arguments.rope_scaling_factor,
+        seq_len_interpolation_factor=arguments.rotary_seq_len_interpolation_factor,
         **how,  # type: ignore[arg-type]
     ).eval()
 
@@ -161,22 +161,22 @@ def logits(model: GPTModel | BertModel, folder: Path) -> tuple[torch.Tensor, ...
 
 
 def exchange(folder: Path, shape: str) -> None:
-    """Load both layouts strictly, tell the logits, save both."""
+    """Load both layouts strictly, write the logits, save both."""
     state = torch.load(folder / f"{shape}-torch/release/mp_rank_00/model_optim_rng.pt", weights_only=False)
-    told, found = state["args"], {}
-    model = build(told)
+    arguments, found = state["args"], {}
+    model = build(arguments)
     model.load_state_dict(state["model"], strict=True)
     found["torch"] = logits(model, folder)
 
-    other = build(told)
+    other = build(arguments)
     loaded = dist_checkpointing.load({"model": sharded(other)}, str(folder / f"{shape}-dist/release"))
     other.load_state_dict(loaded["model"], strict=True)
-    assert loaded["args"].hidden_size == told.hidden_size
+    assert loaded["args"].hidden_size == arguments.hidden_size
     found["dist"] = logits(other, folder)
     torch.save(found, folder / f"{shape}-logits.pt")
 
     # What Megatron-LM's own save adds to the model's state.
-    common = {"args": told, "checkpoint_version": 3.0, "iteration": 7}
+    common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 7}
     place = folder / f"{shape}-saved-torch/iter_0000007/mp_rank_00"
     place.mkdir(parents=True)
     torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, place / "model_optim_rng.pt")
@@ -196,21 +196,21 @@ def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
     tensor, stage = rank % 2, rank // 2
     place = f"release/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
     state = torch.load(folder / f"{shape}-sharded" / place, weights_only=False)
-    told, found = state["args"], {}
+    arguments, found = state["args"], {}
     ends = {"pre_process": stage == 0, "post_process": stage == 1, "parallel_output": False}
-    model = build(told, **ends)
+    model = build(arguments, **ends)
     model.load_state_dict(state["model"], strict=True)
-    found["torch"] = staged_logits(model, folder, rank, told.hidden_size)
+    found["torch"] = staged_logits(model, folder, rank, arguments.hidden_size)
 
-    other = build(told, **ends)
+    other = build(arguments, **ends)
     loaded = dist_checkpointing.load({"model": sharded(other)}, str(folder / f"{shape}-dist/release"))
     other.load_state_dict(loaded["model"], strict=True)
-    found["dist"] = staged_logits(other, folder, rank, told.hidden_size)
+    found["dist"] = staged_logits(other, folder, rank, arguments.hidden_size)
     if rank == 2:
         torch.save(found, folder / f"{shape}-sharded-logits.pt")
     saved = folder / f"{shape}-sharded-saved-dist"
     saved.mkdir(exist_ok=True)
-    common = {"args": told, "checkpoint_version": 3.0, "iteration": 7}
+    common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 7}
     dist_checkpointing.save({**common, "model": sharded(model)}, str(saved))
     dist.barrier()
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -250,6 +251,8 @@ def integer(value: dict) -> None:
             with_arguments(window_size=(8, 0), window_attn_skip_freq=2, mtp_num_layers=1),
             "window_attn_skip_freq 2 with mtp_num_layers 1 .its blocks must have the window of the last layer",
         ),
+        (with_arguments(rotary_base="wide"), "do not describe a model: ValueError"),
+        (with_arguments(num_experts=4, moe_router_topk="two", moe_router_group_topk=2), "a model: TypeError"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -259,6 +262,21 @@ def test_what_does_not_fit_is_named(change: object, message: str, tmp_path: Path
     changed(tmp_path / "run", change)
     with pytest.raises(CheckpointError, match=message):
         opened("megatron", tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])
+def test_a_file_that_names_too_many_layers_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    """Before layers are created: a million of them would take hours."""
+    write(kind, tmp_path / "run", *drawn(MODELS["mistral"]))
+    name = {"megatron": "model_optim_rng.pt", "megatron-dist": "common.pt"}[kind]
+    (path,) = (tmp_path / "run").rglob(name)
+    value = torch.load(path, weights_only=False)
+    with_arguments(num_layers=20_000, window_attn_skip_freq=[1] * 10_000 + [0] + [1] * 9_999)(value)
+    torch.save(value, path)
+    started = perf_counter()
+    with pytest.raises(CheckpointError, match="a model of 20000 layers but contains parameters of at most"):
+        opened(kind, tmp_path / "run")
+    assert perf_counter() - started < 10.0
 
 
 @pytest.mark.parametrize(
