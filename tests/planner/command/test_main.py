@@ -76,4 +76,4 @@ def test_a_dry_run_tells_what_does_not_fit():
     model = ["--model", str(ROOT / "examples" / "models" / "llama2_13b.yaml"), "--parallel.data=null"]
     finished = run("dry-run", str(file), *model, "--devices=8", "--hardware=a100-80", "--batch.global_size=32")
     assert finished.returncode == 2
-    assert "do not fit in 76.0 GB per device; coordinate 0 holds" in finished.stderr
+    assert "do not fit in 76.0 GB per device; coordinate 0 needs" in finished.stderr
