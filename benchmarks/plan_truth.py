@@ -1,9 +1,10 @@
-"""Does the planner tell the truth here? Profiles this machine, predicts layouts, trains them, compares.
+"""Compare predictions of the planner with measured steps: profile this machine, predict layouts, and train them.
 
 Every layout is predicted by `megapipe.planner.cost.model.predict` from the profile alone and then trained: the real
 engine and optimizer, on processes over gloo and shared memory with one thread each, on random tokens. A step's time is
-the median over its steps on rank 0, of several starts in turn with the other layouts: one start's memory and the
-machine's pace of one minute make some percent. The last line of the output is one JSON object.
+the median over its steps on rank 0, over several starts that alternate with those of the other layouts, because a
+start's memory and the machine's load at the time change it by a few percent. The last line of the output is one JSON
+object.
 
     python benchmarks/plan_truth.py --write table.md
     python benchmarks/plan_truth.py --hardware machine.yaml --layouts "tensor 2" "pipeline 2, 1f1b"
@@ -101,7 +102,7 @@ def sizes_of(config: PretrainConfig) -> dict[str, int]:
 
 
 def train(mesh: Mesh, config: PretrainConfig, steps: int) -> list[float]:
-    """Seconds of every step on this rank, behind a warm-up."""
+    """Return the seconds of every step on this rank after a warm-up."""
     mesh = connected_mesh(MeshShape(sizes_of(config)), mesh.device)
     replica = Replica(config, mesh)
     batch = open_loader(config, mesh, replica, samples_for(config)).load(0)
@@ -154,7 +155,7 @@ def table(figures: list[Figure]) -> str:
 
 
 def summary(figures: list[Figure]) -> dict[str, float]:
-    """Of all layouts together. A correlation needs three."""
+    """Return the figures of all layouts together. A correlation needs three."""
     predicted, found = [each.predicted for each in figures], [each.measured for each in figures]
     errors = [abs(each.error) for each in figures]
     result = {"median_error": median(errors), "worst_error": max(errors), "spread": max(found) / min(found)}
@@ -173,9 +174,9 @@ def arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"by default all of them: {names}",
     )
-    parser.add_argument("--steps", type=int, default=7, help="measured in each start, behind a warm-up; 5 or more")
+    parser.add_argument("--steps", type=int, default=7, help="measured in each start, after a warm-up; 5 or more")
     parser.add_argument("--starts", type=int, default=2, help="of each layout")
-    parser.add_argument("--hardware", metavar="FILE", help="a profile made before, by default a new one")
+    parser.add_argument("--hardware", metavar="FILE", help="an existing profile; by default, a new one is measured")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="put the new profile there")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
     found = parser.parse_args()

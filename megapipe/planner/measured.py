@@ -85,8 +85,8 @@ class MeasuredTimes:
         if recompute_method(config, layer.name) != "full":
             again = 0.0
         ranks = f"tensor {config.parallel.tensor}, context {config.parallel.context}"
-        beside = f", with {self._busy(config)} ranks of a node computing" if slower > 1 else ""
-        source = f"measured {self.measured.date} on {self.hardware.name}: {ranks}{beside}"
+        contention = f", with {self._busy(config)} ranks of a node computing" if slower > 1 else ""
+        source = f"measured {self.measured.date} on {self.hardware.name}: {ranks}{contention}"
         waits = self._waits(config, layer, slower)
         return LayerSeconds(forward, backward_input, backward_weight, again, source, waits)
 

@@ -80,7 +80,7 @@ def resolved(
         chosen = least_recomputation(config, hardware, budget, world_size=world_size, amx=amx)
     except ConfigError as error:
         raise ConfigError([f"recompute.method auto: {problem} ({where})" for problem in error.problems]) from None
-    return Resolved(replace(config, recompute=chosen.config.recompute), _told(chosen, where))
+    return Resolved(replace(config, recompute=chosen.config.recompute), _summary(chosen, where))
 
 
 def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig, Hardware]:
@@ -100,7 +100,7 @@ def allowed_bytes(config: PretrainConfig, device_bytes: float) -> float:
     return (1 - RESERVE) * device_bytes if memory is None else memory * GIB
 
 
-def _told(chosen: Recomputation, where: str) -> str:
+def _summary(chosen: Recomputation, where: str) -> str:
     recompute, slower = chosen.config.recompute, chosen.step_seconds / chosen.plain_seconds - 1
     method, cost = "none", "no recomputation is needed"
     if recompute.method == "selective":

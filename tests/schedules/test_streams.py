@@ -158,7 +158,7 @@ def test_second_reductions_of_a_group_follow_all_gradients() -> None:
     early = loads(text.replace("DT5/1.0 B2.0@0^0 SG2.0 DT5/2.0", "DT5/1.0 DT5/2.0 B2.0@0^0 SG2.0"))
     assert hangs(early, one_queue)
     assert not hangs(early)
-    with pytest.raises(ScheduleError, match=r"circle: .* DT5/2.0 of rank 2 \("):
+    with pytest.raises(ScheduleError, match=r"cycle: .* DT5/2.0 of rank 2 \("):
         validate(early)
 
 
@@ -169,7 +169,7 @@ def test_a_send_after_the_steps_scalars_is_refused() -> None:
     late = loads(text.replace("SG1.1 DS.1", "DS.1 SG1.1"))
     assert hangs(late)
     with pytest.raises(
-        ScheduleError, match=r"circle: .* waits for SG1.1 of rank 1 .*, which waits for DS.1, which comes after B0.1"
+        ScheduleError, match=r"cycle: .* waits for SG1.1 of rank 1 .*, which waits for DS.1, which comes after B0.1"
     ):
         validate(late)
 

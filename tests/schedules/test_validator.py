@@ -83,7 +83,7 @@ def test_receives_out_of_order_are_refused():
         validate(loads(text.replace("RA1.0^0 RA1.1^1", "RA1.1^1 RA1.0^0")))
 
 
-def test_a_deadlock_under_blocking_sends_names_the_circle():
+def test_a_deadlock_under_blocking_sends_names_the_cycle():
     text = dumps(build("1f1b", 2, 2)).replace("SA0.1 RG0.1^1", "SA0.1").replace("B0.0@0^0", "B0.0@0^0 RG0.1^1")
     validate(loads(text))
     late = dumps(build("1f1b", 2, 4))
@@ -93,7 +93,7 @@ def test_a_deadlock_under_blocking_sends_names_the_circle():
     with pytest.raises(ScheduleError) as error:
         validate(loads(late))
     message = str(error.value)
-    assert "ranks 0, 1 wait for one another" in message
+    assert "ranks 0, 1 wait for each other" in message
     assert "SA0.1 of rank 0 (schedule, line 10) waits for RA1.1, which comes after SG1.0 of rank 1 (" in message
     assert "SG1.0 of rank 1 (schedule, line 11), which waits for RG0.0, which comes after SA0.1;" in message
 

@@ -103,9 +103,9 @@ def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCo
     activations = _a_microbatch(run, schedule, Kind.OFFLOAD, copies.activations)
     weights = _a_microbatch(run, schedule, Kind.GATHER_WEIGHTS, copies.weights) / 2
     backward = costs.whole_again + costs.input_half + costs.weight_half(apart=0.0)
-    beside = backward * np.where(moved > 0, np.minimum(1.0, moved * run.moved.prefetch / units), 1.0)
+    hidden = backward * np.where(moved > 0, np.minimum(1.0, moved * run.moved.prefetch / units), 1.0)
     late_forward = np.maximum(0.0, np.maximum(activations, weights) - costs.whole_forward)
-    late_backward = np.maximum(0.0, np.maximum(activations - beside, activations + weights - backward))
+    late_backward = np.maximum(0.0, np.maximum(activations - hidden, activations + weights - backward))
     state = np.zeros(len(units))
     for (stage, unit), seconds in copies.state.items():
         last = unit == schedule.header.state_units(stage)[-1]

@@ -145,7 +145,7 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
             break
     if len(stuck) > 0:
         raise ScheduleError(
-            f"{table.header.name} deadlocks: its compute actions wait for one another in a circle: "
+            f"{table.header.name} deadlocks: its compute actions wait for each other in a cycle: "
             + "; ".join(
                 f"{table.place_of(row)} at {Kind(int(table.kind[row])).name} stage {table.stage[row]}, "
                 f"micro-batch {table.microbatch[row]}"

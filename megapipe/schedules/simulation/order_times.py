@@ -65,7 +65,7 @@ class OrderGraph:
         steps: optimizer steps, of which a schedule that never flushes needs at least one for its prologue.
 
     Raises:
-        ScheduleError: its ranks wait for each other in a circle.
+        ScheduleError: its ranks wait for each other in a cycle.
     """
 
     def __init__(self, schedule: Schedule, steps: int = 1) -> None:
@@ -304,5 +304,5 @@ def _levels(same: Ints, other: Ints, name: str) -> list[Ints]:
         following = after.take(ready, 1).ravel()
         ready = following[level.take(partner.take(following)) < len(levels)] % count
     if sum(map(len, levels)) < count - 1:
-        raise ScheduleError(f"the ranks of {name} wait for each other in a circle")
+        raise ScheduleError(f"the ranks of {name} wait for each other in a cycle")
     return levels

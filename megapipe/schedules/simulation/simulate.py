@@ -277,7 +277,7 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs, steps: int = 1) -> Simulation:
     """Run ``steps`` optimizer steps of a lowered schedule with the given times.
 
-    Raises ScheduleError if the schedule is not lowered, or if its ranks wait for one another in a circle.
+    Raises ScheduleError if the schedule is not lowered, or if its ranks wait for each other in a cycle.
 
     Example:
         >>> from megapipe import build, rank_costs, simulate

@@ -77,7 +77,7 @@ def deadlock(table: Table, waits: Needs, stuck: Ints, problem: str, remedy: str 
         words = [f"{_word(table, wanted)} before {_word(table, before)}" for wanted, before in forwards or later]
         remedy = "change the order" + "".join(f", such as {each}" for each in words[:1])
     ranks, story = ", ".join(map(str, circle)), ", which waits for ".join(steps)
-    first = f"{table.header.name} {problem}: ranks {ranks} wait for one another in a circle: {story}; {remedy}"
+    first = f"{table.header.name} {problem}: ranks {ranks} wait for each other in a cycle: {story}; {remedy}"
     near = "\n".join(neighbourhood(table, row) for row in at)
     return ScheduleError(first.replace(", which waits", " waits", 1), near)
 

@@ -165,7 +165,7 @@ def test_groups_that_wait_for_each_other_are_refused() -> None:
     rows = [each.copy() for each in plain.sections.body]
     rows[0] = rows[0][[0, 1, 3, 2]]
     rows[0][1:3, GROUP] = 0
-    with pytest.raises(ScheduleError, match="wait for each other in a circle"):
+    with pytest.raises(ScheduleError, match="wait for each other in a cycle"):
         OrderGraph(replace(plain, sections=Sections.flushing(rows)))
 
 
