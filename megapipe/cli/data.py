@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megapipe.config.command_line import OneLineParser, exit_status, natural, positive, tool_parser
 from megapipe.config.errors import ConfigError
+from megapipe.config.field_types import real_number
 from megapipe.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    value = real_number(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"is {text}, but must be a number of tokens above 0")
     return value

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from megapipe.config.field_types import real_number, whole_number
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -33,8 +35,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _wrong_number(match: re.Match[str]) -> str:
-    whole = match["kind"] in ("int", "natural", "positive")
-    return f"is {match['value']}, but must be a {'whole' if whole else 'finite'} number"
+    whole = match["kind"] in ("int", "whole_number", "natural", "positive")
+    digits = "" if match["value"].isascii() else " in the digits 0 to 9"
+    return f"is {match['value']}, but must be a {'whole' if whole else 'finite'} number{digits}"
 
 
 class ProseFormatter(argparse.HelpFormatter):
@@ -82,7 +85,7 @@ def with_hyphens(argv: Sequence[str]) -> list[str]:
 
 def finite(text: str) -> float:
     """Parse a finite number of at least 0; for use as the `type` of an argument."""
-    number = float(text)
+    number = real_number(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"is {text}, but must be a finite number of at least 0")
     return number
@@ -90,7 +93,7 @@ def finite(text: str) -> float:
 
 def natural(text: str) -> int:
     """Parse a whole number of at least 0; for use as the `type` of an argument."""
-    number = int(text)
+    number = whole_number(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"is {number}, but must be at least 0")
     return number
@@ -98,7 +101,7 @@ def natural(text: str) -> int:
 
 def positive(text: str) -> int:
     """Parse a whole number of at least 1; for use as the `type` of an argument."""
-    number = int(text)
+    number = whole_number(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"is {number}, but must be at least 1")
     return number

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megapipe.config.field_types import real_number
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import ShardManifest, carry_tokenizer, read_manifest, tokenizer_of_shard
 from megapipe.data.shard_writer import ShardWriter
@@ -134,7 +135,7 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
 def split(prefix: str, shares: str, output: str) -> Iterator[str]:
     """Split a shard into `<output>_0`, `<output>_1`, ... in proportion to `shares`; yield a line for each of them."""
     try:
-        parts = np.array([float(share) for share in shares.split(",")])
+        parts = np.array([real_number(share) for share in shares.split(",")])
     except ValueError as error:
         raise DataError(f"--shares {shares!r} is not a list of numbers like 98,1,1") from error
     if not (np.isfinite(parts).all() and (parts > 0).all()):
