@@ -99,7 +99,9 @@ def generate_parser() -> argparse.ArgumentParser:
         metavar="T",
         help="divisor of the logits; lower is less random, 0 always takes the most likely token (default 1)",
     )
-    parser.add_argument("--top-k", type=whole_number, metavar="K", help="sample among the K most likely tokens (default: all)")
+    parser.add_argument(
+        "--top-k", type=whole_number, metavar="K", help="sample among the K most likely tokens (default: all)"
+    )
     parser.add_argument(
         "--top-p",
         type=real_number,
@@ -129,7 +131,9 @@ def generate_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="end a text before this string; searched after the prompt only, also across tokens; may be repeated",
     )
-    parser.add_argument("--seed", type=whole_number, default=0, metavar="S", help="seed of the random numbers (default 0)")
+    parser.add_argument(
+        "--seed", type=whole_number, default=0, metavar="S", help="seed of the random numbers (default 0)"
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",

@@ -29,7 +29,7 @@ def _in_ascii(text: str) -> str:
 
 
 def has_other_digits(text: str) -> bool:
-    """Return whether Python reads a text as a number although its digits are not all 0 to 9, such as `２`."""
+    """Return whether Python reads a text as a number although not all of its digits are 0 to 9."""
     try:
         return not text.isascii() and bool(str(float(text)))
     except ValueError:

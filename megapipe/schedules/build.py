@@ -153,8 +153,8 @@ def _check_size(name: str, num_stages: int, num_microbatches: int) -> None:
     if num_stages * num_microbatches > MOST_FORWARDS:
         raise ScheduleError(
             f"{name} with {num_stages:,} stages and {num_microbatches:,} micro-batches has "
-            f"{num_stages * num_microbatches:,} forwards per step; the maximum is {MOST_FORWARDS:,}: use fewer stages, "
-            "or fewer, larger micro-batches"
+            f"{num_stages * num_microbatches:,} forwards per step; the maximum is {MOST_FORWARDS:,}: use fewer "
+            "stages, or fewer, larger micro-batches"
         )
 
 

@@ -291,7 +291,9 @@ class HeaderReader:
         match = re.fullmatch(rf"({DIGITS})/({DIGITS})(?:-({DIGITS}))?", text)
         if match is None:
             raise line.error(line.words[-1], "a stage and its layers must follow, such as 0/2 or 0/2-5")
-        stage, first, last = (line.whole_number(line.words[1], each) for each in (match[1], match[2], match[3] or match[2]))
+        stage, first, last = (
+            line.whole_number(line.words[1], each) for each in (match[1], match[2], match[3] or match[2])
+        )
         if stage >= len(self._stages) or not first <= last < self._stages[stage]["units"]:
             raise line.error(line.words[1], f"{line.words[1].text!r} does not name layers of a stage defined above")
         given: dict[str, Any] = {}

@@ -125,10 +125,10 @@ run.yaml | unexpected argument 'run.yaml': flags start with --, as in --config F
 --model.num_kv_heads x | num_kv_heads is x, but must be a whole number from 1 to 1048576, or null
 --parallel.layers_per_stage [1,x] | [1, 'x'], but must be a list of whole numbers of at least 1, or null
 --optimizer.learning_rate nan | optimizer.learning_rate is nan, but must be a number above 0
---model.num_layers ２ | model.num_layers is ２, but must be a whole number from 1 to 1048576, in the digits 0 to 9
---optimizer.learning_rate=2２e-4 | learning_rate is 2２e-4, but must be a number above 0, in the digits 0 to 9
+--model.num_layers \uff12 | model.num_layers is \uff12, but must be a whole number from 1 to 1048576, in the digits
+--optimizer.learning_rate=2\uff12e-4 | learning_rate is 2\uff12e-4, but must be a number above 0, in the digits 0 to 9
 --model.num_kv_heads ٣ | num_kv_heads is ٣, but must be a whole number from 1 to 1048576, or null, in the digits 0
---optimizer.betas [0.9,0.9９] | betas is [0.9,0.9９], but must be a list
+--optimizer.betas [0.9,0.9\uff19] | betas is [0.9,0.9\uff19], but must be a list
 --optimizer.betas [0.9] | betas is [0.9], but must be a list of 2 numbers of at least 0 and below 1
 --tensor-model-parallel-size 2 | Megatron-LM's tensor_model_parallel_size is --parallel.tensor here
 --distributed-timeout-minutes=9 | is --parallel.timeout_seconds here (in seconds)

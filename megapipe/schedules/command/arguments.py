@@ -111,22 +111,39 @@ def _flags(command: argparse.ArgumentParser) -> None:
     _json(command)
     shape = command.add_argument_group("shape")
     _sizes(shape)
-    shape.add_argument("--steps", type=whole_number, help="optimizer steps (default 1; 4 for schedules that never flush)")
+    shape.add_argument(
+        "--steps", type=whole_number, help="optimizer steps (default 1; 4 for schedules that never flush)"
+    )
     shape.add_argument("--units", type=whole_number, default=1, help="units (layers) in each stage (default 1)")
     shape.add_argument(
-        "--weight-buffers", type=whole_number, default=0, help="sharded weights: maximum number of gathered units on a rank"
+        "--weight-buffers",
+        type=whole_number,
+        default=0,
+        help="sharded weights: maximum number of gathered units on a rank",
     )
     shape.add_argument(
-        "--whole-gradients", type=whole_number, default=0, help="sharded gradients: maximum number of whole units on a rank"
+        "--whole-gradients",
+        type=whole_number,
+        default=0,
+        help="sharded gradients: maximum number of whole units on a rank",
     )
     shape.add_argument(
-        "--recompute", type=whole_number, metavar="K", help="keep only the input of every K units and recompute the rest"
+        "--recompute",
+        type=whole_number,
+        metavar="K",
+        help="keep only the input of every K units and recompute the rest",
     )
     shape.add_argument(
-        "--offload", type=whole_number, metavar="K", help="move the activations of every K-th unit to host memory and back"
+        "--offload",
+        type=whole_number,
+        metavar="K",
+        help="move the activations of every K-th unit to host memory and back",
     )
     shape.add_argument(
-        "--prefetch", type=whole_number, default=1, help="compute actions between a reload and its backward (default 1)"
+        "--prefetch",
+        type=whole_number,
+        default=1,
+        help="compute actions between a reload and its backward (default 1)",
     )
     shape.add_argument(
         "--offload-state", action="store_true", help="keep optimizer state on the device only around updates"
@@ -137,7 +154,10 @@ def _flags(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     shape.add_argument("--snapshot", action="store_true", help="copy the state for a checkpoint during the step")
     shape.add_argument(
-        "--receive-ahead", type=whole_number, default=1, help="compute actions between a receive and its use (default 1)"
+        "--receive-ahead",
+        type=whole_number,
+        default=1,
+        help="compute actions between a receive and its use (default 1)",
     )
     shape.add_argument(
         "--vocabulary",
@@ -163,7 +183,9 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--two-bp", action="store_true", default=None, help="split backwards and run weight halves in idle time"
     )
-    options.add_argument("--max-pending", type=whole_number, help="with --two-bp: maximum number of postponed weight halves")
+    options.add_argument(
+        "--max-pending", type=whole_number, help="with --two-bp: maximum number of postponed weight halves"
+    )
     options.add_argument(
         "--memory-limit", type=finite, help="zb_auto and v_auto: maximum number of micro-batches that a rank holds"
     )
@@ -214,8 +236,12 @@ def _add_overlay(command: argparse.ArgumentParser) -> None:
     """Add the flags of `overlay`."""
     command.add_argument("directory", type=Path, help="folder of the recording, set by --profile.trace")
     command.add_argument("-o", "--output", type=Path, help="picture: .html, .svg or .json (Chrome/Perfetto trace)")
-    command.add_argument("--step", type=whole_number, help="step to show, numbered as in the log (default: a typical one)")
-    command.add_argument("--pipeline", type=whole_number, default=0, help="replica of the pipeline to show (default 0)")
+    command.add_argument(
+        "--step", type=whole_number, help="step to show, numbered as in the log (default: a typical one)"
+    )
+    command.add_argument(
+        "--pipeline", type=whole_number, default=0, help="replica of the pipeline to show (default 0)"
+    )
     times = command.add_argument_group(
         "times in milliseconds, for a rank's share of the model, that replace measured medians"
     )
