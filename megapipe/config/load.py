@@ -19,7 +19,7 @@ from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -253,11 +253,16 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
 
 
 def _check_files(words: Sequence[str], flags: set[str]) -> None:
-    """Raise ConfigError for a YAML file that is too large, before it is read into memory, or that is not text."""
-    for word, following in pairwise([*words, ""]):
+    """Raise ConfigError for a YAML file without a name, one that is too large, before it is read into memory, or one
+    that is not text."""
+    for word, following in zip_longest(words, words[1:]):
         flag, has_value, value = word.partition("=")
         path = value if has_value else following
-        if flag.removeprefix("--") not in flags or not os.path.isfile(path):
+        if flag.removeprefix("--") not in flags or path is None:
+            continue
+        if not path:
+            raise ConfigError(f"{flag} is empty; name a YAML file, or leave the flag out")
+        if not os.path.isfile(path):
             continue
         if os.path.getsize(path) > MAX_YAML_CHARACTERS:
             raise ConfigError(

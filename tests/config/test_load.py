@@ -119,6 +119,7 @@ run.yaml | unexpected argument 'run.yaml': flags start with --, as in --config F
 --batch.global_size 1e3 | batch.global_size is 1000.0, but must be a whole number
 --optimizer adam | the file does not exist; choose an existing YAML file; to set a single field, write --optimizer.
 --config | --config needs a value
+--config= | --config is empty; name a YAML file, or leave the flag out
 --model no_such_file.yaml | --model no_such_file.yaml: the file does not exist
 --model docs | is a folder; choose a YAML file
 --training.precision fp8 | is fp8, but must be one of auto, fp32, bf16, fp16
