@@ -21,9 +21,9 @@ from megapipe.checkpoint.manifest import check_files, read_manifest
 from megapipe.checkpoint.storage import DISK, StorageWriter, explained, remove_tree, write_file, writing
 from megapipe.config.untrusted import DECODING_ERRORS, read_json
 
-_STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
-_SET_ASIDE = re.compile(r"step-\d{8,}\.bad-.*")
+_STEP = re.compile(r"step-([0-9]{8,})")
+_LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleted)")
+_SET_ASIDE = re.compile(r"step-[0-9]{8,}\.bad-.*")
 
 
 def step_folder(directory: Path, step: int) -> Path:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.config.command_line import OneLineParser, exit_status, natural, positive, tool_parser
+from megapipe.config.command_line import OneLineParser, exit_status, natural, not_empty, positive, tool_parser
 from megapipe.config.errors import ConfigError
+from megapipe.config.field_types import real_number
 from megapipe.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    value = real_number(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"is {text}, but must be a number of tokens above 0")
     return value
@@ -126,8 +127,8 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Run a command line and return its exit status.
 
-    It is 0, 1 if `verify` finds a damaged or missing shard, 2 for a wrong command line or shards that cannot be used,
-    and 130 for Ctrl-C. `stalls` parses its own options.
+    It is 0, 1 if `verify` finds a damaged shard, 2 for a wrong command line or shards that do not exist or cannot be
+    used, and 130 for Ctrl-C. `stalls` parses its own options.
     """
     if argv and argv[0] == "stalls":
         return stalls(argv[1:])
@@ -152,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     merge = commands.add_parser("merge", help="merge several shards into one, in the order given")
     merge.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
-    merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    merge.add_argument("--output-prefix", type=not_empty, required=True, metavar="PREFIX")
     merge.add_argument(
         "--float-tokens",
         choices=["float32", "float64"],
@@ -163,7 +164,9 @@ def build_parser() -> argparse.ArgumentParser:
     split = commands.add_parser("split", help="split one shard into several, between documents")
     split.add_argument("prefix", help="path of the shard without .bin or .idx")
     split.add_argument("--shares", required=True, metavar="A,B,...", help="sizes of the outputs, in any unit")
-    split.add_argument("--output-prefix", required=True, metavar="PREFIX", help="outputs are PREFIX_0, PREFIX_1, ...")
+    split.add_argument(
+        "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="outputs are PREFIX_0, PREFIX_1, ..."
+    )
 
     commands.add_parser("stalls", help=STALLS_HELP)
     return parser
@@ -187,9 +190,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(prefixes: Sequence[str]) -> int:
-    """Print the result for every shard; return 1 if one is damaged or missing."""
+    """Print the result for every shard; return 1 if one is damaged. Raises DataError first if one does not exist."""
     from megapipe.data import shard_tools
+    from megapipe.data.shards import check_exists
 
+    for prefix in prefixes:
+        check_exists(prefix)
     status = 0
     for prefix in prefixes:
         try:

@@ -73,7 +73,7 @@ class Job:
                 )
             return
         host, _, port = self.rendezvous.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
             raise ConfigError(f"--rendezvous is {self.rendezvous}; it must be HOST:PORT, such as node0:29500")
         try:
             socket.getaddrinfo(host.strip("[]"), int(port))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
 from megapipe.config.errors import ConfigError
+from megapipe.config.field_types import real_number, whole_number
 from megapipe.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -93,29 +94,31 @@ def generate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=real_number,
         default=1.0,
         metavar="T",
         help="divisor of the logits; lower is less random, 0 always takes the most likely token (default 1)",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens (default: all)")
+    parser.add_argument(
+        "--top-k", type=whole_number, metavar="K", help="sample among the K most likely tokens (default: all)"
+    )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=real_number,
         default=1.0,
         metavar="P",
         help="sample among the most likely tokens with a total probability of P (default 1: all)",
     )
     parser.add_argument(
         "--min-p",
-        type=float,
+        type=real_number,
         default=0.0,
         metavar="P",
         help="sample among tokens with at least P times the probability of the most likely one (default 0: all)",
     )
     parser.add_argument(
         "--repetition-penalty",
-        type=float,
+        type=real_number,
         default=1.0,
         metavar="X",
         help="make tokens that the prompt or the text has less likely: divide their positive logits by X, multiply "
@@ -128,7 +131,9 @@ def generate_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="end a text before this string; searched after the prompt only, also across tokens; may be repeated",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random numbers (default 0)")
+    parser.add_argument(
+        "--seed", type=whole_number, default=0, metavar="S", help="seed of the random numbers (default 0)"
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",

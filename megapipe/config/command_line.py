@@ -2,6 +2,7 @@
 read them, and the progress bar of slow commands."""
 
 import argparse
+import errno
 import math
 import re
 import sys
@@ -12,10 +13,14 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from megapipe.config.field_types import real_number, whole_number
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
+_NO_VALUE = re.compile(r"^argument (?:\S+/)?(--\S+): expected .* argument$")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -26,15 +31,18 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")  # also -1,2 and -1e3 are values, not flags
 
     def error(self, message: str) -> NoReturn:
         problem = re.sub(r"^argument (\S+): is ", r"\1 is ", _WRONG_NUMBER.sub(_wrong_number, message))
+        problem = _NO_VALUE.sub(r"\1 needs a value; write one that starts with a hyphen as \1=VALUE", problem)
         self.exit(2, f"error: {problem} ({self.prog} --help lists the options)\n")
 
 
 def _wrong_number(match: re.Match[str]) -> str:
-    whole = match["kind"] in ("int", "natural", "positive")
-    return f"is {match['value']}, but must be a {'whole' if whole else 'finite'} number"
+    whole = match["kind"] in ("int", "whole_number", "natural", "positive")
+    digits = "" if match["value"].isascii() else " in the digits 0 to 9"
+    return f"is {match['value']}, but must be a {'whole' if whole else 'finite'} number{digits}"
 
 
 class ProseFormatter(argparse.HelpFormatter):
@@ -82,7 +90,7 @@ def with_hyphens(argv: Sequence[str]) -> list[str]:
 
 def finite(text: str) -> float:
     """Parse a finite number of at least 0; for use as the `type` of an argument."""
-    number = float(text)
+    number = real_number(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"is {text}, but must be a finite number of at least 0")
     return number
@@ -90,7 +98,7 @@ def finite(text: str) -> float:
 
 def natural(text: str) -> int:
     """Parse a whole number of at least 0; for use as the `type` of an argument."""
-    number = int(text)
+    number = whole_number(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"is {number}, but must be at least 0")
     return number
@@ -98,10 +106,17 @@ def natural(text: str) -> int:
 
 def positive(text: str) -> int:
     """Parse a whole number of at least 1; for use as the `type` of an argument."""
-    number = int(text)
+    number = whole_number(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"is {number}, but must be at least 1")
     return number
+
+
+def not_empty(text: str) -> str:
+    """Return the text, unless it is empty; for use as the `type` of an argument."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a name")
+    return text
 
 
 def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception], bool], interrupted: str = "") -> int:
@@ -119,7 +134,9 @@ def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception]
         return run() or 0
     except OSError as error:
         # Writing to a full disk fails without a file name.
-        print(f"error: {error.filename or 'writing the output'}: {error.strerror or error}", file=sys.stderr)
+        place, remedy = error.filename or "writing the output", "choose another path, or change its permissions"
+        remedy = "free some space, or choose another disk" if error.errno in _NO_SPACE else remedy
+        print(f"error: {place}: {error.strerror or error}; {remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"interrupted{interrupted and f'; {interrupted}'}", file=sys.stderr)

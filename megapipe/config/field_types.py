@@ -12,6 +12,30 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
+def whole_number(text: str) -> int:
+    """Return the whole number that a text spells in the digits 0 to 9. Raises ValueError for any other text."""
+    return int(_in_ascii(text))
+
+
+def real_number(text: str) -> float:
+    """Return the number that a text spells in the digits 0 to 9. Raises ValueError for any other text."""
+    return float(_in_ascii(text))
+
+
+def _in_ascii(text: str) -> str:
+    if not text.isascii():  # int() and float() also read the digits of other scripts
+        raise ValueError(f"{text!r} is not a number in the digits 0 to 9")
+    return text
+
+
+def has_other_digits(text: str) -> bool:
+    """Return whether Python reads a text as a number although not all of its digits are 0 to 9."""
+    try:
+        return not text.isascii() and bool(str(float(text)))
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True)
 class Bound:
     """The values that a number may have; they are always finite.

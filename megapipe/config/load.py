@@ -19,7 +19,7 @@ from argparse import Action
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -28,7 +28,7 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError, nearest
-from megapipe.config.field_types import bound_problems, in_words, outside, type_hints
+from megapipe.config.field_types import base_of, bound_problems, has_other_digits, in_words, outside, type_hints
 from megapipe.config.help_format import (
     FieldHelpFormatter,
     HelpAll,
@@ -237,6 +237,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     words = with_packaged_files(underscored(arguments))
     groups = {each.name for each in fields(kind)}
     _check_files(words, {"config", *groups})
+    _check_digits(words, {flag: type_of(action) for action in parser._actions for flag in action.option_strings})
     try:
         namespace: Namespace = parser.parse_args(words)
         values = parser.instantiate(namespace)
@@ -252,11 +253,16 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
 
 
 def _check_files(words: Sequence[str], flags: set[str]) -> None:
-    """Raise ConfigError for a YAML file that is too large, before it is read into memory, or that is not text."""
-    for word, following in pairwise([*words, ""]):
+    """Raise ConfigError for a YAML file without a name, one that is too large, before it is read into memory, or one
+    that is not text."""
+    for word, following in zip_longest(words, words[1:]):
         flag, has_value, value = word.partition("=")
         path = value if has_value else following
-        if flag.removeprefix("--") not in flags or not os.path.isfile(path):
+        if flag.removeprefix("--") not in flags or path is None:
+            continue
+        if not path:
+            raise ConfigError(f"{flag} is empty; name a YAML file, or leave the flag out")
+        if not os.path.isfile(path):
             continue
         if os.path.getsize(path) > MAX_YAML_CHARACTERS:
             raise ConfigError(
@@ -269,6 +275,18 @@ def _check_files(words: Sequence[str], flags: set[str]) -> None:
             raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}; choose a YAML file") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{flag} {path} is not UTF-8 text: {error}; choose a YAML file") from error
+
+
+def _check_digits(words: Sequence[str], hints: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a number with digits of another script than ASCII, which jsonargparse would read; YAML's
+    loader refuses them itself. hints: types of values by flag."""
+    for word, following in pairwise([*words, ""]):
+        flag, has_value, value = word.partition("=")
+        text, hint = value if has_value else following, hints.get(flag)
+        kinds = set(map(base_of, (hint, *get_args(hint))))
+        if kinds & {int, float} and str not in kinds and has_other_digits(text):
+            name = _name(flag.removeprefix("--"))
+            raise ConfigError(f"{name} is {text}, but must be {in_words(hint)}, in the digits 0 to 9")
 
 
 def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> frozenset[str]:
@@ -390,7 +408,7 @@ def _why_unreadable(file: Path) -> str:
 
 
 Content = TypeVar("Content")
-_NUMBER = re.compile(r"\d+\.?\d*[eE][+-]?\d+|0")
+_NUMBER = re.compile(r"\d+\.?\d*[eE][+-]?\d+|0", re.ASCII)
 
 
 def read_dataclass(kind: type[Content], text: str, origin: str, max_characters: int) -> Content:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig
 
 
-_NAME = re.compile(r"embedding|head|blocks|blocks\.(?P<first>\d+)(-(?P<last>\d+))?")
+_NAME = re.compile(r"embedding|head|blocks|blocks\.(?P<first>\d+)(-(?P<last>\d+))?", re.ASCII)
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,8 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 import yaml
 
+from megapipe.config.field_types import has_other_digits
+
 MAX_DEPTH = 100
 MAX_JSON_BYTES = 1 << 28
 MAX_YAML_CHARACTERS = 1 << 20
@@ -31,7 +33,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _NOT_BRACKETS = re.compile(r"[^\[\]{}]+")
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _MAX_NUMBER_CHARACTERS = 100
-_LARGE_NUMBER = re.compile(r"\d{40}|[eE]\+?\d{3}")
+_LARGE_NUMBER = re.compile(r"\d{40}|[eE]\+?\d{3}", re.ASCII)
 
 
 def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -132,7 +134,8 @@ class StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node.
 
-        Raises yaml.YAMLError for an alias, for too deep nesting and for a number that is too long.
+        Raises yaml.YAMLError for an alias, for too deep nesting, and for a number that is too long or has digits of
+        another script than ASCII.
         """
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -144,9 +147,13 @@ class StrictLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"lists or mappings are nested deeper than {MAX_DEPTH} levels")
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
-        if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBERS and len(node.value) > _MAX_NUMBER_CHARACTERS:
-            line = node.start_mark.line + 1
+        if not isinstance(node, yaml.ScalarNode):
+            return node
+        line = node.start_mark.line + 1
+        if node.tag in _NUMBERS and len(node.value) > _MAX_NUMBER_CHARACTERS:
             raise yaml.YAMLError(f"line {line}: a number has more than {_MAX_NUMBER_CHARACTERS} characters")
+        if node.style is None and has_other_digits(node.value):
+            raise yaml.YAMLError(f"line {line}: {node.value} is not a number; write it in the digits 0 to 9")
         return node
 
 
@@ -166,7 +173,7 @@ StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _ma
 # YAML 1.1 reads 3e-4 as a string; users of every other tool write it.
 StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+$"),
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+$", re.ASCII),
     list("-+0123456789."),
 )
 

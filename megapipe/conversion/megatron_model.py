@@ -44,7 +44,7 @@ _OUTER = {
     "head.pooler.": "pooler.dense.",
     "head.sentence.": "binary_head.",
 }
-_FURTHER = re.compile(r"head\.mtp\.(\d+)\.(block\.)?(.+)")
+_FURTHER = re.compile(r"head\.mtp\.([0-9]+)\.(block\.)?(.+)")
 _OF_FURTHER = {
     "embedding_norm.": "enorm.",
     "hidden_norm.": "hnorm.",

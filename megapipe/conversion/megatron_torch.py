@@ -57,8 +57,8 @@ from megapipe.conversion.megatron_model import (
 from megapipe.conversion.sandbox import InertObject, Sandbox, TensorPlace
 from megapipe.spec.parameters import ParameterSpec
 
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-_EXPERT = re.compile(r"(.*mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(.+\D)(\d+))")
+_RANK = re.compile(r"mp_rank_([0-9]{2})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
+_EXPERT = re.compile(r"(.*mlp\.experts\.)(?:local_experts\.([0-9]+)\.(.+)|(.+[^0-9])([0-9]+))")
 _TIED_COPY = "output_layer.weight"
 
 
@@ -206,7 +206,7 @@ class MegatronTorchSource:
         """
         _, stages, expert_ranks = self._sizes
         experts, first = (model.num_experts or 1) // expert_ranks, 0
-        in_layer = re.compile(re.escape(layers_prefix(model)) + r"(\d+)\.(.+)")
+        in_layer = re.compile(re.escape(layers_prefix(model)) + r"([0-9]+)\.(.+)")
         for name in _states_of(self._archives[tensor_rank, 0, 0]):
             for stage in range(stages):
                 layers = 0
@@ -257,7 +257,7 @@ class MegatronTorchSource:
 def _states_of(archive: Archive) -> list[str]:
     """Return the names of the model chunks of a rank, in order."""
     value = archive.value if isinstance(archive.value, dict) else {}
-    names = [key for key in value if re.fullmatch(r"model\d*", str(key))]
+    names = [key for key in value if re.fullmatch(r"model[0-9]*", str(key))]
     return sorted(names, key=lambda key: int(key.removeprefix("model") or 0))
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.config.field_types import real_number
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import check_ids, open_shards
 from megapipe.data.shards import IndexedDataset
@@ -55,7 +56,7 @@ def parse_shares(text: str) -> tuple[float, float, float]:
     Raises DataError unless the text has one to three numbers, none of them negative, not all zero.
     """
     try:
-        shares = [float(part) for part in text.split(",")]
+        shares = [real_number(part) for part in text.split(",")]
     except ValueError:
         shares = []
     valid = 1 <= len(shares) <= 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megapipe.config.field_types import real_number
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import ShardManifest, carry_tokenizer, read_manifest, tokenizer_of_shard
 from megapipe.data.shard_writer import ShardWriter
@@ -45,9 +46,9 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
         shown = ", ".join(f"{share}% {value:,.0f}" for share, value in zip(_PERCENTILES, values, strict=True))
         print(f"  tokens per document: mean {lengths.mean():,.1f}; percentiles {shown}")
     tokenizer = _tokenizer_of(tokenizer_name, prefix, manifest) if samples else None
-    for document in sorted({dataset.num_documents * n // max(samples, 1) for n in range(samples)}):
-        if document < dataset.num_documents:
-            print(f"document {document} ({lengths[document]:,} tokens): {_shown(dataset, document, tokenizer)}")
+    samples = min(samples, dataset.num_documents)
+    for document in (dataset.num_documents * n // samples for n in range(samples)):
+        print(f"document {document} ({lengths[document]:,} tokens): {_shown(dataset, document, tokenizer)}")
     if histogram is not None:
         _draw_lengths(lengths, prefix, histogram)
 
@@ -134,11 +135,11 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
 def split(prefix: str, shares: str, output: str) -> Iterator[str]:
     """Split a shard into `<output>_0`, `<output>_1`, ... in proportion to `shares`; yield a line for each of them."""
     try:
-        parts = np.array([float(share) for share in shares.split(",")])
+        parts = np.array([real_number(share) for share in shares.split(",")])
     except ValueError as error:
         raise DataError(f"--shares {shares!r} is not a list of numbers like 98,1,1") from error
     if not (np.isfinite(parts).all() and (parts > 0).all()):
-        raise DataError(f"--shares {shares!r}: every share must be a number above 0")
+        raise DataError(f"--shares {shares!r}: every share must be a number above 0, as in 98,1,1")
     dataset, manifest = _opened(prefix)
     edges = np.round(np.concatenate(([0.0], np.cumsum(parts) / parts.sum())) * dataset.num_documents).astype(np.int64)
     if (np.diff(edges) == 0).any():

@@ -63,6 +63,13 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def check_exists(prefix: str | Path) -> None:
+    """Raise DataError if there is no shard of this prefix."""
+    path = idx_path(prefix)
+    if not path.is_file():
+        raise DataError(f"{path} does not exist: give the prefix of a shard without .bin or .idx{_suggest(path)}")
+
+
 def pack_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:
     """Return the first 34 bytes of an .idx file, which `parse_header` reads."""
     return HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1)
@@ -205,8 +212,7 @@ class IndexedDataset:
         return tokens[begin:end]
 
     def _map_index(self, path: Path, float_tokens: FloatTokens | None) -> None:
-        if not path.is_file():
-            raise DataError(f"{path} does not exist: give the prefix of a shard without .bin or .idx{_suggest(path)}")
+        check_exists(self.prefix)
         size = path.stat().st_size
         if not size:
             parse_header(path, b"")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megapipe.config.field_types import whole_number
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
 from megapipe.parallel.groups import DistributedGroup, Group, LaunchError
 from megapipe.parallel.mesh import WORLD, Mesh
@@ -289,7 +290,7 @@ def _no_group(name: str, partition: Partition) -> Group | None:
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
     try:
-        return int(environment[name])
+        return whole_number(environment[name])
     except ValueError:
         raise LaunchError(
             f"{name}={environment[name]!r} is not an integer: start with torchrun, which sets it"

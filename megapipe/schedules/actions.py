@@ -126,7 +126,7 @@ LETTERS: Final[dict[Kind, str]] = {
 }
 _KINDS: Final = {letters: kind for kind, letters in LETTERS.items()}
 _MARKS: Final = ("", "/", ".", ":", "@", "^")
-_WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@(\d+))?(?:\^(\d+))?")
+_WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@(\d+))?(?:\^(\d+))?", re.ASCII)
 _LARGEST: Final = 2**31 - 1
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isqrt
 from pathlib import Path
 from typing import Unpack
 
@@ -14,13 +15,15 @@ from megapipe.schedules.offload import NOTHING, Offload
 from megapipe.schedules.parameters import UNKNOWN, FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
-from megapipe.schedules.states import WHOLE_STATES, StateTable
+from megapipe.schedules.states import WHOLE_STATES, StateTable, check_number
 from megapipe.schedules.text import has_parameters, loads, loads_header
 from megapipe.schedules.validation import check_compute, validate
 from megapipe.schedules.vocabulary import vocabulary_shards, with_vocabulary
 
 MOST_FORWARDS = 4_000_000
 """Forwards of all stages in a step. A larger schedule takes minutes and gigabytes to lower and to simulate."""
+MOST_RANKS = isqrt(MOST_FORWARDS)
+"""Pipeline ranks of a lowered schedule: in its collectives, every rank waits for every other one."""
 
 
 def build(
@@ -67,6 +70,7 @@ def build(
         >>> build("interleaved_1f1b", 2, 4, chunks=2).header.stage_ranks.tolist()
         [0, 1, 0, 1]
     """
+    check_ranks(name, num_ranks)
     compute = order(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
         data_parallel=data_parallel, states=states, vocabulary=vocabulary, **options,
@@ -148,8 +152,18 @@ def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **optio
 def _check_size(name: str, num_stages: int, num_microbatches: int) -> None:
     if num_stages * num_microbatches > MOST_FORWARDS:
         raise ScheduleError(
-            f"{name} with {num_microbatches:,} micro-batches has {num_stages * num_microbatches:,} forwards per step; "
-            f"the maximum is {MOST_FORWARDS:,}: use fewer, larger micro-batches"
+            f"{name} with {num_stages:,} stages and {num_microbatches:,} micro-batches has "
+            f"{num_stages * num_microbatches:,} forwards per step; the maximum is {MOST_FORWARDS:,}: use fewer "
+            "stages, or fewer, larger micro-batches"
+        )
+
+
+def check_ranks(name: str, num_ranks: int) -> None:
+    """Raise ScheduleError if a schedule has too many pipeline ranks to be lowered."""
+    if num_ranks > MOST_RANKS:
+        raise ScheduleError(
+            f"{name} has {num_ranks:,} pipeline ranks; with their communication, the maximum is {MOST_RANKS:,}: use "
+            "fewer ranks"
         )
 
 
@@ -170,6 +184,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 def _checked_units(units_per_stage: Sequence[int] | None, num_stages: int) -> tuple[int, ...]:
     units = (1,) * num_stages if units_per_stage is None else tuple(units_per_stage)
+    check_number(units)
     if len(units) != num_stages or min(units) < 1:
         raise ScheduleError(f"units_per_stage {list(units)} must give at least 1 unit to each of {num_stages} stages")
     return units
@@ -217,6 +232,7 @@ def _read_text(path: Path) -> str:
 def load_file(path: Path, sizes: FileParameters = UNKNOWN) -> Schedule:
     """The lowered schedule in a text file. Raises ScheduleError; what is lowered already is not validated."""
     schedule = read_file(path, sizes)
+    check_ranks(str(path), schedule.header.num_ranks)
     if schedule.header.lowered:
         return schedule
     check_compute(schedule)

@@ -2,9 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from megapipe.schedules.errors import ScheduleError, excerpt
+
+LARGEST: Final = 10**9 - 1
+"""The largest number in a schedule file, apart from those of actions."""
+DIGITS: Final = "[0-9]+"
+"""Pattern of a number. Where the digits of other scripts count too, as in `int`, files are easily misread."""
 
 
 class Word(NamedTuple):
@@ -38,13 +43,19 @@ class TextLine(NamedTuple):
             raise self.error(self.words[-1], f"a value must follow {self.words[0].text!r}")
 
     def number_at(self, index: int, least: int = 0) -> int:
-        """The whole number at a word; raises ScheduleError where there is none or it is below ``least``."""
+        """The whole number at a word; raises ScheduleError where there is none from ``least`` to `LARGEST`."""
         if index >= len(self.words):
             raise self.error(self.words[-1], f"a number must follow {self.words[-1].text!r}")
         word = self.words[index]
-        if re.fullmatch(r"\d{1,9}", word.text) is None or int(word.text) < least:
-            raise self.error(word, f"{word.text!r} is not a whole number of at least {least}")
-        return int(word.text)
+        return self.whole_number(word, word.text, least)
+
+    def whole_number(self, word: Word, text: str, least: int = 0) -> int:
+        """The whole number of a text, which is a word of this line or a part of it; otherwise as `number_at`."""
+        digits = text.lstrip("0") or text[-1:]
+        if re.fullmatch(DIGITS, text) and len(digits) <= len(str(LARGEST)) and int(digits) >= least:
+            return int(digits)
+        rule = f"a whole number from {least} to {LARGEST:,}"
+        raise self.error(word, f"{text!r} is not {rule}; write one, in the digits 0 to 9")
 
     def choice_at(self, index: int, choices: tuple[str, ...]) -> str:
         """The word at an index, which must be one of ``choices``."""

@@ -28,7 +28,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lines import TextLine, Word
+from megapipe.schedules.lines import DIGITS, TextLine, Word
 from megapipe.schedules.schedule import SECTIONS
 
 OPTIONS: Final = ("chunks", "group_size", "max_pending")
@@ -43,7 +43,7 @@ Expression = Callable[[Values], int]
 Statement = Callable[[Values], Iterator[tuple[Word, ...]]]
 """Runs with the values of names, which it may change, and yields the words of each line that it makes."""
 
-_TOKEN: Final = re.compile(r"\s*(\d+|[A-Za-z_]\w*|\.\.|//|[=!<>]=|[-+*%<>()=:,]|\S)")
+_TOKEN: Final = re.compile(r"\s*([0-9]+|[A-Za-z_]\w*|\.\.|//|[=!<>]=|[-+*%<>()=:,]|\S)")
 _WORD: Final = re.compile(r"(?:\{[^{}]*\}|[^\s{}])+|[{}]")
 _NAME: Final = re.compile(r"[A-Za-z_]\w*")
 STATEMENTS: Final = ("for", "if", "else:", "let", "require", "option", "ranks")
@@ -182,8 +182,9 @@ class Scanner:
             self.expect(")", f"the numbers of {token}")
             choose = min if token == "min" else max
             return lambda values: choose(each(values) for each in parts)
-        if token.isdecimal() and len(token) < 10:
-            number = int(self.take(token))
+        if re.fullmatch(DIGITS, token):
+            column = len(self.content) - len(self.content[self.at :].lstrip()) + 1
+            number = self.line.whole_number(Word(token, column), self.take(token))
             return lambda values: number
         if token not in self.names:
             raise self.error(self._not_a_number(token))

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
 from megapipe.schedules.errors import ScheduleError
 
 WeightHome = Literal["whole", "sharded", "host"]
 """Where weights are between their uses: whole on every replica, sharded over replicas, or in host memory."""
+
+
+MOST_UNITS: Final = 4_000_000
+"""Units of all stages of a schedule. More take gigabytes."""
 
 
 class StateUnit(NamedTuple):
@@ -54,6 +59,7 @@ class StateTable:
         weight_pool, gradient_pool: numbers of units; 0 keeps weights, or gradients, whole. weights: their home if
         weight_pool is not 0.
         """
+        check_number(layers_per_stage)
         home: WeightHome = weights if weight_pool else "whole"
         units = tuple(
             tuple(StateUnit(layer, home, gradient_pool > 0) for layer in range(layers)) for layers in layers_per_stage
@@ -96,9 +102,8 @@ class StateTable:
                     f"{name}: the state units of stage {stage} are of layers {used}; they must be in the order of its "
                     f"{layers} layers and leave none out"
                 )
-            for layer in range(layers):
-                own = [unit for unit in units if unit.layer == layer]
-                self._check_room(f"{name}: layer {layer} of stage {stage}", own)
+            for layer, own in groupby(units, lambda unit: unit.layer):
+                self._check_room(f"{name}: layer {layer} of stage {stage}", list(own))
         return self if self.units != whole_units(layers_per_stage) else StateTable((), *self._pools)
 
     def _check_room(self, what: str, units: Sequence[StateUnit]) -> None:
@@ -120,6 +125,15 @@ class StateTable:
 
 WHOLE_STATES: Final = StateTable()
 """Each layer is one unit that is kept whole."""
+
+
+def check_number(layers_per_stage: Sequence[int]) -> None:
+    """Raise ScheduleError if there are more than `MOST_UNITS`."""
+    if sum(layers_per_stage) > MOST_UNITS:
+        raise ScheduleError(
+            f"{len(layers_per_stage):,} stages have {sum(layers_per_stage):,} units (layers); the maximum is "
+            f"{MOST_UNITS:,}: use fewer units in each stage"
+        )
 
 
 def whole_units(layers_per_stage: Sequence[int]) -> tuple[tuple[StateUnit, ...], ...]:

@@ -38,11 +38,11 @@ import numpy as np
 
 from megapipe.schedules.actions import Action, Rows, empty_rows, read_action, write_action
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lines import TextLine, split_lines
+from megapipe.schedules.lines import DIGITS, TextLine, split_lines
 from megapipe.schedules.parameters import STATEMENTS, UNKNOWN, FileParameters, expand
 from megapipe.schedules.promise import Promise
 from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule, SectionName, Sections, StagePlace
-from megapipe.schedules.states import StateTable, StateUnit, WeightHome
+from megapipe.schedules.states import StateTable, StateUnit, WeightHome, check_number
 from megapipe.schedules.table import Table
 
 MAGIC: Final = "megapipe schedule"
@@ -220,6 +220,7 @@ class HeaderReader:
             for key in ("activation_slots", "gradient_slots")
         }
         units = tuple(stage["units"] for stage in self._stages)
+        check_number(units)
         pools = {pool: fields.pop(pool, 0) for pool in _POOLS}
         if self._version == 1:
             states = self._version_1_states(units, fields, pools)
@@ -286,10 +287,13 @@ class HeaderReader:
 
     def _read_states(self, line: TextLine) -> None:
         """``state S/L`` or ``state S/L-L``, then what the unit of each of these layers does not leave as usual."""
-        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})(?:-(\d{1,9}))?", line.words[1].text if len(line.words) > 1 else "")
+        text = line.words[1].text if len(line.words) > 1 else ""
+        match = re.fullmatch(rf"({DIGITS})/({DIGITS})(?:-({DIGITS}))?", text)
         if match is None:
             raise line.error(line.words[-1], "a stage and its layers must follow, such as 0/2 or 0/2-5")
-        stage, first, last = int(match[1]), int(match[2]), int(match[3] or match[2])
+        stage, first, last = (
+            line.whole_number(line.words[1], each) for each in (match[1], match[2], match[3] or match[2])
+        )
         if stage >= len(self._stages) or not first <= last < self._stages[stage]["units"]:
             raise line.error(line.words[1], f"{line.words[1].text!r} does not name layers of a stage defined above")
         given: dict[str, Any] = {}

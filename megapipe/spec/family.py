@@ -299,7 +299,7 @@ class Family:
         for layer, spec in specs.values():
             own = model.of_kind(layer.variant)
             path, index, in_block = spec.name.removeprefix(f"{layer.name}."), layer.index, layer.kind == "block"
-            further = re.fullmatch(r"mtp\.(\d+)\.(block\.)?(.*)\.(\w+)", path)
+            further = re.fullmatch(r"mtp\.([0-9]+)\.(block\.)?(.*)\.(\w+)", path)
             if further is not None:
                 if not self.mtp:
                     continue
@@ -361,7 +361,7 @@ class Family:
         not have."""
         if name == self.output:
             return model.tie_embeddings
-        layer = re.fullmatch(rf"{re.escape(self.body)}layers\.(\d+)\..*", name) if self.more_layers else None
+        layer = re.fullmatch(rf"{re.escape(self.body)}layers\.([0-9]+)\..*", name) if self.more_layers else None
         if layer is not None and int(layer[1]) >= model.num_layers:
             return True
         absent = (parts for flag, parts in self.optional.items() if not vars(model)[flag])

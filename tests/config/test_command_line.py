@@ -1,12 +1,16 @@
 """What the tools' parsers say of a wrong command line: one line, status 2."""
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import megapipe
 from megapipe.config.command_line import finite, natural, positive, tool_parser
+from megapipe.config.field_types import whole_number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -15,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     count.add_argument("--times", type=positive)
     count.add_argument("--skip", type=natural)
     count.add_argument("--within", type=finite)
-    count.add_argument("--port", type=int)
+    count.add_argument("--port", type=whole_number)
     count.add_argument("--kind", choices=["small", "large"])
     return made
 
@@ -32,6 +36,13 @@ def parser() -> argparse.ArgumentParser:
         ("count --within=inf", "--within is inf, but must be a finite number of at least 0"),
         ("count --within=near", "--within is 'near', but must be a finite number"),
         ("count --port=1.5", "--port is '1.5', but must be a whole number"),
+        ("count --within -1,2", "--within is '-1,2', but must be a finite number"),
+        ("count --within -1e3", "--within is -1e3, but must be a finite number of at least 0"),
+        ("count --within -near", "--within needs a value; write one that starts with a hyphen as --within=VALUE"),
+        ("count --within", "--within needs a value; write one that starts with a hyphen as --within=VALUE"),
+        ("count --times \uff12", "--times is '\uff12', but must be a whole number in the digits 0 to 9"),
+        ("count --within=1\uff12", "--within is '1\uff12', but must be a finite number in the digits 0 to 9"),
+        ("count --port=٣", "--port is '٣', but must be a whole number in the digits 0 to 9"),
         ("count --kind middling", "--kind: invalid choice: 'middling' (choose from"),
         ("count --time 1", "unrecognized arguments: --time 1"),
     ],
@@ -45,6 +56,12 @@ def test_a_wrong_command_line_is_told_in_one_line(words: str, told: str, capsys:
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ")
     assert told in line
+
+
+def test_flags_read_numbers_with_field_types() -> None:
+    """Flags whose type is int or float would also take the digits of other scripts."""
+    sources = Path(megapipe.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if re.search(r"\btype=(int|float)\b", path.read_text(encoding="utf-8"))]
 
 
 @given(st.integers(0, 10**9), st.floats(0, 1e300))

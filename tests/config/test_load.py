@@ -119,12 +119,17 @@ run.yaml | unexpected argument 'run.yaml': flags start with --, as in --config F
 --batch.global_size 1e3 | batch.global_size is 1000.0, but must be a whole number
 --optimizer adam | the file does not exist; choose an existing YAML file; to set a single field, write --optimizer.
 --config | --config needs a value
+--config= | --config is empty; name a YAML file, or leave the flag out
 --model no_such_file.yaml | --model no_such_file.yaml: the file does not exist
 --model docs | is a folder; choose a YAML file
 --training.precision fp8 | is fp8, but must be one of auto, fp32, bf16, fp16
 --model.num_kv_heads x | num_kv_heads is x, but must be a whole number from 1 to 1048576, or null
 --parallel.layers_per_stage [1,x] | [1, 'x'], but must be a list of whole numbers of at least 1, or null
 --optimizer.learning_rate nan | optimizer.learning_rate is nan, but must be a number above 0
+--model.num_layers \uff12 | model.num_layers is \uff12, but must be a whole number from 1 to 1048576, in the digits
+--optimizer.learning_rate=2\uff12e-4 | learning_rate is 2\uff12e-4, but must be a number above 0, in the digits 0 to 9
+--model.num_kv_heads ٣ | num_kv_heads is ٣, but must be a whole number from 1 to 1048576, or null, in the digits 0
+--optimizer.betas [0.9,0.9\uff19] | betas is [0.9,0.9\uff19], but must be a list
 --optimizer.betas [0.9] | betas is [0.9], but must be a list of 2 numbers of at least 0 and below 1
 --tensor-model-parallel-size 2 | Megatron-LM's tensor_model_parallel_size is --parallel.tensor here
 --distributed-timeout-minutes=9 | is --parallel.timeout_seconds here (in seconds)

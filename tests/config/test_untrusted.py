@@ -37,6 +37,8 @@ BAD_YAML = {
     "alias bomb": "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 20)),
     "6,000 digits": f"a: {'9' * 6000}",
     "sexagesimal": f"a: 1{':1' * 1000}",
+    "digits of another script": "a: \uff12",
+    "digits of two scripts": "a: [1, 1\uff12.5e-3]",
     "month 13": "a: 2001-13-45",
     "tag": "a: !!python/object/apply:os.system [x]",
     "int of text": "a: !!int x",

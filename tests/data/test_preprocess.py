@@ -144,6 +144,12 @@ def test_a_broken_line_is_named_and_can_be_skipped(
         (["--input", "empty"], "'empty' gives no files: the folder is empty"),
         (["--input", "dataset:"], "'dataset:' names no dataset: give dataset:NAME"),
         (["--input", "blank.jsonl"], "no usable document"),
+        (["--input", "nothing.txt"], "no usable document for out/shard_text_document (documents without text: 1)"),
+        (["--input", "untitled.jsonl", "--json-keys", "text", "title"], "no usable document for out/shard_title_docu"),
+        (
+            ["--input", "a.txt", "--output-prefix", "/proc/shard"],
+            "/proc/shard.parts: No such file or directory; cho",
+        ),
         (["--input", "a.txt", "--tokenizer", "gpt5"], "no tokenizer 'gpt5'"),
         (["--input", "a.txt", "--tokenizer", "a.txt"], "a.txt is not a tokenizer.json"),
         (["--input", "a.txt", "--json-keys", "body"], "a.txt is read as plain text and has the one field 'text'"),
@@ -163,9 +169,11 @@ def test_unusable_input_is_refused(
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "nothing.txt").write_text("")
+    (tmp_path / "untitled.jsonl").write_text('{"text": "x", "title": ""}\n' * 2)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "packed.jsonl.xz").write_bytes(b"\x1f\x8b")
-    assert preprocess(*arguments, "--output-prefix", "out/shard") == 2
+    assert preprocess("--output-prefix", "out/shard", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("shard*"))
 

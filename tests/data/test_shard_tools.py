@@ -101,11 +101,39 @@ def test_verify_finds_every_damage(
     content[position] = value
     path.write_bytes(content)
     whole = str(write_shard(tmp_path / "whole", [[[1]]]))
-    assert main(["verify", prefix, str(tmp_path / "absent"), whole]) == 1
+    assert main(["verify", prefix, whole]) == 1
     captured = capsys.readouterr()
     assert message in captured.err
     assert f"{whole}: " in captured.out, "later shards are verified too"
-    assert [line.startswith("error: ") for line in captured.err.splitlines()] == [True, True]
+    assert [line.startswith("error: ") for line in captured.err.splitlines()] == [True]
+
+
+def test_a_missing_shard_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = str(write_shard(tmp_path / "whole", [[[1]]]))
+    assert main(["verify", whole, str(tmp_path / "absent")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert "absent.idx does not exist: give the prefix of a shard" in line
+
+
+def test_inspect_shows_each_document_once_for_any_number_of_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = str(write_shard(tmp_path / "whole", [[[1]], [[2]], [[3]]]))
+    for samples, shown in (("0", []), ("2", [0, 1]), ("99999999999999", [0, 1, 2])):
+        assert main(["inspect", whole, "--samples", samples]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("document ")]
+        assert [int(line.split()[1]) for line in lines] == shown
+
+
+@pytest.mark.parametrize("shares", ["-1,2", "1,-2", "0,1", "1,,2", "nan", "\uff19,1", ""])
+def test_wrong_shares_are_refused_in_one_line(tmp_path: Path, shares: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = str(write_shard(tmp_path / "whole", [[[1]], [[2]]]))
+    assert main(["split", whole, "--shares", shares, "--output-prefix", str(tmp_path / "part")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--shares {shares!r}" in line
+    assert not list(tmp_path.glob("part*"))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

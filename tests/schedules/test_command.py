@@ -178,6 +178,15 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ("show --ranks 1000 --microbatches 100000", "has 100,000,000 forwards per step; the maximum is"),
         ("compare --microbatches 0", "the number of micro-batches of 1f1b is 0; it must be at least 1"),
         ("compare --schedule zb", "unknown schedule 'zb'"),
+        ("compare --schedule 1f1b,,gpipe", "unknown schedule ''"),
+        ("compare --schedule 1f1b,1f1c", "did you mean '1f1b'"),
+        ("compare --schedule 1f1b,./nowhere.txt", "cannot read nowhere.txt"),
+        ("show --ranks 100000000", "has 100,000,000 pipeline ranks; with their communication, the maximum is 2,000"),
+        ("write --ranks 100000000", "has 800,000,000 forwards per step; the maximum is 4,000,000"),
+        ("write --lowered --ranks 4000000 --microbatches 1", "the maximum is 2,000"),
+        ("compare --schedule 1f1b,gpipe --ranks 1000000 --microbatches 1", "the maximum is 2,000"),
+        ("simulate --schedule interleaved_1f1b --chunks 1000000000", "forwards per step; the maximum is 4,000,000"),
+        ("simulate --units 1000000000", "4 stages have 4,000,000,000 units (layers); the maximum is 4,000,000"),
     ],
 )
 def test_errors_are_one_line_and_status_2(capsys, arguments, message):

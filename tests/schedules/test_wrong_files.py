@@ -8,6 +8,7 @@ from megapipe.schedules import GENERATORS, ScheduleError, dumps, loads, lower, o
 from megapipe.schedules.build import load_file
 from megapipe.schedules.command.main import main
 from megapipe.schedules.errors import excerpt
+from megapipe.schedules.parameters import FileParameters
 
 MINE = """megapipe schedule 2
 name mine
@@ -81,6 +82,7 @@ WRONG = {
     "unknown key": (changed(("microbatches", "micro_batches")), 3, "unknown header", "did you mean 'microbatches'"),
     "unknown class": (changed(("name mine", "name mine\nclass D")), 3, "'D' is not", "one of A, B, C"),
     "name twice": (changed(("name mine", "name mine\nname own")), 3, "'name' appears twice", "remove one of the two"),
+    "too many": (changed(("batches 4", "batches 999999999999")), 3, "from 1 to 999,999,999", "write one, in the"),
     "two values": (changed(("name mine", "name my own")), 2, "unexpected 'own'", "remove it"),
     "stage without a rank": (changed(("stage 1 rank 1", "stage 1")), 5, "has no rank", "write 'stage 1 rank R'"),
     "a gap in the ranks": (changed(("stage 1 rank 1", "stage 1 rank 2")), 4, r"ranks \[0, 2\]", "without gaps"),
@@ -112,6 +114,24 @@ def test_a_wrong_file_is_refused_with_line_and_remedy(tmp_path, capsys, name):
     assert f"  > {line:5d} | {text.splitlines()[line - 1]}" in near
     for other in (line - 1, line + 1):
         assert not 0 < other <= text.count("\n") or any(f"{other:5d} |" in each for each in near)
+
+
+@pytest.mark.parametrize("text", [MINE, GENERATORS["1f1b"].text, MINE.replace("body", "state 1/0\nbody")])
+def test_every_number_must_be_in_ascii_digits(text):
+    """Python's int, isdecimal and \\d also take digits of other scripts, which look much like those that are meant."""
+    loads(text, sizes=FileParameters(2, 4))
+    name_end = text.index("\n", text.index("name"))
+    places = [match for match in re.finditer("[0-9]", text) if not text.index("name") < match.start() < name_end]
+    assert len(places) >= 4
+    for match in places:
+        wrong = text[: match.start()] + chr(ord("\uff10") + int(match[0])) + text[match.end() :]
+        with pytest.raises(ScheduleError, match=r"line \d+, column \d+: "):
+            loads(wrong, sizes=FileParameters(2, 4))
+
+
+def test_units_are_counted_before_they_are_made():
+    with pytest.raises(ScheduleError, match=r"have 1,000,000,000 units .*; the maximum is 4,000,000: use fewer"):
+        loads(changed(("stage 0 rank 0", "stage 0 rank 0 units 999999999")))
 
 
 def test_receives_of_another_section_are_refused_with_their_line():

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
+from megapipe.config.command_line import ProgressBar, exit_status, not_empty, positive, tool_parser, with_hyphens
 from megapipe.data.errors import DataError
 from megapipe.data.files import write_whole
 from megapipe.data.preprocess.documents import SAMPLE_BYTES, SampledTexts
@@ -97,7 +97,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--drop-duplicates", action="store_true", help="omit documents that equal an earlier document in all fields"
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with that token, as GPT needs")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output's paths")
+    parser.add_argument(
+        "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="start of the output's paths"
+    )
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="processes (all cores)")
     return parser
 

@@ -268,9 +268,13 @@ class _Outputs:
         self._saved = time.monotonic()
 
     def commit(self, sources: SourceChecksums) -> list[ShardManifest]:
-        """Publish the shards. Raises DataError if the input had no documents."""
-        if self.writers[0].num_documents == 0:
-            raise DataError("the input contains no usable document, so the output would be empty: check --input")
+        """Publish the shards. Raises DataError if one would have no token."""
+        for writer in self.writers:
+            if writer.num_tokens == 0:
+                raise DataError(
+                    f"the input contains no usable document for {writer.prefix} (documents without text: "
+                    f"{writer.num_documents:,}), so the shard would be empty: check --input and --json-keys"
+                )
         described = sources.result()
         return [self._commit(writer, described) for writer in self.writers]
 

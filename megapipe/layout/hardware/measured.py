@@ -16,7 +16,7 @@ LayerKind = Literal["embedding", "block", "head"]
 Transport = Literal["gloo", "shared_memory", "nccl"]
 LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 Count = Annotated[int, Bound(1, 10**9)]
-_ISO_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+_ISO_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 @dataclass(frozen=True)

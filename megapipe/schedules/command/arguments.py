@@ -5,10 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-from megapipe.config.command_line import finite, tool_parser, with_hyphens
+from megapipe.config.command_line import finite, positive, tool_parser, with_hyphens
+from megapipe.config.field_types import real_number, whole_number
 from megapipe.config.parallel import ScheduleConfig, is_schedule_file
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.build import MOST_FORWARDS, build, load_file, order, read_file
+from megapipe.schedules.build import (
+    MOST_FORWARDS,
+    build,
+    check_microbatches,
+    check_ranks,
+    load_file,
+    order,
+    read_file,
+)
 from megapipe.schedules.building_blocks import Times
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.offload import Offload, with_snapshots
@@ -70,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
                 "--lowered", action="store_true", help="with every send, receive, reduction and update written out"
             )
         if name == "show":
-            command.add_argument("--width", type=int, default=120, help="maximum characters per line")
+            command.add_argument("--width", type=positive, default=120, help="maximum characters per line")
     compare = commands.add_parser("compare", help="a table over schedules")
     compare.add_argument("--schedule", default=",".join(GENERATORS), help="names and files, separated by commas")
     _flags(compare)
@@ -92,9 +101,9 @@ def _json(command: argparse.ArgumentParser) -> None:
 def _sizes(command: Any) -> None:
     for name, what in (("ranks", "pipeline ranks"), ("microbatches", "micro-batches per step")):
         usual = DEFAULT_SIZES[name]
-        command.add_argument(f"--{name}", type=int, default=usual, help=f"{what} (default {usual})")
+        command.add_argument(f"--{name}", type=whole_number, default=usual, help=f"{what} (default {usual})")
     command.add_argument(
-        "--chunks", type=int, help="stages on each rank (default 2 for schedules with several, 1 for seq1f1b)"
+        "--chunks", type=whole_number, help="stages on each rank (default 2 for schedules with several, 1 for seq1f1b)"
     )
 
 
@@ -102,37 +111,57 @@ def _flags(command: argparse.ArgumentParser) -> None:
     _json(command)
     shape = command.add_argument_group("shape")
     _sizes(shape)
-    shape.add_argument("--steps", type=int, help="optimizer steps (default 1; 4 for schedules that never flush)")
-    shape.add_argument("--units", type=int, default=1, help="units (layers) in each stage (default 1)")
     shape.add_argument(
-        "--weight-buffers", type=int, default=0, help="sharded weights: maximum number of gathered units on a rank"
+        "--steps", type=whole_number, help="optimizer steps (default 1; 4 for schedules that never flush)"
+    )
+    shape.add_argument("--units", type=whole_number, default=1, help="units (layers) in each stage (default 1)")
+    shape.add_argument(
+        "--weight-buffers",
+        type=whole_number,
+        default=0,
+        help="sharded weights: maximum number of gathered units on a rank",
     )
     shape.add_argument(
-        "--whole-gradients", type=int, default=0, help="sharded gradients: maximum number of whole units on a rank"
+        "--whole-gradients",
+        type=whole_number,
+        default=0,
+        help="sharded gradients: maximum number of whole units on a rank",
     )
     shape.add_argument(
-        "--recompute", type=int, metavar="K", help="keep only the input of every K units and recompute the rest"
+        "--recompute",
+        type=whole_number,
+        metavar="K",
+        help="keep only the input of every K units and recompute the rest",
     )
     shape.add_argument(
-        "--offload", type=int, metavar="K", help="move the activations of every K-th unit to host memory and back"
+        "--offload",
+        type=whole_number,
+        metavar="K",
+        help="move the activations of every K-th unit to host memory and back",
     )
     shape.add_argument(
-        "--prefetch", type=int, default=1, help="compute actions between a reload and its backward (default 1)"
+        "--prefetch",
+        type=whole_number,
+        default=1,
+        help="compute actions between a reload and its backward (default 1)",
     )
     shape.add_argument(
         "--offload-state", action="store_true", help="keep optimizer state on the device only around updates"
     )
     shape.add_argument(
-        "--offload-weights", type=int, default=0, metavar="N",
+        "--offload-weights", type=whole_number, default=0, metavar="N",
         help="weights and optimizer state in host memory: maximum number of units with weights on the device",
     )  # fmt: skip
     shape.add_argument("--snapshot", action="store_true", help="copy the state for a checkpoint during the step")
     shape.add_argument(
-        "--receive-ahead", type=int, default=1, help="compute actions between a receive and its use (default 1)"
+        "--receive-ahead",
+        type=whole_number,
+        default=1,
+        help="compute actions between a receive and its use (default 1)",
     )
     shape.add_argument(
         "--vocabulary",
-        type=int,
+        type=whole_number,
         nargs="?",
         choices=(1, 2),
         const=1,
@@ -143,10 +172,10 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options = command.add_argument_group("options of particular schedules")
     options.add_argument(
         "--group-size",
-        type=int,
+        type=whole_number,
         help="interleaved_1f1b and gis: consecutive micro-batches that pass a chunk (default: see docs/schedules.md)",
     )
-    options.add_argument("--slices", type=int, help="seq1f1b: parts of each sequence (default 4)")
+    options.add_argument("--slices", type=whole_number, help="seq1f1b: parts of each sequence (default 4)")
     options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
     options.add_argument(
         "--vertical-sync", action="store_true", default=None, help="pipedream: use one weight version on all ranks"
@@ -154,7 +183,9 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--two-bp", action="store_true", default=None, help="split backwards and run weight halves in idle time"
     )
-    options.add_argument("--max-pending", type=int, help="with --two-bp: maximum number of postponed weight halves")
+    options.add_argument(
+        "--max-pending", type=whole_number, help="with --two-bp: maximum number of postponed weight halves"
+    )
     options.add_argument(
         "--memory-limit", type=finite, help="zb_auto and v_auto: maximum number of micro-batches that a rank holds"
     )
@@ -205,15 +236,19 @@ def _add_overlay(command: argparse.ArgumentParser) -> None:
     """Add the flags of `overlay`."""
     command.add_argument("directory", type=Path, help="folder of the recording, set by --profile.trace")
     command.add_argument("-o", "--output", type=Path, help="picture: .html, .svg or .json (Chrome/Perfetto trace)")
-    command.add_argument("--step", type=int, help="step to show, numbered as in the log (default: a typical one)")
-    command.add_argument("--pipeline", type=int, default=0, help="replica of the pipeline to show (default 0)")
+    command.add_argument(
+        "--step", type=whole_number, help="step to show, numbered as in the log (default: a typical one)"
+    )
+    command.add_argument(
+        "--pipeline", type=whole_number, default=0, help="replica of the pipeline to show (default 0)"
+    )
     times = command.add_argument_group(
         "times in milliseconds, for a rank's share of the model, that replace measured medians"
     )
     for name in STAGE_TIMES:
-        times.add_argument(f"--{name.replace('_', '-')}" + "-time" * (name == "update"), dest=name, type=float)
-    times.add_argument("--latency", type=float, help="of a message between ranks")
-    times.add_argument("--scalars-time", type=float, help="global norm and finite flag over all ranks")
+        times.add_argument(f"--{name.replace('_', '-')}" + "-time" * (name == "update"), dest=name, type=real_number)
+    times.add_argument("--latency", type=real_number, help="of a message between ranks")
+    times.add_argument("--scalars-time", type=real_number, help="global norm and finite flag over all ranks")
 
 
 def order_of(flags: argparse.Namespace, name: str) -> Schedule:
@@ -241,6 +276,7 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
 def _without_snapshots(flags: argparse.Namespace, name: str) -> Schedule:
     if is_schedule_file(name):
         return load_file(Path(name), sizes_of(flags))
+    check_ranks(name, flags.ranks)
     arguments = _arguments(flags, name)
     stages = len(arguments["units_per_stage"])
     return build(
@@ -287,6 +323,7 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     }
     if "times" in generator.order_options or options.get("two_bp"):
         options["times"] = costs
+    check_microbatches(name, flags.ranks, flags.microbatches, **cast(Options, options))
     in_host = getattr(flags, "offload_weights", 0)
     if in_host and flags.weight_buffers:
         raise ScheduleError("--offload-weights and --weight-buffers exclude each other; leave one of the two out")

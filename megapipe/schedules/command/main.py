@@ -5,10 +5,12 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from megapipe.config.parallel import is_schedule_file
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.build import load_file
+from megapipe.schedules.build import is_for_all_sizes, load_file
 from megapipe.schedules.command.arguments import (
     DEFAULT_SIZES,
     STAGE_TIMES,
@@ -174,7 +176,13 @@ def _show(flags: argparse.Namespace) -> None:
 
 def _compare(flags: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
-    for name in flags.schedule.split(","):
+    names = flags.schedule.split(",")
+    for name in names:
+        if is_schedule_file(name):
+            is_for_all_sizes(Path(name))  # raises for a file that cannot be read
+        elif name not in GENERATORS:
+            find_generator(name)
+    for name in names:
         wanted = argparse.Namespace(**vars(flags))
         try:
             if name in GENERATORS and GENERATORS[name].chunks == 1:

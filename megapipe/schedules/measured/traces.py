@@ -21,7 +21,7 @@ from megapipe.schedules.text import dumps
 
 FORMAT: Final = "megapipe trace 1"
 SCHEDULE_FILE: Final = "schedule.txt"
-RANK_FILE: Final = re.compile(r"rank-(\d+)\.json")
+RANK_FILE: Final = re.compile(r"rank-([0-9]+)\.json")
 
 
 class Event(NamedTuple):

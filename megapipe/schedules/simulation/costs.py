@@ -150,7 +150,8 @@ def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[
         for stage, total in enumerate(each / slices for each in by_stage):
             times[CostPlace(kind, stage)] = total
             parts = dict(_parts(header, kind, stage))
-            times |= {CostPlace(kind, stage, unit): total * part / sum(parts.values()) for unit, part in parts.items()}
+            whole = sum(parts.values())
+            times |= {CostPlace(kind, stage, unit): total * part / whole for unit, part in parts.items()}
     return times
 
 

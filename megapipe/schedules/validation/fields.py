@@ -250,10 +250,11 @@ def check_units(table: Table) -> None:
     )
     _require(table, ~table.is_kind(*STATE_KINDS) | (table.unit < table.num_states), "the stage has fewer state units")
     owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE, Kind.SNAPSHOT) | (moved & (table.version >= 0))
+    kept = [frozenset(table.header.state_units(stage)) for stage in range(len(table.header.stages))]
     for row in np.flatnonzero(owned).tolist():
         stage, unit = int(table.stage[row]), int(table.unit[row])
         tied = table.header.tied_group(stage, unit) >= 0
-        if unit not in table.header.state_units(stage) or (table.kind[row] == Kind.REDUCE_TIED and not tied):
+        if unit not in kept[stage] or (table.kind[row] == Kind.REDUCE_TIED and not tied):
             raise failure(table, row, f"stage {stage} keeps no such state; it keeps {table.header.state_units(stage)}")
 
 
