@@ -430,7 +430,7 @@ def family_problems(model: ModelConfig) -> list[str]:
         others = ", leave out options that only BERT runs have, such as data.pairs" if model.kind == "bert" else ""
         return [
             f"model.family is {model.family!r}, a family of {known.kind.upper()} models, but this run is a "
-            f"{model.kind.upper()}; set --kind {known.kind}{others}, or choose a model of the other kind"
+            f"{model.kind.upper()}; train with --kind {known.kind}{others}, or choose a model of the other kind"
         ]
     try:
         family_of(model.family, model.kind)
