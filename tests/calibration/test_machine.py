@@ -57,7 +57,7 @@ def test_a_device_multiplies_and_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"ranks": 0}, "ranks is 0; it must be 1 or more"),
         ({"micro_sizes": [1, 0]}, "micro size is 0; it must be 1 or more"),
@@ -68,10 +68,10 @@ def test_a_device_multiplies_and_copies() -> None:
         ({"out": Path("machine")}, r"machine is not a name of a hardware file; choose one that ends in \.yaml"),
     ],
 )
-def test_what_cannot_be_measured_is_told_before_anything_is(arguments, told, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_measured_is_refused_before_anything_is_measured(arguments, message, tmp_path) -> None:  # type: ignore[no-untyped-def]
     lines: list[str] = []
     given = {"out": tmp_path / "machine.yaml", "ranks": 2, "tensor_sizes": [1], "micro_sizes": [1], **arguments}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         profile(CONFIG, say=lines.append, **given)
     assert not lines
 
@@ -156,8 +156,8 @@ def test_a_signal_ends_a_profile_and_leaves_neither_file_nor_process(tmp_path: P
     wait_until(lambda: children_of(program.pid))
     ranks = children_of(program.pid)
     program.send_signal(number)
-    _, told = program.communicate(timeout=60)
+    _, message = program.communicate(timeout=60)
     assert program.returncode == 128 + number
-    assert told.strip() == f"error: stopped by {number.name}; {tmp_path / 'machine.yaml'} was not written"
+    assert message.strip() == f"error: stopped by {number.name}; {tmp_path / 'machine.yaml'} was not written"
     assert list(tmp_path.iterdir()) == []
     wait_for_the_end(ranks)

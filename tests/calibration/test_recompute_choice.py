@@ -62,33 +62,33 @@ def chosen(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig | Config
 def test_every_rank_takes_what_the_first_one_chose(make: Callable[[], PretrainConfig]) -> None:
     config = make()
     budget = 0.9 * peak_bytes(config, "cpu")
-    (first, told), (second, _) = run_threads({"pipeline": 2}, chosen, auto(config, budget))
+    (first, messages), (second, _) = run_threads({"pipeline": 2}, chosen, auto(config, budget))
     assert isinstance(first, RecomputeConfig)
     assert first == second
     assert first.method != "none"
     assert peak_bytes(replace(config, recompute=first), "cpu") <= budget
-    assert len(told) == 1
-    assert told[0].startswith("recompute auto: ")
+    assert len(messages) == 1
+    assert messages[0].startswith("recompute auto: ")
 
 
 def test_what_the_device_has_is_enough_for_a_small_model() -> None:
-    (found, told), _ = run_threads({"pipeline": 2}, chosen, auto(gpt(), None))
+    (found, messages), _ = run_threads({"pipeline": 2}, chosen, auto(gpt(), None))
     assert found == RecomputeConfig()
-    assert "90% of a device's" in told[0]
+    assert "90% of a device's" in messages[0]
 
 
 @pytest.mark.parametrize(
-    ("budget", "hardware", "told"),
+    ("budget", "hardware", "message"),
     [
         (1e5, None, "a rank needs at least"),
         (1e6, "a100-80", "recompute.hardware a100-80 describes cuda devices, but this run uses cpu"),
         (1e6, "atuo", "unknown hardware 'atuo'"),
     ],
 )
-def test_every_rank_is_told_what_cannot_be(budget: float, hardware: str | None, told: str) -> None:
+def test_every_rank_gets_the_reason_of_a_refusal(budget: float, hardware: str | None, message: str) -> None:
     for found, lines in run_threads({"pipeline": 2}, chosen, auto(gpt(), budget, hardware)):
         assert isinstance(found, ConfigError)
-        assert told in str(found)
+        assert message in str(found)
         assert not lines
 
 

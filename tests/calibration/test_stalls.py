@@ -28,7 +28,7 @@ shares = st.floats(0.0, 1.0)
 
 
 class PlannedTime:
-    """A clock that goes on when it is told to, and storage that keeps its files until it is made cold."""
+    """A clock that advances on request, and storage that keeps its files until it is made cold."""
 
     def __init__(self, preparation: float, fetch: float, can_be_cold: bool = True) -> None:
         self.now = 0.0

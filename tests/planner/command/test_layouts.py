@@ -42,11 +42,11 @@ def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(ca
 
 def test_a_model_that_was_not_named_is_told(capsys):
     machine = ["--hardware", "a100-80", "--devices", "8"]
-    told = "note: no model was given, so this is the default model with 12 layers of hidden size 768"
+    message = "note: no model was given, so this is the default model with 12 layers of hidden size 768"
     for command in ("predict", "explain"):
-        assert told in output(capsys, command, *machine)
-        assert any(told in f"note: {each}" for each in json_of(capsys, command, *machine)["remarks"])
-    assert told in output(capsys, "search", *machine, "--batch.global_size=16", "--top=1")
+        assert message in output(capsys, command, *machine)
+        assert any(message in f"note: {each}" for each in json_of(capsys, command, *machine)["remarks"])
+    assert message in output(capsys, "search", *machine, "--batch.global_size=16", "--top=1")
     for named in (["--model", MODEL], ["--model.num_layers=6"]):
         found = json_of(capsys, "predict", *machine, *named)
         assert not any("default one" in each for each in found["remarks"])
@@ -148,7 +148,7 @@ def test_a_reserve_is_kept_free(capsys):
         found = json_of(capsys, "predict", *LAYOUT, "--memory_reserve", str(reserve))
         assert found["fits"] is fits
         assert found["memory_limit_bytes"] == pytest.approx(needed + spare)
-    told = "it must be at least 0 and below the 80 GB of device"
+    message = "it must be at least 0 and below the 80 GB of device"
     for reserve in ("80", "-1"):
         (line,) = refusal(capsys, "predict", *LAYOUT, "--memory_reserve", reserve)
-        assert told in line
+        assert message in line
