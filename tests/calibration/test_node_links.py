@@ -131,5 +131,5 @@ def test_one_process_has_no_links(tmp_path: Path) -> None:
     wrong = [*program[:-1], "--output=folder/of/no/name"]
     done = subprocess.run(wrong, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "not a name for a hardware file" in done.stderr
+    assert "not a name of a hardware file" in done.stderr
     assert not list(tmp_path.iterdir())
