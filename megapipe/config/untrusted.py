@@ -47,14 +47,16 @@ def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) ->
         with open(descriptor, "rb") as file:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
-                raise failure(f"{path} is not a regular file")
+                raise failure(f"{path} is not a regular file; choose a file")
             if state.st_size > max_bytes:
                 raise failure(f"{path} has {state.st_size:,} bytes; at most {max_bytes:,} are read")
             content = file.read(max_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise failure(f"cannot read {path}: {error.strerror}") from error
+        raise failure(
+            f"cannot read {path}: {error.strerror}; choose another file, or change its permissions"
+        ) from error
     if len(content) > max_bytes:
         raise failure(f"{path} has more than {max_bytes:,} bytes")
     return content

@@ -32,6 +32,9 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
     """Print counts, percentiles of document lengths, and evenly spaced documents; save a histogram of the lengths to a
     file."""
     dataset, manifest = _opened(prefix)
+    lengths = document_lengths(dataset)
+    if histogram is not None:
+        _draw_lengths(lengths, prefix, histogram)
     print(f"{prefix}: {counts(dataset)}")
     if manifest is not None:
         for field in fields(manifest):
@@ -40,7 +43,6 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
                 value = f"{value['num_files']:,} files, {value['num_bytes']:,} bytes, {value['checksum']}"
             if value is not None:
                 print(f"  {field.name}: {value}")
-    lengths = document_lengths(dataset)
     if len(lengths):
         values = np.percentile(lengths, _PERCENTILES)
         shown = ", ".join(f"{share}% {value:,.0f}" for share, value in zip(_PERCENTILES, values, strict=True))
@@ -49,8 +51,6 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
     samples = min(samples, dataset.num_documents)
     for document in (dataset.num_documents * n // samples for n in range(samples)):
         print(f"document {document} ({lengths[document]:,} tokens): {_shown(dataset, document, tokenizer)}")
-    if histogram is not None:
-        _draw_lengths(lengths, prefix, histogram)
 
 
 def _opened(prefix: str, float_tokens: FloatTokens | None = None) -> tuple[IndexedDataset, ShardManifest | None]:
@@ -263,4 +263,4 @@ def _draw_lengths(lengths: np.ndarray, prefix: str, path: str) -> None:
         figure.savefig(path)
     except ValueError as error:  # the suffix is unknown
         raise DataError(f"--histogram {path}: {error}") from error
-    print(f"  lengths of {len(positive):,} non-empty documents: {path}")
+    print(f"{path}: lengths of {len(positive):,} non-empty documents")

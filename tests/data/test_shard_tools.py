@@ -77,6 +77,8 @@ def test_inspect_shows_counts_lengths_and_text(tmp_path: Path, capsys: pytest.Ca
     assert "document 0 (2 tokens): [65, 66]" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "plain"), "--tokenizer", "bytes"]) == 0
     assert "document 0 (2 tokens): 'AB'" in capsys.readouterr().out
+    assert main(["inspect", prefix, "--histogram", str(tmp_path / "lengths.none")]) == 2
+    assert capsys.readouterr().out == "", "a wrong file name is refused before the report"
 
 
 @pytest.mark.parametrize(
