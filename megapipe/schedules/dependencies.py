@@ -34,7 +34,7 @@ class Progress:
         self._place = np.empty(len(row), dtype=np.int64)
         ends = np.searchsorted(row[self._order], offsets[1:])
         firsts = np.searchsorted(row[self._order], offsets[:-1])
-        # A rank that is through hangs in a wait of its own at the end of its rows that nothing can meet.
+        # A rank that has passed all of its rows hangs in an extra wait after the last one, which is never met.
         through = np.arange(num_ranks)
         self._row = np.insert(row[self._order], ends, offsets[1:])
         self._needed = np.insert(needed[self._order], ends, np.iinfo(np.int64).max)
@@ -45,7 +45,8 @@ class Progress:
         self._place[self._order] = np.arange(len(row)) + shift
 
     def stuck(self) -> Ints:
-        """Advance as far as possible; the wait that each stuck rank hangs in, empty when all are through."""
+        """Advance as far as possible, and return the wait in which each stuck rank hangs; empty when all are
+        through."""
         row, needed, needed_rank, pointer = self._row, self._needed, self._needed_rank, self._pointer
         sweeps, before = 1, -1
         while before != (before := int(pointer.sum())):
@@ -206,7 +207,8 @@ class Dependencies:
             yield Needs(first[table.key[rows]], rows)
 
     def compute_needs(self) -> Iterator[Needs]:
-        """Needs of compute actions on one rank: stages that follow one another, a backward its forward, units."""
+        """Needs between compute actions of one rank: of neighbouring stages, of a backward and its forward, of
+        units."""
         yield self._hand_overs(same_rank=True)
         yield Needs(self._backward[0], self._forward[1]).where_known()
         yield from self._slice_needs()
@@ -400,8 +402,8 @@ class Dependencies:
     def collective_needs(self) -> Needs:
         """Rows that need a collective's result, against the start of that collective on each rank that takes part.
 
-        Scalars start without waiting, but their sum needs the sums of tied gradients, and of those over all holders of
-        a part, and so do updates.
+        Scalars start without waiting. But their sum needs the sums of tied gradients, and the sums of gradients over
+        all holders of a part; updates need these sums, too.
         """
         table, header = self.table, self.table.header
         counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
@@ -441,7 +443,7 @@ def _against_all(users: Ints, members: Ints) -> Needs:
 
 
 def _local_uses(header: Header) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Per owning stage and tied group, the stages of its rank that hold a use."""
+    """Per owning stage and tied group, the stages of its rank that use the tied weight."""
     uses: dict[int, dict[int, tuple[int, ...]]] = {}
     for group, stages in enumerate(header.tied_groups):
         for owner in header.tied_owners(group):

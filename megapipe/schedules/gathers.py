@@ -60,7 +60,8 @@ class Residence:
 
 
 def check_states(schedule: Schedule) -> None:
-    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients, or those in host memory."""
+    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients, or on weights in host
+    memory."""
     header = schedule.header
     header.states.checked(header.name, header.units_per_stage)
     alone = header.mode == "train" and not header.data_parallel
@@ -90,7 +91,7 @@ def check_states(schedule: Schedule) -> None:
 
 
 def of_states(table: Table, rows: Ints, chosen: Mask) -> StateRows:
-    """Return rows that are cut into units with the state units that they are about.
+    """Return rows, which are cut into units, each with the state units that it is about.
 
     chosen: which state units count, shape [stages, most_states], such as `Header.sharded_gradients`.
     """
@@ -156,7 +157,7 @@ def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Ru
 def residences(table: Table, written: Ints) -> Residence:
     """When units' weights are on hand, in a table whose compute is cut into units.
 
-    written: by stage and version, shape [stages, versions], the first row of which an update has made it.
+    written: the first row after the updates that write a version, shape [stages, versions].
     """
     header, part = table.header, table.rank * table.num_sections + table.section
     runs = _runs(table, USES, header.gathered_weights, part)
@@ -171,8 +172,8 @@ def last_additions(table: Table) -> StateRows:
     """Rows after which gradients are reduced where they are sharded; the table's compute is cut into units.
 
     The mirror of `residences`: at every run of backwards, the gradients of the last different units that fit into the
-    gradient pool are on the rank, added to or on their way. What is not added to again among them is reduced at once:
-    if two units fit, one unit's gradient is on its way while the next unit's is computed.
+    gradient pool are on the rank, added to or on their way. A gradient that is not added to again while it is among
+    them is reduced at once: if two units fit, one unit's gradient is on its way while the next unit's is computed.
     """
     header = table.header
     runs = _runs(table, ADDING, header.sharded_gradients, table.rank).reverse()
@@ -237,8 +238,8 @@ def stays_of(runs: Runs, pool: int) -> Stays:
 
 
 def _stays_of_last(runs: Runs, room: int) -> Stays:
-    """Return the stays if each run uses one unit, another one than the run before it, and one or two units fit: those
-    of the last runs."""
+    """Return the stays if each run uses one unit, a different one from the run before it, and one or two units fit:
+    then the rank holds the units of the last one or two runs."""
     use = np.arange(len(runs.run))
     before = use[:-room]
     stays_on = np.zeros(len(use), dtype=np.bool_)

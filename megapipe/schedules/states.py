@@ -84,7 +84,8 @@ class StateTable:
         return replace(self, units=units)
 
     def checked(self, name: str, layers_per_stage: Sequence[int]) -> "StateTable":
-        """Return the table, without units that say nothing; raise ScheduleError if it does not fit the stages.
+        """Return the table, without its units if each layer is one whole unit; raise ScheduleError if it does not fit
+        the stages.
 
         name: of the schedule, for errors.
         """

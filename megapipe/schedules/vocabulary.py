@@ -98,7 +98,7 @@ def _orders(header: Header, body: Sequence[Rows], most: int) -> list[tuple[Rows,
     """Return orders that leave time for barriers: with forwards of more and more whole micro-batches before the first
     backward, and last the one in which each backward comes after the same number of further forwards.
 
-    most: micro-batches that a rank may hold more.
+    most: number of additional micro-batches that a rank may hold.
     """
     numbers = range(most + 1) if header.mode == "train" else ()
     found = [tuple(_ahead(rows, number) for rows in body) for number in numbers]
@@ -108,7 +108,7 @@ def _orders(header: Header, body: Sequence[Rows], most: int) -> list[tuple[Rows,
 
 
 def _ahead(rows: Rows, number: int) -> Rows:
-    """Return a rank's rows with forwards of a number of whole micro-batches more before the first backward, in turn
+    """Return a rank's rows with the forwards of ``number`` more whole micro-batches before the first backward, in turn
     on its stages. Later forwards are of micro-batches that come that much later."""
     forward = rows[:, KIND] == Kind.FORWARD
     first = int(np.argmin(forward))
@@ -171,7 +171,7 @@ class _Placing:
     layer, after the last one, and where the first stage waits.
 
     passes: kind and micro-batch of each, with those that follow it directly, in their order; with the ranks that have
-    not run it, and its end. collective: seconds from that to its result.
+    not run it, and its end. collective: seconds from the end of a pass to its result.
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]], collective: float) -> None:

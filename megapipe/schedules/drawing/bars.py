@@ -36,9 +36,9 @@ LANES: Final = {
 class Bar(NamedTuple):
     """One action on one lane of a rank.
 
-    ``critical`` if the finish hangs on it. A measured action waited for other ranks for ``wait`` before ``start``.
-    ``drawn``: where its box starts and ends; actions of a group share a box, of which each has a part: its place among
-    them, counted from 0, and their number.
+    ``critical``: whether the end of the run depends on it. A measured action waited for other ranks for ``wait``
+    before ``start``. ``drawn``: where its box starts and ends; the actions of a group share a box. ``part``: place of
+    this action in its group, counted from 0, and the size of the group.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Bar(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Micro-batch, and slice if there are several; "" for actions of none."""
+        """Micro-batch, and slice if there are several; "" for actions without a micro-batch."""
         place = "" if self.slice < 0 else f":{self.slice}"
         return f"{self.microbatch}{place}" if self.microbatch >= 0 else ""
 
@@ -177,7 +177,8 @@ ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, LEGEND = 30, 24, 64, 78, 34
 
 
 def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
-    """The simulated compute of every rank as an SVG document ``width`` pixels wide. unit: that of times: " s"."""
+    """The simulated compute of every rank as an SVG document ``width`` pixels wide. unit: printed after times, such as
+    " s"."""
     header = simulation.table.header
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
@@ -282,7 +283,7 @@ def shade_note(bars: Iterable[Bar]) -> str:
 
 
 def legend(bars: list[Bar], y: int, x: int) -> list[str]:
-    """The colours of the bars' kinds, from a place to the right."""
+    """Draw the names and colours of the bars' kinds, from the point (x, y) to the right."""
     parts = []
     for kind, colours in shades(bars).items():
         for colour in colours:
@@ -348,10 +349,11 @@ THREADS: Final = {lane: place for place, lane in enumerate((COMPUTE, SEND, RECEI
 def trace_events(
     bars: Sequence[Bar], microseconds: float, process: str = "rank", first_process: int = 0
 ) -> list[dict[str, Any]]:
-    """One complete event a bar: a process a rank, a thread a lane; ``microseconds`` is the length of a time unit.
+    """Return one complete event per bar, with a process per rank and a thread per lane. ``microseconds``: length of a
+    time unit.
 
-    ``process`` is what a process is called before its rank's number; their ids count up from ``first_process``. Every
-    process and thread has a name, and its place in the order of all.
+    ``process`` is the name of a process, before its rank's number; ids of processes count up from ``first_process``.
+    Every process and thread has a name, and its place in the order of all.
     """
     tracks = sorted({(bar.rank, bar.lane) for bar in bars}, key=lambda track: (track[0], THREADS[track[1]]))
     events: list[dict[str, Any]] = []

@@ -94,7 +94,7 @@ class _Greedy:
         return tuple(self._out)
 
     def _choose(self, rank: int) -> tuple[float, Kind]:
-        """The rank's next kind and when it can start; never (infinity) where all it has waits for others."""
+        """The rank's next kind and when it can start; infinity if all of its actions wait for other ranks."""
         clock, done = self._clock[rank], self._done[rank]
         forward, backward = self._forward_ready(rank), self._input_ready(rank)
         if self._held_back(rank, backward):

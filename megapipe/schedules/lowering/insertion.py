@@ -112,7 +112,7 @@ def _written(table: Table, added: Sequence[Insertion]) -> Ints:
     written = np.zeros((table.num_stages, table.num_updates + header.num_versions), dtype=np.int64)
     for insertion in added:
         rows = insertion.rows[insertion.rows[:, KIND] == Kind.UPDATE]
-        if len(rows):  # then all of them are
+        if len(rows):  # then all rows of this insertion are updates
             row = insertion.anchor + (insertion.place > InsertionOrder.COMPUTE)
             np.maximum.at(written, (rows[:, STAGE], rows[:, VERSION]), row)
     return written
@@ -175,7 +175,8 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     # What is put around a row of a group goes around all of it.
     starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
     ahead = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
-    # A section is followed by one or by another: what leaves in one and comes back in the next must not depend on it.
+    # Several sections may follow a section, and what leaves in one and comes back in the next must not depend on
+    # which.
     last = np.searchsorted(section, section[forward], side="right") - 1
     leaves = np.where(section[forward] == section[backward], ahead >= ends[forward] + 2, ends[forward] < last)
     order = np.argsort(backward[leaves], kind="stable")

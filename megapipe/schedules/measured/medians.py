@@ -102,12 +102,13 @@ def _section_index(table: Table, execution: Execution, first_step: int) -> int:
 
 
 WAITED = 0.02
-"""Milliseconds from which a rank counts as having waited for a message: it saw when it arrived."""
+"""Shortest wait for a message, in milliseconds, whose end counts as the arrival of the message."""
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """``costs`` in milliseconds. ``clock_excess``: a message seemed to arrive that long before it was sent."""
+    """``costs`` in milliseconds. ``clock_excess``: longest time by which a message seemed to arrive before it was
+    sent."""
 
     costs: Costs
     clock_excess: float
@@ -141,7 +142,7 @@ def _events(run: MeasuredRun) -> Iterator[tuple[Execution, list[Action], Event]]
 def _work(run: MeasuredRun) -> dict[CostPlace, float]:
     """Median time of each kind on each unit, and on the whole stage, for which units are added up.
 
-    An event that covers several updates says nothing of each: units get parts by their sizes.
+    An event that covers several updates does not have the time of each: units get parts of its time by their sizes.
     """
     found: dict[CostPlace, dict[tuple[Execution, int], float]] = defaultdict(lambda: defaultdict(float))
     for execution, actions, event in _events(run):
@@ -194,7 +195,8 @@ def _gathers(window: Window) -> dict[CostPlace, float]:
 
 
 def _links(window: Window) -> tuple[dict[tuple[int, int], Link], float]:
-    """The time of a message between two ranks, for each pair that sends; and how far one came before it was sent."""
+    """Return the time of a message between two ranks, for each pair that sends, and the longest time by which a
+    message arrived before it was sent."""
     table = window.table
     messages = Dependencies(table).messages
     took = window.start[messages.use] + window.wait[messages.use] - window.start[messages.send]

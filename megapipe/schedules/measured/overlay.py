@@ -1,4 +1,4 @@
-"""Measured over predicted: both runs on the same rows, from a common zero, and where they part."""
+"""Measured over predicted: both runs on the same rows, from a common zero, and where they differ."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,9 +50,9 @@ class Parting(NamedTuple):
 class Overlay:
     """Both runs on the rows of ``window.table``; times in milliseconds from the first compute's start of each.
 
-    ``rows`` are the compute and update rows that both have, by rank, in program order; the arrays have one entry a row
-    of theirs: ``measured_start`` is where the work starts, after its wait. The zeros are those of the
-    window's and the simulation's own times.
+    ``rows`` are the compute and update rows that both have, by rank, in program order; the arrays have one entry for
+    each of these rows. ``measured_start`` is the start of the work, after its wait. ``measured_zero`` and
+    ``predicted_zero`` are the zeros in the window's and the simulation's own times.
     """
 
     run: MeasuredRun
@@ -74,7 +74,8 @@ class Overlay:
 
     @cached_property
     def partings(self) -> list[Parting]:
-        """Every row, the one that lost most first; per rank their sum is what its span exceeds the predicted by."""
+        """Return every row, largest loss first. The losses of a rank add up to its measured span minus its predicted
+        span."""
         found = []
         for rank in range(self._num_ranks):
             mine = self._rows_of(rank)
@@ -122,7 +123,7 @@ class Overlay:
     def excess(self) -> float:
         """How much longer the slowest rank took than predicted, as a part of that."""
         measured, predicted = self.ranks[self.slowest]
-        return round(measured.span / predicted.span - 1.0, 6) + 0.0  # a rounded nothing has no sign
+        return round(measured.span / predicted.span - 1.0, 6) + 0.0  # + 0.0 turns -0.0 into 0.0
 
     @property
     def _num_ranks(self) -> int:

@@ -73,7 +73,7 @@ def write_rank(directory: Path, trace: RankTrace) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text aside, flush it to disk and rename it; creates the folder."""
+    """Write a text to a temporary file, flush it to disk and rename it; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.partial")
     with aside.open("w", encoding="utf-8") as file:
