@@ -219,14 +219,15 @@ class Optimizer(Protocol):
 class Communicators:
     """The groups that the engine uses on one rank.
 
-    tied[g]: all replicas of the stages that use the weight of tied group g, those of the first replica first. scalars:
-    all ranks, by default the world; another group than the world if sums are hidden. data: all replicas of this rank's
-    weights, over data and context. counts_loss: this rank's loss sums and token counts enter the global sums (tensor
-    rank 0 of its stage). replica: index of this rank among the replicas of its weights. If n replicas shard a state,
-    the first n count in the gradient norm; the others hold the same sums. counted_elsewhere: tied groups whose
-    weight's norm another pipeline rank counts. shards: by their number, the replicas that share one copy of a unit's
-    state. copies: by the same number, the replicas with the same shard as this one, if there are several. tensor:
-    tensor ranks, for gradients that are partial sums on each of them; needed if states have such gradients.
+    tied[g]: all replicas of the stages that use the weight of tied group g, the first replica's first.
+    scalars: all ranks, by default the world; another group than the world if sums are hidden.
+    data: all replicas of this rank's weights, over data and context.
+    counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
+    replica: index of this rank among the replicas of its weights. If n replicas shard a state, the first n count in
+    the gradient norm; the others hold the same sums. counted_elsewhere: tied groups whose weight's norm another
+    pipeline rank counts. shards: by their number, the replicas that share one copy of a unit's state. copies: by the
+    same number, the replicas with the same shard as this one, if there are several. tensor: tensor ranks, for
+    gradients that are partial sums on each of them; needed if states have such gradients.
     """
 
     world: Group

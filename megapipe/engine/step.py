@@ -64,11 +64,13 @@ class StepResult:
         step: its number.
         loss: sum over the global batch's loss tokens divided by their number; if the loss has several terms, the sum
             of their means.
-        loss_terms: the mean of each term. token_count: number of loss tokens, those of the first term. gradient_norm:
-        before clipping; that of the last update in a step of several. skipped: the loss or the gradients were not
-        finite, so the weights did not change. stop, save, save_failed: whether that flag of StepInput was set on any
-        rank. outputs: forward mode only, last stage only: what the last unit returned, by micro-batch. squared_loads:
-        of each block whose experts are balanced, in order, the sum over its experts of their squared
+        loss_terms: the mean of each term.
+        token_count: number of loss tokens, those of the first term.
+        gradient_norm: before clipping; that of the last update in a step of several.
+        skipped: the loss or the gradients were not finite, so the weights did not change.
+        stop, save, save_failed: whether that flag of StepInput was set on any rank.
+        outputs: forward mode only, last stage only: what the last unit returned, by micro-batch.
+        squared_loads: of each block whose experts are balanced, in order, the sum over its experts of their squared
             loads (`layers.router`), of the last update.
 
     Example:
