@@ -62,7 +62,7 @@ def _costs_of_runs(
 
 
 def _smallest_bottleneck(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int) -> float:
-    """Dynamic programming over stages and layers: the smallest largest cost of any cut."""
+    """Return the smallest possible cost of the largest stage, by dynamic programming over stages and layers."""
     runs = _costs_of_runs(layers)
     best = np.full(len(runs), np.inf)
     best[0] = 0.0

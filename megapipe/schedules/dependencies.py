@@ -219,7 +219,7 @@ class Dependencies:
         return self._hand_overs(same_rank=False)
 
     def _hand_overs(self, same_rank: bool) -> Needs:
-        """Forwards need that of the preceding stage, backwards that of the following one."""
+        """A forward needs the forward of the preceding stage, a backward needs the backward of the following one."""
         row, needed, header = [], [], self.table.header
         for (first, last), neighbours in (
             (self._forward, header.preceding_stages),
@@ -236,10 +236,11 @@ class Dependencies:
 
     @cached_property
     def shard_needs(self) -> Needs:
-        """Needs where all ranks share the vocabulary. Output layer: forwards of shards need that of the route's last
-        stage, their backwards (or input halves) the forwards of all shards, and its backward the backwards of all of
-        them. Each forward of a shard needs the pass before it on all ranks, which is the same one. Input embedding:
-        the forward of the route's first stage needs those of all shards, and their backwards its backward."""
+        """Needs where all ranks share the vocabulary. Output layer: the forward of a shard needs the forward of the
+        route's last stage; the backward (or input half) of a shard needs the forwards of all shards; the last stage's
+        backward needs the backwards of all shards. Each forward of a shard needs the pass before it on all ranks,
+        which is the same pass. Input embedding: the forward of the route's first stage needs the forwards of all
+        shards, whose backwards need the first stage's backward."""
         header = self.table.header
         shards, inputs = (np.array(each, dtype=np.int64) for each in (header.outputs, header.inputs))
         if not len(shards):
@@ -323,16 +324,17 @@ class Dependencies:
         return Needs(*snapshot_needs(self.table))
 
     def _reduction_needs(self) -> Iterator[Needs]:
-        """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.
+        """Reductions need the last gradient they include, scalars need all of their step, updates need the scalars.
 
-        Where a step has several updates they do not wait for its scalars, which then describe the losses and the last
+        If a step has several updates, they do not wait for its scalars, which then describe the losses and the last
         update's gradients.
         """
         table, header = self.table, self.table.header
         last = self._last_added
         reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
         adding = table.rows_with(*ADDING)
-        # In a whole chunk, each unit's gradient needs the last row; in a refined one, the row of its own layer.
+        # If a chunk is whole, each unit's reduction needs the chunk's last row; if it is cut into units, the row of
+        # its own layer.
         cut = table.unit[adding] >= 0
         own = of_states(table, adding[cut], ~header.sharded_gradients)
         by_unit = last_row_per(own.places(table), own.row, num_places(table))
@@ -372,7 +374,8 @@ class Dependencies:
         return Needs(updates, found[place[updates]]).where_known()
 
     def _version_needs(self) -> Iterator[Needs]:
-        """A forward or gather needs the update that wrote its version, a gradient buffer that its update is done."""
+        """A forward or gather needs the update that wrote its version. The first backward that adds to a gradient
+        buffer needs the previous update from this buffer."""
         table, header = self.table, self.table.header
         updates = table.rows_with(Kind.UPDATE)
         for kinds, delays in (
@@ -400,7 +403,7 @@ class Dependencies:
         return found
 
     def collective_needs(self) -> Needs:
-        """Rows that need a collective's result, against the start of that collective on each rank that takes part.
+        """Rows that need a collective's result, each with the starts of the collective on all ranks that take part.
 
         Scalars start without waiting. But their sum needs the sums of tied gradients, and the sums of gradients over
         all holders of a part; updates need these sums, too.

@@ -56,10 +56,10 @@ def vocabulary_shards(num_routed: int, num_ranks: int) -> tuple[StagePlace, ...]
 def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
     """Return a schedule of compute actions with the passes of the shards of the vocabulary, which its header names.
 
-    variant: a key of `PASSES`. Forwards run up to as many micro-batches earlier as it has barriers, as few as hide the
-    collectives. The passes take the first free time on each rank, in one order on all of them. Raises ScheduleError
-    for a schedule that never flushes, has several routes, slices or overlapped pairs, or whose order leaves no time
-    for the passes.
+    variant: a key of `PASSES`. Forwards run earlier by the number of micro-batches that hides the collectives, at most
+    the number of its barriers. The passes take the first free time on each rank, in one order on all of them. Raises
+    ScheduleError for a schedule that never flushes, has several routes, slices or overlapped pairs, or whose order
+    leaves no time for the passes.
     """
     header, body = schedule.header, schedule.sections.body
     for wrong, what in (
@@ -144,9 +144,9 @@ ALL_OUTPUTS, ALL_INPUTS = -1, -2
 class _Line:
     """A rank on its way through its own rows.
 
-    rows: with the event that each needs, the event that it is, and its seconds. shards: of output layer and input
-    embedding. found: rows that the rank has run. done: how many of `rows` are among them. passed: the number of passes
-    among them. began: start of the first of its own. version: of its latest offer.
+    rows: each with the event that it needs, the event that it is, and its seconds. shards: its stages that are shards
+    of output layer and input embedding. found: rows that the rank has run. done: how many of `rows` are among them.
+    passed: the number of passes among them. began: start of the first of `rows`. version: number of its latest offer.
     """
 
     rows: list[tuple[list[int], Event | None, Event, float]]

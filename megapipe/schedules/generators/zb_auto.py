@@ -26,8 +26,8 @@ from megapipe.schedules.schedule import Sections
 
 
 class Rules(NamedTuple):
-    """One rule of thumb: forwards past the first backward's arrival, forwards before backwards when both can start,
-    weight halves in gaps too small for them."""
+    """One rule of thumb. late_first_backward: a forward may delay the first backward. forward_first: forwards run
+    before backwards if both can start. overfill_gaps: weight halves run in gaps that are too short for them."""
 
     late_first_backward: bool
     forward_first: bool

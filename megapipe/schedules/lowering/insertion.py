@@ -73,7 +73,7 @@ def insertion_order(table: Table, insertions: Sequence[Insertion]) -> Ints:
 
 
 def new_indices(order: Ints) -> Ints:
-    """Return where each row of an order is."""
+    """Return the new index of each row in an order."""
     index = np.empty(len(order), dtype=np.int64)
     index[order] = np.arange(len(order))
     return index

@@ -165,8 +165,8 @@ def _size(header: Header, action: Action) -> int:
 def _gathers(window: Window) -> dict[CostPlace, float]:
     """Return the median time of a gather of each state unit's weights, where an action waited for it alone.
 
-    A rank's gathers and reductions take turns. A gather that an action waited for ended then, and took the time since
-    it started; with those before it that may still have run, it took a part of their time by its size.
+    A rank's gathers and reductions take turns. A gather that an action waited for ended with that wait, and took the
+    time since its start. If others before it may still have run, it took a part of the common time, by its size.
     """
     table, needs = window.table, Dependencies(window.table)
     uses, buffers = needs.gathers, needs.gradient_buffers
@@ -211,8 +211,8 @@ def _links(window: Window) -> tuple[dict[tuple[int, int], Link], float]:
 def _scalars(run: MeasuredRun) -> float:
     """Median time of a step's sum of scalars, from its start on the last rank to its result.
 
-    Where no rank waited for the result, its end is not known: the sum took as long as where one did, or was over when
-    the first update wanted it.
+    Where no rank waited for the result, its end is not known: such a sum counts as the median of steps in which a rank
+    waited, but ends at the latest when the first update needs it.
     """
     period, awaited = run.schedule.header.num_microbatches, run.schedule.header.updates_per_step == 1
     starts, ends, waits, wanted = (defaultdict[int, list[int]](list) for _ in range(4))

@@ -99,7 +99,8 @@ def _check_recompute(table: Table) -> None:
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
-    """Which pairs have the kind, and which of them in one whole action; raises where one has it in part or twice."""
+    """Return which pairs of stage and micro-batch have the kind, and which of them have it in one whole action. Raise
+    if a pair has it only in part, or twice."""
     rows = table.rows_with(kind)
     cut = table.unit[rows] >= 0
     wholes = np.bincount(table.key[rows[~cut]], minlength=len(units))
