@@ -241,7 +241,7 @@ class Walk:
         return total - carried[self._rank] if carried.any() else total
 
     def _temporaries(self, activations: Bytes, sizes: Bytes) -> Bytes:
-        """Return `Held.temporaries`: a unit's backward starts with what the one before it left."""
+        """Return `Held.temporaries`. The backward of a unit starts with the activations left before it."""
         before = np.append(0.0, activations[:-1])
         before[self._first[self._first_rows]] = 0.0
         within = np.where(self._needed != NOTHING, before + sizes[self._needed], 0.0)
@@ -319,9 +319,9 @@ class Walk:
         return self._changes([own, moved, self._outlived(moved), *self._passed_on(), *self._handed_on(inside)])
 
     def _outlived(self, moved: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
-        """Return what the first stage's first unit keeps of the sum of words when nothing else holds it: the message
-        to the next stage has left, or the next unit's activations have gone, by its backward or to host memory. The
-        weight half of a split backward still has its input."""
+        """Return where the first stage's first unit becomes the only one that holds its input, the sum of words: the
+        message to the next stage has left, or the next unit's activations have gone, by its backward or to host
+        memory. The weight half of a split backward still has its input."""
         if not self._header.vocabulary:
             return self._listed([])
         count, first = self._num_microbatches, self._header.routes[0][0]
@@ -351,7 +351,7 @@ class Walk:
             rows = self._rows(*kinds, send)
             rows = rows[~away[rows]]
             ends = (self._stage[rows] == end[0]) & (self._unit[rows] == end[1])
-            if shared:  # the rank's shards go on from what the last stage returns, and from the first one's gradient
+            if shared:  # the rank's shards take what the last stage returns, and the gradient of the first stage
                 ends = (to_inputs if direction else to_outputs)[rows]
             gone = (self._kind[rows] == send) | ends
             owner = self.num_places + 2 * self._rank[rows] + direction
