@@ -53,13 +53,13 @@ def build(
         units_per_stage: units of each stage, ascending by stage; one each by default.
         tied_groups: per tied weight, the stages that use it.
         data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that share tokens.
-        states: the state units of each stage, and what of them is sharded (ZeRO); by default each layer is one unit
-            that is kept whole.
+        states: the state units of each stage, and which state of each is sharded (ZeRO); by default each layer is one
+            unit that is kept whole.
         receive_ahead: compute actions between a receive's posting and its use, at most.
         recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
             backward; nothing by default.
-        offload: what goes to host memory between its uses; nothing by default.
-        vocabulary: 1 or 2 to shard output layer and input embedding over all ranks, with this variant of their passes:
+        offload: tensors that go to host memory between their uses; none by default.
+        vocabulary: 1 or 2 to split output layer and input embedding over all ranks, with this variant of their passes:
             each rank gets two more stages, its shards (`with_vocabulary`). 0 keeps both layers whole, on the last and
             the first stage.
         options: further options of the named schedule, see :class:`Options`.
@@ -270,7 +270,7 @@ def fit_for_training(
         units_per_stage: units (layers) of each stage, ascending by stage.
         tied_groups: per tied weight, the stages that use it.
         data_parallel: whether gradients are to be reduced over replicas, or over tensor ranks that share tokens.
-        states: the state units of each stage, and what of them is sharded.
+        states: the state units of each stage, and which state of each is sharded.
         receive_ahead: compute actions between a receive's posting and its use, at most; a lowered file has its own.
         recompute: as in :func:`megapipe.schedules.build`; a lowered file has its own recomputed forwards.
         offload: as in :func:`megapipe.schedules.build`; a lowered file has its own offloads.

@@ -21,7 +21,7 @@ MOST_SWEEPS_BETWEEN_CHECKS: Final = 32
 
 
 class Progress:
-    """Ranks that pass their rows in order, each row once what it waits for has been passed.
+    """Ranks that pass their rows in order. A rank passes a row after the row for which it waits has been passed.
 
     ``row[i]`` waits for ``needed[i]``; both index one table, rank by rank, whose first rows per rank are ``offsets``
     (shape [ranks + 1]). A row may have several waits. All ranks advance together, one wait per sweep, as columns:
@@ -102,7 +102,7 @@ NO_NEEDS = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 @dataclass(frozen=True)
 class Messages:
-    """One entry a message: the row that sends it, the row that receives it, the first row that reads it."""
+    """One entry per message: the row that sends it, the row that receives it, and the first row that reads it."""
 
     send: Ints
     receive: Ints
@@ -197,7 +197,8 @@ class Dependencies:
             yield from self._version_needs()
 
     def _transfer_needs(self) -> Iterator[Needs]:
-        """A send needs its output, and what reads a receive needs it posted."""
+        """A send needs the action that makes its tensor; the action that reads a received tensor needs the posted
+        receive."""
         table = self.table
         for kind, (_, last) in ((Kind.SEND_ACTIVATION, self._forward), (Kind.SEND_GRADIENT, self._backward)):
             rows = table.rows_with(kind)

@@ -9,8 +9,8 @@ ahead. No unit is dropped while it is among them, so no order of gathers with th
 of split backwards work on saved inputs and output gradients and use no weights.
 
 A schedule that never flushes keeps several versions of a unit's weights, and gradients of several updates. Each is
-held like a unit of its own. No version is gathered before the update that writes it, and none stays on hand from one
-section to the next: what comes after a section depends on whether the run goes on.
+held like a unit of its own. No version is gathered before the update that writes it, and none is kept from one section
+to the next, because the section that follows depends on whether the run continues.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ USES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Kinds that add to a layer's gradients."""
 STATE_KINDS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.REDUCE_GRADIENTS)
-"""Kinds that name a state unit of a stage; what computes names a layer."""
+"""Kinds that name a state unit of a stage; compute actions name a layer."""
 
 
 class StateRows(NamedTuple):

@@ -101,7 +101,7 @@ def state_places(table: Table) -> Ints:
 def with_snapshots(schedule: Schedule) -> Schedule:
     """Return a lowered schedule whose first step starts to copy the state of every unit before it computes anything.
 
-    For a schedule that flushes that is every step, because each runs the same rows. Raises ScheduleError for one that
+    If the schedule flushes, every step does this, because each runs the same rows. Raises ScheduleError for one that
     trains nothing, or is not lowered.
     """
     header, sections = schedule.header, schedule.sections

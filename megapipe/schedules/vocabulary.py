@@ -144,9 +144,10 @@ ALL_OUTPUTS, ALL_INPUTS = -1, -2
 class _Line:
     """A rank on its way through its own rows.
 
-    rows: each with the event that it needs, the event that it is, and its seconds. shards: its stages that are shards
-    of output layer and input embedding. found: rows that the rank has run. done: how many of `rows` are among them.
-    passed: the number of passes among them. began: start of the first of `rows`. version: number of its latest offer.
+    rows: each with the event that it needs, the event that it is, and its seconds. shards: the rank's own shard of the
+    output layer, and of the input embedding. found: rows that the rank has run. done: how many of `rows` are among
+    them. passed: the number of passes among them. began: start of the first of `rows`. version: number of its latest
+    offer.
     """
 
     rows: list[tuple[list[int], Event | None, Event, float]]

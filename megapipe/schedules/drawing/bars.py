@@ -89,7 +89,7 @@ def chunks_of(header: Header) -> dict[int, int]:
 
 
 def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: float, critical: bool = False) -> Bar:
-    """The bar of a row."""
+    """Return the bar of a row. chunk_of: as `chunks_of` returns it. critical: as in `Bar`."""
     action = action_at(table, row)
     step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
     microbatch, part = divmod(microbatch, table.header.slices)
@@ -265,7 +265,7 @@ PAIRS: Final = "one above the other: overlapped"
 
 
 def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
-    """The colours of each kind: one for each chunk of a rank, or slice, as far as there are different ones."""
+    """The colours of each kind: one for each chunk of a rank, or for each slice; equal colours appear once."""
     chunks: dict[Kind, set[int]] = {}
     for bar in bars:
         chunks.setdefault(bar.kind, set()).add(bar.shade)
@@ -313,7 +313,8 @@ LEGEND_LINE: Final = (
 
 
 def draw_terminal(simulation: Simulation, width: int = 120, colour: bool = False) -> str:
-    """One line a rank; every character is an equal part of the time, as fine as ``width`` allows."""
+    """Return one line per rank, in which each character is an equal part of the time. width: maximum number of these
+    characters."""
     header = simulation.table.header
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     shortest = min(bar.end - bar.start for bar in bars)

@@ -15,7 +15,8 @@ from megapipe.schedules.table import Table
 
 
 class Posts(NamedTuple):
-    """The place of each message's receive: before compute row ``row``; those at one row in order of ``turn``.
+    """The place of each message's receive: before compute row ``row``. Receives at one row are in the order of
+    ``turn``.
 
     late: whether the receive is posted after the group of this row, right before what the row sends.
     """
@@ -27,7 +28,7 @@ class Posts(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageTable:
-    """One entry a message, ordered by link (pair of ranks), then as sent.
+    """One entry per message, ordered by link (pair of ranks), then by the time of sending.
 
     ``producer`` and ``consumer`` are the compute rows at both ends, ``link`` numbers the pair of ranks.
     """
@@ -167,8 +168,8 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
 
 
 def _slot_free(table: Table, messages: MessageTable) -> Ints:
-    """Return the compute row from which a message may have its slot: after the backward of the same micro-batch of the
-    step before, since slots are the same every step."""
+    """Return the first compute row at which the slot of each message is free: after the backward of the same
+    micro-batch of the step before, since slots are the same every step."""
     period = table.header.num_microbatches
     done = table.last_by_key(Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     last = table.action_last[done[table.key[messages.consumer] - period]]
@@ -205,7 +206,7 @@ def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
 
 
 def _waiting_rows(table: Table, messages: MessageTable, posts: Posts) -> Ints:
-    """The compute row that each of the waits of `_progress` is at."""
+    """Return the compute row at which a rank is in each wait of `_progress`."""
     shards = Dependencies(table).shard_needs.row
     meetings = _meetings(table).row
     return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows], shards, meetings])

@@ -54,7 +54,7 @@ class Insertion:
 def insert(table: Table, insertions: Sequence[Insertion]) -> tuple[Table, Ints]:
     """The program with the rows added, and each compute row's new index.
 
-    What is put around a row of a group goes around the whole group, which is one action.
+    Rows that are added around a row of a group go around the whole group, which is one action.
     """
     order = insertion_order(table, insertions)
     rows = np.concatenate([table.rows, *(i.rows for i in insertions)])[order]
@@ -80,7 +80,7 @@ def new_indices(order: Ints) -> Ints:
 
 
 def _around(table: Table, insertion: Insertion) -> Ints:
-    """Return where each added row goes, and its turn there, shape [2, rows]."""
+    """Return the place of each added row in the program, and its turn at that place, shape [2, rows]."""
     anchor, place = insertion.anchor, insertion.place
     late = np.zeros(len(anchor), dtype=bool) if insertion.late is None else insertion.late
     after = late | (place > InsertionOrder.COMPUTE)
@@ -172,7 +172,7 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     section = (table.rank * table.num_sections + table.section)[compute]
     forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in (
         (Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)))  # fmt: skip
-    # What is put around a row of a group goes around all of it.
+    # Copies around a row of a group go around the whole group.
     starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
     ahead = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
     # Several sections may follow a section, and what leaves in one and comes back in the next must not depend on

@@ -47,7 +47,8 @@ class Window:
 
 
 def choose(run: MeasuredRun, step: int | None) -> Window:
-    """The window of a step (from 0), or of the longest episode, among equals that of the median duration.
+    """Return the window of a step (from 0), or of the longest episode if it is None; of equally long ones, the one
+    with the median duration.
 
     Raises ScheduleError where that step was not recorded.
     """

@@ -134,7 +134,8 @@ class Overlay:
         return np.flatnonzero(self.window.table.rank[self.rows] == rank)
 
     def _waits_until(self, rank: int, mine: Ints) -> list[float]:
-        """For each of a rank's actions, the waiting since the one before it: its own, and that of rows between."""
+        """Return the waiting before the end of each action of a rank, since the action before it, including rows in
+        between."""
         waited = np.nan_to_num(self.window.wait)
         total = np.concatenate([[0.0], np.cumsum(waited)])
         rows = self.rows[mine]
@@ -161,7 +162,7 @@ class Overlay:
 
 
 def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
-    """The window's rows as measured, and as simulated with the given times."""
+    """Return the overlay of a window: its rows as measured, and as simulated with ``costs``."""
     table = window.table
     simulation = simulate(run.schedule, costs.costs, table.steps)
     wanted = window.seen & table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)
@@ -207,7 +208,8 @@ def headline(overlay: Overlay) -> str:
 
 
 def sentence(overlay: Overlay) -> str:
-    """How far the slowest rank is from the prediction, and by what."""
+    """Return a sentence with the measured and the predicted time of the slowest rank, and the parts of the
+    difference."""
     rank = overlay.slowest
     measured, predicted = overlay.ranks[rank]
     mine = [parting for parting in overlay.partings if overlay.window.table.rank[parting.row] == rank]
@@ -220,7 +222,7 @@ def sentence(overlay: Overlay) -> str:
 
 
 def figures(overlay: Overlay) -> dict[str, Any]:
-    """Everything as numbers, in milliseconds."""
+    """Return all figures, in milliseconds, as JSON data."""
     costs = overlay.costs.costs
     kinds = (*COMPUTE_STREAM, Kind.UPDATE)
     names, columns = [kind.name.lower() for kind in kinds], [costs.of_stages(kind) for kind in kinds]
@@ -320,7 +322,7 @@ def _times(overlay: Overlay) -> list[str]:
 
 
 def _shown(milliseconds: float) -> str:
-    """To the microsecond."""
+    """Return a time as text, to the microsecond."""
     return f"{round(milliseconds, 3) + 0.0:.3f}"
 
 

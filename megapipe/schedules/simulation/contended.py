@@ -1,9 +1,9 @@
 """A schedule on ranks that share a machine: ranks that compute at the same time slow each other down.
 
 `simulate` gives every rank a device of its own. Here the work of an action is the seconds that it
-takes by itself, and between two events every running action does the time that passed, divided by the slowdown of that
-many busy ranks. This is processor sharing (Kleinrock 1976, Queueing Systems vol. 2, section
-4.4), with a measured rate instead of an ideal one.
+takes by itself, and between two events the remaining work of every running action decreases by the time that passed,
+divided by the slowdown for the number of busy ranks. This is processor sharing (Kleinrock 1976, Queueing Systems vol.
+2, section 4.4), with a measured rate instead of an ideal one.
 """
 
 from collections import deque

@@ -172,7 +172,7 @@ class OrderGraph:
         return np.stack([(last.T + after).max(axis=1) for after in afters])
 
     def slope(self, ends: Floats, period: int) -> Floats | None:
-        """Return the seconds by which a longer step of the same order takes longer for `period` micro-batches more.
+        """Return the seconds by which a step of the same order takes longer with `period` more micro-batches.
 
         None where the step is not in a steady state: the state of all ranks and links must repeat after each period,
         for at least as many micro-batches as an action is away from the one before it on its rank. Then all that

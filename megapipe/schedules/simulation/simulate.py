@@ -131,7 +131,7 @@ class _Clocks:
         return self.end[row], row
 
     def _awaited(self, row: int) -> list[tuple[float, int]]:
-        """When each awaited row's result is here: a message's arrival, or a collective's end."""
+        """Return (time, row) for each awaited row: the arrival of its message, or the end of its collective."""
         if row not in self._awaits:
             return []
         return [(self.end[other] + self._delay(other), other) for other in self._awaits[row] if other != row]
@@ -267,7 +267,7 @@ class Simulation:
         return tuple(np.bincount(ranks, minlength=self.table.header.num_ranks).tolist())
 
     def critical_path(self) -> list[int]:
-        """Rows of ``table`` that the finish hangs on, first to last."""
+        """Rows of ``table`` on which the finish depends, first to last."""
         row = int(np.argmax(np.where(self.working, self.end, -np.inf)))
         path = []
         while row >= 0:
