@@ -136,7 +136,7 @@ class Runs(NamedTuple):
 def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Runs:
     """Return the runs of rows of some kinds that are about chosen state units; a run stays within a part of rows."""
     using = table.rows_with(*kinds)
-    every = of_states(table, using if chosen.any() else using[:0], chosen)  # without any, rows need not be cut
+    every = of_states(table, using if chosen.any() else using[:0], chosen)  # if none is chosen, rows need not be cut
     opens = np.diff(every.row, prepend=-1) != 0  # each row's first entry
     rows, places = every.row[opens], every.places(table)
     layer = np.where(table.group[rows] >= 0, -1 - table.action_first[rows], places[opens])

@@ -249,7 +249,7 @@ def _bar(bar: Bar, scale: float) -> str:
     text = f'<text x="{x + width / 2:.2f}" y="{below:g}"{size} fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2 and not place:
         text += f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="4" fill="#1d2430"/>'
-    edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # which would cover a thin bar
+    edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # it would cover a thin bar
     return (
         f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{_paired(bar)}</title>"
         f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" '

@@ -248,7 +248,7 @@ def _early_enough(
         row[blocked] = waiting_rows[wait]
         # A group sends its results one by one after all of its rows, so a receive may be posted between two sends.
         late[blocked] = (wait < count) & (table.action_first < table.action_last)[row[blocked]]
-        # Before the receive at which a rank hangs, or after those that it has posted.
+        # Post it before the receive at which the rank hangs, or after the receives that the rank has already posted.
         receiving = (wait >= 2 * count) & (wait < 2 * count + len(after))
         turn[blocked] = moved + np.where(receiving, -count, count)
         progress.release(blocked)

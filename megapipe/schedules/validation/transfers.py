@@ -100,7 +100,8 @@ def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
     receives = Needs(messages.receive[second], messages.send[first])
     reductions = _one_after_another(table, flushes)
     always = (arrivals, collectives, scalars)
-    # Lowered schedules pass with both kinds of waits at once, in one pass. Required is that they pass with each kind.
+    # Lowered schedules pass with both kinds of waits at once, in one pass. They only have to pass with each kind by
+    # itself.
     if not len(_stuck(table, blocking, receives, reductions, *always)[1]):
         return
     waits, stuck = _stuck(table, blocking, *always)
