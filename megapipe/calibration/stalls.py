@@ -152,11 +152,11 @@ MUCH = 0.5
 class StallReport:
     """A measurement, and the conditions under which it was made.
 
-    prefixes: shards. corpus_bytes: size of all their files. memory_bytes: memory to cache files, None if unknown.
-    samples, tokens: numbers per step of a replica. num_replicas: data-parallel replicas. given_ingestion: tokens per
-    second of one replica, None if the model ran. not_cold: why storage was not measured, None if it was.
-    resident_share: share of the shards' pages in memory after they were removed from the page cache. read_share: the
-    same after a cold run. epochs: how many times the steps read the training split.
+    prefixes: paths of the shards, without suffixes. corpus_bytes: size of all their files. memory_bytes: memory to
+    cache files, None if unknown. samples, tokens: numbers per step of a replica. num_replicas: data-parallel replicas.
+    given_ingestion: tokens per second of one replica, None if the model ran. not_cold: why storage was not measured,
+    None if it was. resident_share: share of the shards' pages in memory after they were removed from the page cache.
+    read_share: the same after a cold run. epochs: how many times the steps read the training split.
     """
 
     prefixes: tuple[str, ...]

@@ -63,7 +63,8 @@ class Moves:
                     self._states.add((action.stage, action.unit))
 
     def offload(self, action: Action) -> Closure:
-        """action: counted from its own step, as in all methods of this class."""
+        """Return a closure that starts copying activations to host memory, or optimizer state if the action has a
+        version. action: counted from its own step, as in all methods of this class."""
         swaps = self._required()
         if action.version >= 0:
             state = self._state(action)
@@ -72,7 +73,7 @@ class Moves:
         return lambda step: swaps.offload(step.saved[key])
 
     def reload(self, action: Action) -> Closure:
-        """Start copying activations from host memory, or optimizer state if the action has a version."""
+        """Return a closure that starts copying activations or optimizer state, as in `offload`, back to the device."""
         swaps = self._required()
         if action.version >= 0:
             state = self._state(action)
@@ -81,7 +82,7 @@ class Moves:
         return lambda step: swaps.reload(step.saved[key])
 
     def snapshot(self, action: Action) -> Closure:
-        """Start the copy of a unit's state for a checkpoint, if the step has one."""
+        """Return a closure that starts copying a unit's state for a checkpoint, if the step makes one."""
         swaps, state = self._required(), self._state(action)
 
         def run(step: StepState) -> None:

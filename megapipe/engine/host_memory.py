@@ -321,7 +321,7 @@ class Swaps:
     def __init__(
         self, device: torch.device, to_host: CopyStream | None = None, to_device: CopyStream | None = None
     ) -> None:
-        """to_host, to_device: by default the device's own."""
+        """Create the traffic of `device`. to_host, to_device: streams of copies; by default new ones of the device."""
         self._device = device
         self._pinned = device.type == "cuda"
         self._to_host = copy_stream(device, "offload") if to_host is None else to_host

@@ -207,7 +207,7 @@ class Pipeline:
         return results
 
     def drain(self) -> tuple[StepResult, ...]:
-        """End the step in progress and return its result; an empty list if the schedule flushes every step."""
+        """End the step in progress and return its result; an empty tuple if the schedule flushes every step."""
         self._under_way = False
         return self._or_close(self._engine.drain)
 

@@ -48,8 +48,8 @@ class Program:
         updates: bool = True,
         two_streams: bool = False,
     ) -> None:
-        """updates: whether UPDATE changes weights; otherwise it only clears gradients. two_streams: the last modules
-        of each stage are those of the side stream (`engine.pairs`)."""
+        """Prepare the closures. updates: whether UPDATE changes weights; otherwise it only clears gradients.
+        two_streams: the last modules of each stage are those of the side stream (`engine.pairs`)."""
         self._schedule = schedule
         self._header = schedule.header
         self._rank = rank

@@ -219,7 +219,7 @@ class Optimizer(Protocol):
 class Communicators:
     """The groups that the engine uses on one rank.
 
-    tied[g]: all replicas of the stages that hold a use of tied group g, the first replica's first.
+    tied[g]: all replicas of the stages that use the weight of tied group g, the first replica's first.
     scalars: all ranks, by default the world; another group than the world if sums are hidden.
     data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).

@@ -64,8 +64,8 @@ class StepResult:
         step: its number.
         loss: sum over the global batch's loss tokens divided by their number; if the loss has several terms, the sum
             of their means.
-        loss_terms: each mean.
-        token_count: loss tokens, those of the first term.
+        loss_terms: the mean of each term.
+        token_count: number of loss tokens, those of the first term.
         gradient_norm: before clipping; that of the last update in a step of several.
         skipped: the loss or the gradients were not finite, so the weights did not change.
         stop, save, save_failed: whether that flag of StepInput was set on any rank.
@@ -102,7 +102,7 @@ class Counted:
 
     @classmethod
     def of(cls, counts: Sequence[float], updates: int) -> "Counted":
-        """counts: loss tokens of each of the step's updates, by term, then the flags."""
+        """Return the sums of a step. counts: loss tokens of each of its updates, by term, then the flags."""
         tokens, (stop, save, save_failed) = counts[:-NUM_FLAGS], (count > 0 for count in counts[-NUM_FLAGS:])
         terms = len(tokens) // updates
         return cls(tuple(sum(tokens[term::terms]) for term in range(terms)), (stop, save, save_failed))

@@ -161,7 +161,7 @@ class Recorder:
     """
 
     def __init__(self, schedule: Schedule, rank: int, device: torch.device) -> None:
-        """rank: pipeline rank."""
+        """Create a recorder without events. rank: pipeline rank."""
         self._schedule = schedule
         self._rank = rank
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else HostClock()

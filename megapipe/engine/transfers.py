@@ -256,8 +256,8 @@ class LinkPool:
         self._made: list[LinkEnd] = []
 
     def links(self, edges: Sequence[Edge]) -> Mapping[Connection, LinkEnd]:
-        """Return this rank's ends of `edges`, and possibly further links, by source and destination. A collective call
-        of the pipeline group.
+        """Return this rank's ends of `edges`, and possibly of further links, by source and destination. A collective
+        call of the pipeline group.
 
         A link of an earlier engine is reused if it is large enough.
         """

@@ -107,8 +107,8 @@ def treat(
 
 
 def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[tuple[bool, _Partial]]:
-    """Yield treatments of all blocks whose copies overlap with compute, and whether they recompute any; without those
-    that others dominate in memory and cost.
+    """Yield (whether any block is recomputed, treatments of all blocks) whose copies overlap with compute, without
+    treatments that others dominate in memory and cost.
 
     This is dynamic programming over the blocks. The next choices depend only on the last block that moved; the value
     of memory depends on whether any block is recomputed and on how many move.

@@ -157,13 +157,14 @@ class StageBytes(NamedTuple):
 
 
 class MicrobatchWalk:
-    """Micro-batches through the layers of each of some stages, each alone: as many with the gradient of the output on
-    the rank, variants 0 and up, as with one that another rank sends.
+    """Micro-batches through the layers of each of some stages, one at a time. The gradient of the output is on the
+    rank in the first half of the variants, and is sent by another rank in the second half.
 
     Args:
         units: layers of each stage.
         spans: by stage, units that are recomputed together; none by default.
-        splits: whether backwards may be split; then there is a micro-batch with a whole one, and one with halves.
+        splits: whether backwards may be split; then each half of the variants is a micro-batch with a whole backward,
+            and one with a split backward.
     """
 
     def __init__(self, units: tuple[int, ...], spans: Spans, splits: bool) -> None:

@@ -256,7 +256,7 @@ class RankPrediction:
                 yield _times(once, times)
 
     def _of_states(self) -> Iterator[Mapping[str, list[Exchange]]]:
-        """Yield reductions of gradients, gathers of weights and updates, for tied weights all but reductions."""
+        """Yield the exchanges of reductions, gathers and updates; for tied weights, all of these except reductions."""
         costs, calls = self.costs.of_units, self._walk.calls
         for place, unit in self.units.items():
             if not costs.elements(unit):

@@ -39,8 +39,8 @@ def read_schedule(config: PretrainConfig, num_microbatches: int) -> Schedule:
 
 
 def _file_header(config: PretrainConfig) -> Header:
-    """Return the header of the schedule file, which names its stages. Until the number of replicas is known, the
-    micro-batches are those of one."""
+    """Return the header of the schedule file, which names its stages. While the number of replicas is not known, it
+    counts as 1."""
     count = max(1, config.batch.global_size // (config.batch.micro_size * (config.parallel.data or 1)))
     sizes = FileParameters(config.parallel.pipeline, count, cast(Mapping[str, object], schedule_options(config)))
     return read_file_header(Path(config.schedule.file), sizes)
@@ -96,7 +96,8 @@ def schedule_problems(config: PretrainConfig, data_parallel_size: int) -> list[s
 
 
 def _file_problems(config: PretrainConfig, share: int) -> list[str]:
-    """Return why a file does not fit the run: it is for one number of micro-batches. Further checks need the model."""
+    """Return why a file does not fit the run, such as a wrong number of micro-batches. Further checks need the
+    model."""
     path = config.schedule.file
     if config.batch.ramp_start is not None and not is_for_all_sizes(Path(path)):
         return [

@@ -48,8 +48,8 @@ def flat_elements(
     num_shards: int = 1,
     whole_matrices: bool = False,
 ) -> int:
-    """Return the elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes it
-    divide.
+    """Return the elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes
+    the sum divisible by the shards.
 
     whole_matrices: Muon's shards, which cut no matrix that fits in one (`layout.whole_matrices`).
     """

@@ -40,13 +40,14 @@ Size = TypeVar("Size")
 class Tensor(IntEnum):
     """Tensors of the layers of a place that have sizes.
 
-    KEPT: activations of a micro-batch from forward to backward. PENDING: what is left of them between the halves of a
-    split backward. INPUT: what is kept of layers that are recomputed together. BACKWARD, INPUT_HALF, WEIGHT_HALF: peak
-    bytes within such an action beyond those before it. WEIGHTS, GRADIENTS: whole ones, where they are sharded or in
-    host memory. SUMMANDS: memory of a sum of gradients until it ends. STATE: optimizer state that an update reads
-    from host memory. HANDED: what later slices of a sample read, which a recomputed layer keeps from its forward to
-    its recomputation. HANDED_GRADIENTS: what they add to, from the last slice's backward to the slice's own. ALONE:
-    what is kept of a layer that may hand on its input as it came, once nothing else holds that.
+    KEPT: activations of a micro-batch from forward to backward. PENDING: the part of them that remains between the
+    halves of a split backward. INPUT: the input of layers that are recomputed together, the only tensor kept of them.
+    BACKWARD, INPUT_HALF, WEIGHT_HALF: peak bytes within such an action beyond those before it. WEIGHTS, GRADIENTS:
+    whole ones, where they are sharded or in host memory. SUMMANDS: memory of a sum of gradients until it ends. STATE:
+    optimizer state that an update reads from host memory. HANDED: tensors that later slices of a sample read, which a
+    recomputed layer keeps from its forward to its recomputation. HANDED_GRADIENTS: gradients of these tensors, from
+    the last slice's backward to the slice's own. ALONE: activations of a layer that may return its input unchanged,
+    after nothing else holds that input.
     """
 
     KEPT = 0
@@ -141,7 +142,8 @@ class GradientBuffers(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """At steps, ascending by tensor and not by step: the size that comes and the size that goes."""
+    """Changes of what is held, sorted by tensor, not by step. at: steps. new, old: the size that comes, and the size
+    that goes."""
 
     at: Ints
     new: Ints
@@ -220,7 +222,7 @@ class Walk:
         return Held(*[*(each[self._last] for each in totals), temporaries])
 
     def temporaries(self, sizes: Sizes) -> Bytes:
-        """Return `Held.temporaries` alone."""
+        """Return `Held.temporaries`."""
         return self._temporaries(self._total(self._activations, sizes.flat), sizes.flat)
 
     def by_rank(self, values: Bytes) -> Bytes:
@@ -239,7 +241,7 @@ class Walk:
         return total - carried[self._rank] if carried.any() else total
 
     def _temporaries(self, activations: Bytes, sizes: Bytes) -> Bytes:
-        """Return `Held.temporaries`: a unit's backward starts with what the one before it left."""
+        """Return `Held.temporaries`. The backward of a unit starts with the activations left before it."""
         before = np.append(0.0, activations[:-1])
         before[self._first[self._first_rows]] = 0.0
         within = np.where(self._needed != NOTHING, before + sizes[self._needed], 0.0)
@@ -249,7 +251,7 @@ class Walk:
 
     @cached_property
     def _needed(self) -> Ints:
-        """By step, the size that its peak has beyond what is held before it."""
+        """By step, the size by which the peak within it exceeds what is held before it."""
         found = np.full(len(self._kind), NOTHING)
         for kind, tensor in NEEDED.items():
             rows = self._rows(kind)
@@ -281,7 +283,7 @@ class Walk:
         return at, number, new
 
     def _of_weights(self) -> _Changes:
-        """Weights that were gathered or brought in from host memory, from the start of that to their release."""
+        """Return the weights that are gathered or copied from host memory, from the start of that to their release."""
         rows = self._rows(Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
         gathers = self._kind[rows] == Kind.GATHER_WEIGHTS
         return self._changes(
@@ -289,7 +291,7 @@ class Walk:
         )
 
     def _of_messages(self) -> _Changes:
-        """Messages to other ranks over NCCL: the last few of each boundary are kept. gloo copies messages."""
+        """Return messages to other ranks over NCCL: the last few of each boundary are kept. gloo copies messages."""
         rows = self._rows(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
         boundary = self._kind[rows].astype(np.int64) * len(self._header.stages) + self._stage[rows]
         order = np.argsort(boundary, kind="stable")
@@ -317,9 +319,9 @@ class Walk:
         return self._changes([own, moved, self._outlived(moved), *self._passed_on(), *self._handed_on(inside)])
 
     def _outlived(self, moved: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
-        """Return what the first stage's first unit keeps of the sum of words when nothing else holds it: the message
-        to the next stage has left, or the next unit's activations have gone, by its backward or to host memory. The
-        weight half of a split backward still has its input."""
+        """Return where the first stage's first unit becomes the only one that holds its input, the sum of words: the
+        message to the next stage has left, or the next unit's activations have gone, by its backward or to host
+        memory. The weight half of a split backward still has its input."""
         if not self._header.vocabulary:
             return self._listed([])
         count, first = self._num_microbatches, self._header.routes[0][0]
@@ -349,7 +351,7 @@ class Walk:
             rows = self._rows(*kinds, send)
             rows = rows[~away[rows]]
             ends = (self._stage[rows] == end[0]) & (self._unit[rows] == end[1])
-            if shared:  # the rank's shards go on from what the last stage returns, and from the first one's gradient
+            if shared:  # the rank's shards take what the last stage returns, and the gradient of the first stage
                 ends = (to_inputs if direction else to_outputs)[rows]
             gone = (self._kind[rows] == send) | ends
             owner = self.num_places + 2 * self._rank[rows] + direction
@@ -361,7 +363,7 @@ class Walk:
     def _is_sent(self) -> Mask:
         """Steps that make a tensor for a stage of another rank, by a sum or a broadcast over all ranks: backwards of
         shards of the output layer, or their input halves, and forwards of shards of the embedding. On the rank of the
-        first stage their backwards, which hand on the gradient that it makes."""
+        first stage, these are backwards instead of forwards: they pass on the gradient that the stage makes."""
         header = self._header
         if not header.vocabulary:
             return np.zeros(len(self._kind), dtype=np.bool_)
@@ -373,8 +375,8 @@ class Walk:
         return found
 
     def _sent_to_all(self) -> list[tuple[Ints, Ints, Ints]]:
-        """Return what such a tensor holds until the next pass of the shard, or the end of the step; of the output
-        layer until the next one."""
+        """Return the tensors that `_is_sent` steps make. Each is held until the shard's next pass, or for the output
+        layer until the next such tensor; at most until the end of the step."""
         header, found, first = self._header, [], -1
         for shards in (header.outputs, header.inputs) if header.vocabulary else ():
             passes = kind_mask(self._kind, Kind.FORWARD, Kind.BACKWARD) if shards == header.inputs else self._is_sent
@@ -386,8 +388,9 @@ class Walk:
         return found
 
     def _handed_on(self, recomputed: Mask) -> list[tuple[Ints, Ints, Ints]]:
-        """Return what slices of a sample read of earlier ones, where the layer's own is recomputed, and its gradients,
-        numbered after all that is passed on. The last slice's backward makes the gradients of all others."""
+        """Return the tensors of recomputed layers that later slices of a sample read, and the gradients of such
+        tensors of all layers, numbered after all that is passed on. The last slice's backward makes the gradients of
+        all earlier slices."""
         slices, count = self._header.slices, self._num_microbatches
         if slices == 1:
             return []
@@ -421,8 +424,8 @@ class Walk:
         return inside, opens
 
     def _of_moves(self) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:
-        """Optimizer state and activations that move to host memory: one tensor at a time is on its way there, and is
-        freed when the next one leaves or it comes back."""
+        """Return optimizer state and activations that move to host memory. One tensor at a time is on its way there,
+        and is freed when the next one leaves, or when it comes back itself."""
         states: list[tuple[int, int, int]] = []
         activations: list[tuple[int, int, int]] = []
         leaving: tuple[bool, int] | None = None
@@ -444,11 +447,11 @@ class Walk:
     def _of_gradients(
         self, gradients: GradientBuffers
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Gradients of units whose state is sharded, and what their sums need.
+        """Return gradients of units whose state is sharded, and the memory of their sums.
 
-        Sharded accumulators are open from the first backward that adds to them until the next one needs a buffer, the
-        oldest whose sum has started going first, or until the step's norms are computed. Then their sum is over; the
-        sums of others are over when the norms are computed, or at the update where that comes first.
+        A sharded accumulator is open from the first backward that adds to it. It is closed when another one needs its
+        buffer, the oldest whose sum has started first, or when the step's norms are computed; its sum is over then.
+        Other sums are over when the norms are computed, or at the update if that comes first.
         """
         rows = self._rows(Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
         if gradients.sharded.any():
@@ -509,7 +512,7 @@ class _Buffers:
         self.opened.append((row, place, size))
 
     def start_sum(self, row: int, place: int, size: int) -> None:
-        """Start the sum of a gradient, after that of the shards of the one before over their copies."""
+        """Start the sum of a gradient. If shards are also summed over copies, the sum before it has ended by then."""
         if self._gradients.over_copies and self._summing:
             newest = self._summing[-1]
             self.summed.append((row, self._numbers[-1], NOTHING))
@@ -522,7 +525,7 @@ class _Buffers:
             self.summed.append((row, self._number, size))
 
     def forget(self) -> None:
-        """Go on with another rank."""
+        """Forget the gradients and sums of a rank, before those of another rank."""
         self._open.clear()
         self._summing.clear()
         self._numbers.clear()

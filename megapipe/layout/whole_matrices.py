@@ -98,8 +98,8 @@ def place(
 
 
 def _smallest(place_at: Callable[[int], list[int] | None], share: int, longest: int) -> int:
-    """Return the smallest shard size, by bisection, for which `found` returns positions; `share` plus `longest` always
-    suffices."""
+    """Return the smallest shard size, by bisection, for which `place_at` returns positions; `share` plus `longest`
+    always suffices."""
     low, high = (-(-size // SEGMENT_ALIGNMENT) for size in (max(share, longest), share + longest))
     while low < high:
         middle = (low + high) // 2

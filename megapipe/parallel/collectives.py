@@ -97,12 +97,12 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
-    """A new tensor."""
+    """Return the sum of all ranks' `x` in a new tensor."""
     return _reduced(x, group, "sum")
 
 
 def _reduced(x: Tensor, group: Group, op: ReduceOperation) -> Tensor:
-    """A new tensor."""
+    """Return all ranks' `x`, reduced by `op`, in a new tensor."""
     if not isinstance(group, DistributedGroup):
         return _reduced_between_threads(x, group, op)
     with _errors_named(group, "all_reduce"):
@@ -111,7 +111,7 @@ def _reduced(x: Tensor, group: Group, op: ReduceOperation) -> Tensor:
 
 
 def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
-    """A new tensor."""
+    """Return all ranks' `x`, joined along `dim`, in a new tensor."""
     if not isinstance(group, DistributedGroup):
         parts = _gathered_between_threads(x, group)
     else:
@@ -124,7 +124,7 @@ def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _exchanged(x: Tensor, group: Group) -> Tensor:
-    """A new tensor."""
+    """Return the slices for this rank of all ranks' `x`, in a new tensor."""
     if not isinstance(group, DistributedGroup):
         return _gathered_between_threads(x, group)[:, group.rank].contiguous()
     with _errors_named(group, "all_to_all"):

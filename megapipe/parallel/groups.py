@@ -211,7 +211,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def _go_on() -> None:
-    """Wait at once."""
+    """Start no other work before a wait."""
 
 
 class HostExchange(Protocol):

@@ -25,7 +25,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _LARGEST_CACHED_MB = 16
-"""Megabytes of pinned host memory. Larger tensors live long, or their owner reuses them."""
+"""Size in MB up to which torch keeps freed pinned memory for reuse. Larger tensors live long, or their owner reuses
+them."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _variables_set: dict[str, str] = {}
 """The environment variables that this process has set for its GPU."""

@@ -108,7 +108,7 @@ class SharedMemoryLink(LinkEnd, ABC):
     def close(self) -> None:
         self._links.remove(self)
         self._connection.close()
-        # The mapping goes with its last tensor.
+        # The memory is unmapped when its last tensor is freed.
         self._views.clear()
         del self._ring
 

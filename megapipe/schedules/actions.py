@@ -131,7 +131,7 @@ _LARGEST: Final = 2**31 - 1
 
 
 def write_action(action: Action, slices: int = 1) -> str:
-    """The action's word. slices: of each micro-batch, as in `Header.slices`."""
+    """Return the word for an action. slices: number of slices of each micro-batch, as in `Header.slices`."""
     fields = zip(_MARKS, _fields(action, slices)[:-1], strict=True)
     return LETTERS[Kind(action.kind)] + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
 
@@ -144,7 +144,7 @@ def _fields(action: Action, slices: int) -> tuple[int, ...]:
 
 
 def read_action(word: str, slices: int = 1) -> Action:
-    """The action of a word; raises ScheduleError that says what is wrong with it. slices: as in `write_action`."""
+    """Return the action that a word names; raises ScheduleError if it names none. slices: as in `write_action`."""
     match = _WORD.fullmatch(word)
     if match is None:
         raise ScheduleError(
@@ -167,7 +167,7 @@ def read_action(word: str, slices: int = 1) -> Action:
 
 
 def describe(action: Action, slices: int = 1) -> str:
-    """The action in words, for errors. slices: as in `write_action`."""
+    """Return the action in plain English, for errors. slices: as in `write_action`."""
     names = ("stage", "unit", "micro-batch", "slice", "version", "slot", "group")
     fields = (f"{name} {value}" for name, value in zip(names, _fields(action, slices), strict=True) if value >= 0)
     return " ".join([Kind(action.kind).name, ", ".join(fields)]).strip()

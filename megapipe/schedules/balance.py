@@ -37,7 +37,8 @@ def balance_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, 
 
 
 def check_assignment(sizes: Sequence[int], num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """The same form of answer for numbers of layers given by hand; raises ScheduleError where they do not fit."""
+    """Return the range of layers of each stage from numbers of layers that the user sets; raises ScheduleError if they
+    do not fit."""
     if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes, default=0) < 1:
         raise ScheduleError(
             f"layers per stage {list(sizes)} must be {num_stages} numbers of at least 1 with sum {num_layers}"
@@ -61,7 +62,7 @@ def _costs_of_runs(
 
 
 def _smallest_bottleneck(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int) -> float:
-    """Dynamic programming over stages and layers: the smallest largest cost of any cut."""
+    """Return the smallest possible cost of the largest stage, by dynamic programming over stages and layers."""
     runs = _costs_of_runs(layers)
     best = np.full(len(runs), np.inf)
     best[0] = 0.0

@@ -21,9 +21,10 @@ from megapipe.schedules.validation import check_compute, validate
 from megapipe.schedules.vocabulary import vocabulary_shards, with_vocabulary
 
 MOST_FORWARDS = 4_000_000
-"""Forwards of all stages in a step. A larger schedule takes minutes and gigabytes to lower and to simulate."""
+"""Largest number of forwards of all stages in a step. A larger schedule takes minutes and gigabytes to lower and to
+simulate."""
 MOST_RANKS = isqrt(MOST_FORWARDS)
-"""Pipeline ranks of a lowered schedule: in its collectives, every rank waits for every other one."""
+"""Largest number of pipeline ranks of a lowered schedule: in its collectives, every rank waits for every other one."""
 
 
 def build(
@@ -42,7 +43,7 @@ def build(
     vocabulary: int = 0,
     **options: Unpack[Options],
 ) -> Schedule:
-    """Return the lowered schedule of a name.
+    """Generate and lower the schedule that has this name.
 
     Args:
         name: a key of ``GENERATORS``.
@@ -50,17 +51,18 @@ def build(
         num_microbatches: micro-batches of one optimizer step on this pipeline.
         mode: "train", or "forward" for evaluation: forwards and activation transfers alone.
         units_per_stage: units of each stage, ascending by stage; one each by default.
-        tied_groups: per tied weight, the stages that hold a use of it.
+        tied_groups: per tied weight, the stages that use it.
         data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that share tokens.
-        states: the state units of each stage, and what of them is sharded (ZeRO); by default each layer is one unit
-            that is kept whole.
+        states: the state units of each stage, and which state of each is sharded (ZeRO); by default each layer is one
+            unit that is kept whole.
         receive_ahead: compute actions between a receive's posting and its use, at most.
         recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
             backward; nothing by default.
-        offload: what goes to host memory between its uses; nothing by default.
-        vocabulary: variant of the passes, 1 or 2, of output layer and input embedding that all ranks share: each
-            has two more stages, its shards (`with_vocabulary`); 0 for layers on the last and the first stage.
-        options: what the named schedule takes besides, see :class:`Options`.
+        offload: tensors that go to host memory between their uses; none by default.
+        vocabulary: 1 or 2 to split output layer and input embedding over all ranks, with this variant of their passes:
+            each rank gets two more stages, its shards (`with_vocabulary`). 0 keeps both layers whole, on the last and
+            the first stage.
+        options: further options of the named schedule, see :class:`Options`.
 
     Raises:
         ScheduleError: an unknown name or option, or sizes that the schedule cannot run.
@@ -230,7 +232,8 @@ def _read_text(path: Path) -> str:
 
 
 def load_file(path: Path, sizes: FileParameters = UNKNOWN) -> Schedule:
-    """The lowered schedule in a text file. Raises ScheduleError; what is lowered already is not validated."""
+    """Return the schedule in a text file, lowered if it is not yet. Raises ScheduleError; a file that has a lowered
+    schedule is not validated."""
     schedule = read_file(path, sizes)
     check_ranks(str(path), schedule.header.num_ranks)
     if schedule.header.lowered:
@@ -265,12 +268,12 @@ def fit_for_training(
         num_microbatches: micro-batches of one optimizer step on this pipeline.
         mode: "train", or "forward" for its forwards alone, on the newest weights.
         units_per_stage: units (layers) of each stage, ascending by stage.
-        tied_groups: per tied weight, the stages that hold a use of it.
+        tied_groups: per tied weight, the stages that use it.
         data_parallel: whether gradients are to be reduced over replicas, or over tensor ranks that share tokens.
-        states: the state units of each stage, and what of them is sharded.
+        states: the state units of each stage, and which state of each is sharded.
         receive_ahead: compute actions between a receive's posting and its use, at most; a lowered file has its own.
-        recompute: as in :func:`megapipe.schedules.build`; a lowered file says by itself what runs again.
-        offload: the same.
+        recompute: as in :func:`megapipe.schedules.build`; a lowered file has its own recomputed forwards.
+        offload: as in :func:`megapipe.schedules.build`; a lowered file has its own offloads.
 
     Raises:
         ScheduleError: the schedule is not valid, or was made for something else than the run.

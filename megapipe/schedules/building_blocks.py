@@ -137,7 +137,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one whole rank's share of the model that an order is made for, in any one unit."""
+    """Times for which an order is made, of one rank's whole share of the model, in any one unit."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -149,7 +149,7 @@ class Times:
             raise ScheduleError(f"{self}: compute times must be above 0, and the latency must be at least 0")
 
     def of(self, kind: Kind, chunks: int) -> float:
-        """Time of one stage of a rank that holds ``chunks``."""
+        """Return the time of a kind of action on one of the ``chunks`` stages of a rank."""
         whole = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward_input + self.backward_weight,
@@ -168,8 +168,8 @@ class Timed:
 
 
 def split_backwards(sections: Sections, placement: StagePlacement, times: Times, max_pending: int | None) -> Sections:
-    """A flushing schedule with every backward in halves, weight halves oldest first: in idle time where they fit, at
-    the latest when ``max_pending`` wait, the rest at the end."""
+    """Return a flushing schedule with every backward split into halves. Weight halves run oldest first: in idle time
+    where they fit, at the latest when ``max_pending`` wait, the rest at the end."""
     if max_pending is not None and max_pending < 1:
         raise ScheduleError(
             f"max_pending is {max_pending}; it must be at least 1, because each backward's weight half is postponed "
@@ -253,7 +253,7 @@ class _Filler:
         return self._next[rank] > begin
 
     def finish(self, rank: int) -> float:
-        """Run the weight halves that are left; the rank's time from its first start."""
+        """Run the weight halves that are left, and return the rank's time from its first start to its end."""
         while self._pending[rank]:
             self._run(rank, self._pending[rank].popleft(), 0.0)
         return self._clock[rank] - (self._started[rank] or 0.0)
@@ -275,7 +275,7 @@ class _Filler:
         return self._ends[source] + (self._times.latency if hop else 0.0)
 
     def _fill(self, rank: int, step: Step, ready: float) -> None:
-        """Weight halves that fit before the step is ready, and those that may wait no longer."""
+        """Run weight halves that fit before the step is ready, and those that may wait no longer."""
         pending = self._pending[rank]
         duration = self._times.of(Kind.BACKWARD_WEIGHT, self._chunks)
         while pending:

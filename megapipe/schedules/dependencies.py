@@ -21,7 +21,7 @@ MOST_SWEEPS_BETWEEN_CHECKS: Final = 32
 
 
 class Progress:
-    """Ranks that pass their rows in order, each row once what it waits for has been passed.
+    """Ranks that pass their rows in order. A rank passes a row after the row for which it waits has been passed.
 
     ``row[i]`` waits for ``needed[i]``; both index one table, rank by rank, whose first rows per rank are ``offsets``
     (shape [ranks + 1]). A row may have several waits. All ranks advance together, one wait per sweep, as columns:
@@ -34,7 +34,7 @@ class Progress:
         self._place = np.empty(len(row), dtype=np.int64)
         ends = np.searchsorted(row[self._order], offsets[1:])
         firsts = np.searchsorted(row[self._order], offsets[:-1])
-        # A rank that is through hangs in a wait of its own at the end of its rows that nothing can meet.
+        # A rank that has passed all of its rows hangs in an extra wait after the last one, which is never met.
         through = np.arange(num_ranks)
         self._row = np.insert(row[self._order], ends, offsets[1:])
         self._needed = np.insert(needed[self._order], ends, np.iinfo(np.int64).max)
@@ -45,7 +45,8 @@ class Progress:
         self._place[self._order] = np.arange(len(row)) + shift
 
     def stuck(self) -> Ints:
-        """Advance as far as possible; the wait that each stuck rank hangs in, empty when all are through."""
+        """Advance as far as possible, and return the wait in which each stuck rank hangs; empty when all are
+        through."""
         row, needed, needed_rank, pointer = self._row, self._needed, self._needed_rank, self._pointer
         sweeps, before = 1, -1
         while before != (before := int(pointer.sum())):
@@ -101,7 +102,7 @@ NO_NEEDS = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 @dataclass(frozen=True)
 class Messages:
-    """One entry a message: the row that sends it, the row that receives it, the first row that reads it."""
+    """One entry per message: the row that sends it, the row that receives it, and the first row that reads it."""
 
     send: Ints
     receive: Ints
@@ -196,7 +197,8 @@ class Dependencies:
             yield from self._version_needs()
 
     def _transfer_needs(self) -> Iterator[Needs]:
-        """A send needs its output, and what reads a receive needs it posted."""
+        """A send needs the action that makes its tensor; the action that reads a received tensor needs the posted
+        receive."""
         table = self.table
         for kind, (_, last) in ((Kind.SEND_ACTIVATION, self._forward), (Kind.SEND_GRADIENT, self._backward)):
             rows = table.rows_with(kind)
@@ -206,7 +208,8 @@ class Dependencies:
             yield Needs(first[table.key[rows]], rows)
 
     def compute_needs(self) -> Iterator[Needs]:
-        """Needs of compute actions on one rank: stages that follow one another, a backward its forward, units."""
+        """Needs between compute actions of one rank: of neighbouring stages, of a backward and its forward, of
+        units."""
         yield self._hand_overs(same_rank=True)
         yield Needs(self._backward[0], self._forward[1]).where_known()
         yield from self._slice_needs()
@@ -217,7 +220,7 @@ class Dependencies:
         return self._hand_overs(same_rank=False)
 
     def _hand_overs(self, same_rank: bool) -> Needs:
-        """Forwards need that of the preceding stage, backwards that of the following one."""
+        """A forward needs the forward of the preceding stage, a backward needs the backward of the following one."""
         row, needed, header = [], [], self.table.header
         for (first, last), neighbours in (
             (self._forward, header.preceding_stages),
@@ -234,10 +237,11 @@ class Dependencies:
 
     @cached_property
     def shard_needs(self) -> Needs:
-        """Needs where all ranks share the vocabulary. Output layer: forwards of shards need that of the route's last
-        stage, their backwards (or input halves) the forwards of all shards, and its backward the backwards of all of
-        them. Each forward of a shard needs the pass before it on all ranks, which is the same one. Input embedding:
-        the forward of the route's first stage needs those of all shards, and their backwards its backward."""
+        """Needs where all ranks share the vocabulary. Output layer: the forward of a shard needs the forward of the
+        route's last stage; the backward (or input half) of a shard needs the forwards of all shards; the last stage's
+        backward needs the backwards of all shards. Each forward of a shard needs the pass before it on all ranks,
+        which is the same pass. Input embedding: the forward of the route's first stage needs the forwards of all
+        shards, whose backwards need the first stage's backward."""
         header = self.table.header
         shards, inputs = (np.array(each, dtype=np.int64) for each in (header.outputs, header.inputs))
         if not len(shards):
@@ -321,16 +325,17 @@ class Dependencies:
         return Needs(*snapshot_needs(self.table))
 
     def _reduction_needs(self) -> Iterator[Needs]:
-        """Reductions need the last gradient they include, scalars every one of their step, updates the scalars.
+        """Reductions need the last gradient they include, scalars need all of their step, updates need the scalars.
 
-        Where a step has several updates they do not wait for its scalars, which then describe the losses and the last
+        If a step has several updates, they do not wait for its scalars, which then describe the losses and the last
         update's gradients.
         """
         table, header = self.table, self.table.header
         last = self._last_added
         reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
         adding = table.rows_with(*ADDING)
-        # In a whole chunk, each unit's gradient needs the last row; in a refined one, the row of its own layer.
+        # If a chunk is whole, each unit's reduction needs the chunk's last row; if it is cut into units, the row of
+        # its own layer.
         cut = table.unit[adding] >= 0
         own = of_states(table, adding[cut], ~header.sharded_gradients)
         by_unit = last_row_per(own.places(table), own.row, num_places(table))
@@ -370,7 +375,8 @@ class Dependencies:
         return Needs(updates, found[place[updates]]).where_known()
 
     def _version_needs(self) -> Iterator[Needs]:
-        """A forward or gather needs the update that wrote its version, a gradient buffer that its update is done."""
+        """A forward or gather needs the update that wrote its version. The first backward that adds to a gradient
+        buffer needs the previous update from this buffer."""
         table, header = self.table, self.table.header
         updates = table.rows_with(Kind.UPDATE)
         for kinds, delays in (
@@ -398,10 +404,10 @@ class Dependencies:
         return found
 
     def collective_needs(self) -> Needs:
-        """Rows that need a collective's result, against the start of that collective on each rank that takes part.
+        """Rows that need a collective's result, each with the starts of the collective on all ranks that take part.
 
-        Scalars start without waiting, but their sum needs the sums of tied gradients, and of those over all holders of
-        a part, and so do updates.
+        Scalars start without waiting. But their sum needs the sums of tied gradients, and the sums of gradients over
+        all holders of a part; updates need these sums, too.
         """
         table, header = self.table, self.table.header
         counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
@@ -441,7 +447,7 @@ def _against_all(users: Ints, members: Ints) -> Needs:
 
 
 def _local_uses(header: Header) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Per owning stage and tied group, the stages of its rank that hold a use."""
+    """Per owning stage and tied group, the stages of its rank that use the tied weight."""
     uses: dict[int, dict[int, tuple[int, ...]]] = {}
     for group, stages in enumerate(header.tied_groups):
         for owner in header.tied_owners(group):

@@ -9,8 +9,8 @@ ahead. No unit is dropped while it is among them, so no order of gathers with th
 of split backwards work on saved inputs and output gradients and use no weights.
 
 A schedule that never flushes keeps several versions of a unit's weights, and gradients of several updates. Each is
-held like a unit of its own. No version is gathered before the update that writes it, and none stays on hand from one
-section to the next: what comes after a section depends on whether the run goes on.
+held like a unit of its own. No version is gathered before the update that writes it, and none is kept from one section
+to the next, because the section that follows depends on whether the run continues.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ USES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Kinds that add to a layer's gradients."""
 STATE_KINDS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.REDUCE_GRADIENTS)
-"""Kinds that name a state unit of a stage; what computes names a layer."""
+"""Kinds that name a state unit of a stage; compute actions name a layer."""
 
 
 class StateRows(NamedTuple):
@@ -60,7 +60,8 @@ class Residence:
 
 
 def check_states(schedule: Schedule) -> None:
-    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients, or those in host memory."""
+    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients, or on weights in host
+    memory."""
     header = schedule.header
     header.states.checked(header.name, header.units_per_stage)
     alone = header.mode == "train" and not header.data_parallel
@@ -90,7 +91,7 @@ def check_states(schedule: Schedule) -> None:
 
 
 def of_states(table: Table, rows: Ints, chosen: Mask) -> StateRows:
-    """Return rows that are cut into units with the state units that they are about.
+    """Return rows, which are cut into units, each with the state units that it is about.
 
     chosen: which state units count, shape [stages, most_states], such as `Header.sharded_gradients`.
     """
@@ -135,7 +136,7 @@ class Runs(NamedTuple):
 def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Runs:
     """Return the runs of rows of some kinds that are about chosen state units; a run stays within a part of rows."""
     using = table.rows_with(*kinds)
-    every = of_states(table, using if chosen.any() else using[:0], chosen)  # without any, rows need not be cut
+    every = of_states(table, using if chosen.any() else using[:0], chosen)  # if none is chosen, rows need not be cut
     opens = np.diff(every.row, prepend=-1) != 0  # each row's first entry
     rows, places = every.row[opens], every.places(table)
     layer = np.where(table.group[rows] >= 0, -1 - table.action_first[rows], places[opens])
@@ -156,7 +157,7 @@ def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Ru
 def residences(table: Table, written: Ints) -> Residence:
     """When units' weights are on hand, in a table whose compute is cut into units.
 
-    written: by stage and version, shape [stages, versions], the first row of which an update has made it.
+    written: the first row after the updates that write a version, shape [stages, versions].
     """
     header, part = table.header, table.rank * table.num_sections + table.section
     runs = _runs(table, USES, header.gathered_weights, part)
@@ -171,8 +172,8 @@ def last_additions(table: Table) -> StateRows:
     """Rows after which gradients are reduced where they are sharded; the table's compute is cut into units.
 
     The mirror of `residences`: at every run of backwards, the gradients of the last different units that fit into the
-    gradient pool are on the rank, added to or on their way. What is not added to again among them is reduced at once:
-    if two units fit, one unit's gradient is on its way while the next unit's is computed.
+    gradient pool are on the rank, added to or on their way. A gradient that is not added to again while it is among
+    them is reduced at once: if two units fit, one unit's gradient is on its way while the next unit's is computed.
     """
     header = table.header
     runs = _runs(table, ADDING, header.sharded_gradients, table.rank).reverse()
@@ -237,8 +238,8 @@ def stays_of(runs: Runs, pool: int) -> Stays:
 
 
 def _stays_of_last(runs: Runs, room: int) -> Stays:
-    """Return the stays if each run uses one unit, another one than the run before it, and one or two units fit: those
-    of the last runs."""
+    """Return the stays if each run uses one unit, a different one from the run before it, and one or two units fit:
+    then the rank holds the units of the last one or two runs."""
     use = np.arange(len(runs.run))
     before = use[:-room]
     stays_on = np.zeros(len(use), dtype=np.bool_)

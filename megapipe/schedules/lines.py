@@ -13,7 +13,8 @@ DIGITS: Final = "[0-9]+"
 
 
 class Word(NamedTuple):
-    """A word and its column, counted from 1. line: of a word that is not on the first line of its row."""
+    """A word and its column, counted from 1. line: number of its line if its row has several lines and this is not the
+    first."""
 
     text: str
     column: int
@@ -21,7 +22,7 @@ class Word(NamedTuple):
 
 
 class TextLine(NamedTuple):
-    """A line that says something: its number from 1, its words, its text without the comment; all the file's lines."""
+    """A line that has words: its number from 1, its words, its text without the comment, and all lines of the file."""
 
     source: str
     number: int

@@ -13,8 +13,8 @@ def peak_activations(table: Table) -> tuple[float, ...]:
     """Peak number of activations alive on each rank, in micro-batches of the rank's layers of one copy of the model.
 
     An activation lives from its forward to its backward, or to the input half of a split one. A recomputed activation
-    lives from its recomputation on; the inputs kept until then are not counted. Nor is anything in host memory, or
-    of a shard of the vocabulary.
+    lives from its recomputation on; the inputs kept until then are not counted. Activations in host memory, and those
+    of shards of the vocabulary, are not counted either.
     """
     return _peaks(table, activations_made(table), activations_gone(table))
 

@@ -101,7 +101,7 @@ def state_places(table: Table) -> Ints:
 def with_snapshots(schedule: Schedule) -> Schedule:
     """Return a lowered schedule whose first step starts to copy the state of every unit before it computes anything.
 
-    For a schedule that flushes that is every step, because each runs the same rows. Raises ScheduleError for one that
+    If the schedule flushes, every step does this, because each runs the same rows. Raises ScheduleError for one that
     trains nothing, or is not lowered.
     """
     header, sections = schedule.header, schedule.sections
@@ -126,12 +126,12 @@ def _snapshots(header: Header, rank: int) -> Rows:
 
 
 def snapshot_needs(table: Table) -> tuple[Ints, Ints]:
-    """Updates against the copy of the state that they replace: (row, row it needs)."""
+    """Return updates and the copies of the state that they replace: (rows, rows that they need)."""
     return _joined(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
 
 
 def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]:
-    """Backwards against the reload of their activations, updates against that of their state: (row, row it needs)."""
+    """Return backwards and updates, and the reloads of their activations or state: (rows, rows that they need)."""
     if len(table.rows_with(Kind.RELOAD)) == 0:
         return table.rows_with(Kind.RELOAD), table.rows_with(Kind.RELOAD)
     rows, needed = zip(
@@ -153,7 +153,7 @@ def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
     yield _joined(back, out, places)
     out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
     yield _joined(out, table.rows_with(Kind.UPDATE), states)
-    # By unit, then by update: each but a unit's first comes back from where the one before it left.
+    # Sorted by unit, then by update. Each reload of a unit but the first needs the offload of the update before it.
     out, back = (rows[np.lexsort((table.update[rows], table.unit[rows], table.stage[rows]))] for rows in (out, back))
     later = np.diff(table.update[back]) > 0
     yield back[1:][later], out[:-1][later]

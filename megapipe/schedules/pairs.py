@@ -24,11 +24,11 @@ def pairs_of(actions: Sequence[Action]) -> list[int]:
 
 
 def on_side_stream(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return (stage, micro-batch) of what runs on the second of two streams, so that the halves of a pair never share
-    a stream.
+    """Return (stage, micro-batch) of all actions on the second of two streams, chosen so that the halves of a pair
+    never share a stream.
 
-    All actions of a micro-batch on a stage have one stream. A forward takes the one that the backward in its pair does
-    not have: a backward comes after its own forward, so pairs never close a circle.
+    All actions of a micro-batch on a stage have one stream. A forward takes the stream that the backward in its pair
+    does not have: a backward comes after its own forward, so pairs never close a circle.
     """
     side: dict[tuple[int, int], bool] = {}
     for first in pairs_of(actions):

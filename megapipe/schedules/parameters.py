@@ -41,7 +41,8 @@ _LARGEST: Final = 2**31 - 1
 Values = dict[str, int]
 Expression = Callable[[Values], int]
 Statement = Callable[[Values], Iterator[tuple[Word, ...]]]
-"""Runs with the values of names, which it may change, and yields the words of each line that it makes."""
+"""A function that runs with the values of names, which it may change, and yields the words of each line that it
+makes."""
 
 _TOKEN: Final = re.compile(r"\s*([0-9]+|[A-Za-z_]\w*|\.\.|//|[=!<>]=|[-+*%<>()=:,]|\S)")
 _WORD: Final = re.compile(r"(?:\{[^{}]*\}|[^\s{}])+|[{}]")
@@ -86,7 +87,7 @@ class Scanner:
         return match[1] if match else ""
 
     def take(self, *wanted: str) -> str:
-        """Return the next token and move behind it if it is one of ``wanted``, else ""."""
+        """Return the next token and move past it if it is one of ``wanted``, else ""."""
         token = self.peek()
         if token not in wanted or not token:
             return ""
@@ -94,7 +95,7 @@ class Scanner:
         return token
 
     def expect(self, wanted: str, after: str) -> None:
-        """Move behind a token. Raises ScheduleError if it is not the next one."""
+        """Move past a token. Raises ScheduleError if it is not the next one."""
         if not self.take(wanted):
             found = repr(self.peek()) if self.peek() else "the end of the line"
             raise self.error(f"expected {wanted!r} after {after}, but found {found}")
@@ -400,7 +401,7 @@ class Expanded(NamedTuple):
 
 
 def expand(lines: Sequence[TextLine], source: str, sizes: FileParameters, header_only: bool = False) -> Expanded:
-    """Return the lines of the fixed file that a file with parameters is for a run.
+    """Return the lines of the fixed file into which a file with parameters expands for a run.
 
     Args:
         lines: of the file.

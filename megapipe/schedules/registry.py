@@ -46,8 +46,8 @@ class Options(TypedDict, total=False):
     ``group_size``: consecutive micro-batches that pass a chunk (interleaved_1f1b). ``update``: when 2bw steps its
     optimizer. ``vertical_sync``: every stage uses the version that the first one used (pipedream). ``two_bp``: split
     backwards, weight halves in idle time; ``max_pending``: maximum number of weight halves that wait then.
-    ``memory_limit``: micro-batches that a rank may hold (zb_auto and v_auto). ``times``: for which the order is made
-    (zb_auto and those in a V; two_bp).
+    ``memory_limit``: micro-batches that a rank may hold (zb_auto and v_auto). ``times``: those for which the order is
+    made (zb_auto and those in a V; two_bp).
     """
 
     chunks: int
@@ -82,7 +82,7 @@ class Generator:
         settle: for the planner: fills in options whose defaults depend on the number of micro-batches.
         held: for the planner: ``(num_ranks, num_microbatches, chunks, options)`` -> a lower bound of the micro-batches
             of each chunk that ranks hold at their peak, shape [ranks, chunks].
-        looped: the schedule of the same order with several chunks.
+        looped: name of the schedule that has the same order with several chunks.
         search: the layouts with which a search tries the schedule without being asked; "never" if training does not
             run it.
         paper: the paper that plans for this schedule alone.
@@ -159,7 +159,7 @@ class Generator:
         return " ".join((inspect.getdoc(self.order) or "").split("\n\n")[0].split()).replace("``", "")
 
     def check_options(self, options: Options) -> None:
-        """Raise ScheduleError for an option that means nothing here."""
+        """Raise ScheduleError for an option that this schedule does not take."""
         known = {"chunks", *self.order_options, *self.policy_options, *(TWO_BP_OPTIONS if self.takes_two_bp else ())}
         for name in options:
             if name not in known:
@@ -175,8 +175,8 @@ class Generator:
 
     def settled(self, num_ranks: int, num_microbatches: int, options: Options) -> tuple[Options, int]:
         """Return the options with which an order of fewer micro-batches starts and ends like that of
-        ``num_microbatches``, and the period: the number of micro-batches after which it repeats, all where it never
-        does."""
+        ``num_microbatches``, and the period: the number of micro-batches after which it repeats, or all if it never
+        repeats."""
         if self.settle is not None:
             options = self.settle(num_ranks, num_microbatches, options)
         if not self.repeats or options.get("two_bp", False):
@@ -185,14 +185,14 @@ class Generator:
         return options, group * -(-num_ranks // group)
 
     def number_of_chunks(self, options: Options) -> int:
-        """Stages on each rank."""
+        """Return the number of stages on each rank."""
         chunks = options.get("chunks", self.chunks)
         if chunks < 1:
             raise ScheduleError(f"{self.name} needs at least 1 chunk on each rank, got {chunks}")
         return chunks
 
     def number_of_slices(self, options: Options) -> int:
-        """Parts of each sequence, each of which passes the stages by itself."""
+        """Return the number of parts of each sequence, each of which passes the stages by itself."""
         if "slices" not in self.order_options:
             return 1
         default: int = inspect.signature(self.order).parameters["slices"].default

@@ -69,18 +69,18 @@ class Header:
 
     ``routes`` are ordered stage ids; micro-batch k takes route ``k % len(routes)``. Stages of one part of the model
     (:attr:`holders`) keep equal weights: their gradients are summed before each update. ``tied_groups`` lists, per
-    tied weight, the stages that hold a use of it; group g follows the state units of each (:meth:`tied_unit`).
-    Micro-batches and versions count from the body's step: step t adds ``t * num_microbatches`` and
-    ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
+    tied weight, the stages that use it; on each of them, group g is numbered after its state units
+    (:meth:`tied_unit`). Micro-batches and versions count from the body's step: step t adds ``t * num_microbatches``
+    and ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
     ``k + versions_per_stage[s]`` over it, so a stage keeps that many copies and its gradients are
     ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers per stage; ``gradient_buffers`` is how many
-    updates' gradients may be alive at once. ``slices``: parts of a sequence: each that many micro-batches in turn are
-    the slices of one batch of samples, and ``num_microbatches`` counts slices. ``vocabulary``: stages off the route,
-    two on each rank (`schedules.vocabulary`): shards of the output layer, which all follow the route's last stage,
-    then shards of the input embedding, which all precede its first (:attr:`outputs`, :attr:`inputs`).
-    Compute actions name a layer of their stage (``units_per_stage``); gathers, reductions and updates name a state
-    unit: ``states`` lists those of every stage, in the order of their layers, with what is sharded of each and where
-    it is between its uses.
+    updates' gradients may be alive at once. ``slices``: number of parts of each sequence: that many micro-batches in
+    turn are the slices of one batch of samples, and ``num_microbatches`` counts slices. ``vocabulary``: stages off the
+    route, two on each rank (`schedules.vocabulary`): shards of the output layer, which all follow the route's last
+    stage, then shards of the input embedding, which all precede its first (:attr:`outputs`, :attr:`inputs`). Compute
+    actions name a layer of their stage (``units_per_stage``); gathers, reductions and updates name a state unit:
+    ``states`` lists those of every stage, in the order of their layers, with what is sharded of each and where it is
+    between its uses.
     """
 
     name: str
@@ -110,7 +110,8 @@ class Header:
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Copies of its layers' weights that each rank keeps: versions, of each copy of the model that it works on."""
+        """Copies of weights that each rank keeps: its number of versions, times the copies of the model that it works
+        on."""
         own = [self.stages_on(rank) for rank in range(self.num_ranks)]
         return tuple(
             max(self.versions_per_stage[stage] for stage in stages)
@@ -221,7 +222,7 @@ class Header:
 
     @cached_property
     def shared(self) -> Mask:
-        """Whether other stages hold the part of each stage too, shape [stages]."""
+        """Whether the part of the model of each stage is held by other stages too, shape [stages]."""
         return np.array([len(holders) > 1 for holders in self.holders], dtype=np.bool_)
 
     @cached_property
@@ -262,7 +263,7 @@ class Header:
         return tuple(stage for stage, place in enumerate(self.stages) if place.rank == rank)
 
     def tied_owners(self, group: int) -> tuple[int, ...]:
-        """Per rank that holds a use of the group, the earliest of its stages in it: the stage that carries the
+        """Per rank that uses the weight of the group, the earliest of its stages in it: the stage that carries the
         group's reduction and update there."""
         earliest: dict[int, int] = {}
         for stage in sorted(self.tied_groups[group]):
@@ -305,8 +306,8 @@ class Origin(NamedTuple):
     words: dict[tuple[SectionName, int], tuple[Rows, Rows]]
 
     def place_of(self, section: SectionName, rank: int, row: Rows, earlier: int, period: int) -> tuple[int, int]:
-        """Return line and column of a row of a rank's section, unrolled or lowered: that of the rank, and column 0,
-        where lowering added it. earlier: rows of the same action before it; period: micro-batches of a step."""
+        """Return line and column of a row of a rank's section, unrolled or lowered; for a row that lowering added, the
+        line of the rank and column 0. earlier: rows of the same action before it; period: micro-batches of a step."""
         rows, places = self.words[section, rank]
         same = (rows[:, [KIND, STAGE]] == row[[KIND, STAGE]]).all(axis=1)
         same &= (rows[:, UNIT] == -1) | (rows[:, UNIT] == row[UNIT])

@@ -20,8 +20,8 @@ class StateUnit(NamedTuple):
 
     layer: the unit of the stage's compute that uses it. weights: where its weights are between their uses; those that
     are not whole are gathered before each use and released after it. sharded_gradients: whether its gradients are
-    reduced into shards. size: what its whole weights, or its whole gradients, take of a pool. shards: number of
-    neighbouring replicas that share one copy of it; 0 if that is the same as for other units of the run.
+    reduced into shards. size: the part of a pool that its whole weights, or its whole gradients, take. shards: number
+    of neighbouring replicas that share one copy of it; 0 if that is the same as for other units of the run.
     """
 
     layer: int
@@ -84,7 +84,8 @@ class StateTable:
         return replace(self, units=units)
 
     def checked(self, name: str, layers_per_stage: Sequence[int]) -> "StateTable":
-        """Return the table, without units that say nothing; raise ScheduleError if it does not fit the stages.
+        """Return the table, without its units if each layer is one whole unit; raise ScheduleError if it does not fit
+        the stages.
 
         name: of the schedule, for errors.
         """

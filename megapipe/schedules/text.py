@@ -120,7 +120,8 @@ def write_header(header: Header) -> list[str]:
 
 
 def _state_lines(stage: int, units: Sequence[StateUnit]) -> Iterator[str]:
-    """The first units of all layers, neighbours that are alike together; then the second ones, and so on."""
+    """Yield lines for the first units of all layers, one line for equal neighbours; then for the second units, and so
+    on."""
     seen: Counter[int] = Counter()
     turns: defaultdict[int, list[StateUnit]] = defaultdict(list)
     for unit in units:
@@ -158,7 +159,7 @@ class HeaderReader:
         self._states: defaultdict[int, list[StateUnit]] = defaultdict(list)
 
     def read(self, line: TextLine) -> None:
-        """Take in one header line."""
+        """Read one header line."""
         key = line.words[0].text
         keys = _KEYS if self._version > 1 else _VERSION_1_KEYS
         if key not in keys:
@@ -286,7 +287,8 @@ class HeaderReader:
         self._stages.append(defaults | given)
 
     def _read_states(self, line: TextLine) -> None:
-        """``state S/L`` or ``state S/L-L``, then what the unit of each of these layers does not leave as usual."""
+        """Read ``state S/L`` or ``state S/L-L``, then the values of the unit of each of these layers that are not
+        defaults."""
         text = line.words[1].text if len(line.words) > 1 else ""
         match = re.fullmatch(rf"({DIGITS})/({DIGITS})(?:-({DIGITS}))?", text)
         if match is None:

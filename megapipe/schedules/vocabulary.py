@@ -56,10 +56,10 @@ def vocabulary_shards(num_routed: int, num_ranks: int) -> tuple[StagePlace, ...]
 def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
     """Return a schedule of compute actions with the passes of the shards of the vocabulary, which its header names.
 
-    variant: a key of `PASSES`. Forwards run up to as many micro-batches earlier as it has barriers, as few as hide the
-    collectives. The passes take the first free time on each rank, in one order on all of them. Raises ScheduleError
-    for a schedule that never flushes, has several routes, slices or overlapped pairs, or whose order leaves no time
-    for the passes.
+    variant: a key of `PASSES`. Forwards run earlier by the number of micro-batches that hides the collectives, at most
+    the number of its barriers. The passes take the first free time on each rank, in one order on all of them. Raises
+    ScheduleError for a schedule that never flushes, has several routes, slices or overlapped pairs, or whose order
+    leaves no time for the passes.
     """
     header, body = schedule.header, schedule.sections.body
     for wrong, what in (
@@ -98,7 +98,7 @@ def _orders(header: Header, body: Sequence[Rows], most: int) -> list[tuple[Rows,
     """Return orders that leave time for barriers: with forwards of more and more whole micro-batches before the first
     backward, and last the one in which each backward comes after the same number of further forwards.
 
-    most: micro-batches that a rank may hold more.
+    most: number of additional micro-batches that a rank may hold.
     """
     numbers = range(most + 1) if header.mode == "train" else ()
     found = [tuple(_ahead(rows, number) for rows in body) for number in numbers]
@@ -108,7 +108,7 @@ def _orders(header: Header, body: Sequence[Rows], most: int) -> list[tuple[Rows,
 
 
 def _ahead(rows: Rows, number: int) -> Rows:
-    """Return a rank's rows with forwards of a number of whole micro-batches more before the first backward, in turn
+    """Return a rank's rows with the forwards of ``number`` more whole micro-batches before the first backward, in turn
     on its stages. Later forwards are of micro-batches that come that much later."""
     forward = rows[:, KIND] == Kind.FORWARD
     first = int(np.argmin(forward))
@@ -144,9 +144,10 @@ ALL_OUTPUTS, ALL_INPUTS = -1, -2
 class _Line:
     """A rank on its way through its own rows.
 
-    rows: with the event that each needs, the event that it is, and its seconds. shards: of output layer and input
-    embedding. found: rows that the rank has run. done: how many of `rows` are among them. passed: the number of passes
-    among them. began: start of the first of its own. version: of its latest offer.
+    rows: each with the event that it needs, the event that it is, and its seconds. shards: the rank's own shard of the
+    output layer, and of the input embedding. found: rows that the rank has run. done: how many of `rows` are among
+    them. passed: the number of passes among them. began: start of the first of `rows`. version: number of its latest
+    offer.
     """
 
     rows: list[tuple[list[int], Event | None, Event, float]]
@@ -171,7 +172,7 @@ class _Placing:
     layer, after the last one, and where the first stage waits.
 
     passes: kind and micro-batch of each, with those that follow it directly, in their order; with the ranks that have
-    not run it, and its end. collective: seconds from that to its result.
+    not run it, and its end. collective: seconds from the end of a pass to its result.
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]], collective: float) -> None:

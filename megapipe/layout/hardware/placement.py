@@ -93,7 +93,7 @@ class Placement:
         return ranks
 
     def _partition(self, names: Iterable[str]) -> Numbers:
-        """The same, shape [lists, members]."""
+        """Return `partition` as an array, shape [lists, members]."""
         free = [place for place, name in enumerate(DIMENSIONS) if name in names]
         fixed = [place for place in range(len(DIMENSIONS)) if place not in free]
         ranks = np.arange(self.num_ranks).reshape(*self.sizes.values()).transpose(*fixed, *free)
@@ -236,7 +236,7 @@ class Placement:
 
 
 def _slower(links: Iterable[IntraNodeLink]) -> IntraNodeLink:
-    """Return the worst of each figure."""
+    """Return links with the highest latency and the lowest bandwidths of some links."""
     all_links = list(links)
     if all(link == all_links[0] for link in all_links):
         return all_links[0]

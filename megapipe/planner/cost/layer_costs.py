@@ -266,7 +266,7 @@ def microbatch_cost(
 def state_cost(
     run: RunLayout, layer: LayerSpec, times: LayerTimes, assumptions: Assumptions
 ) -> tuple[tuple[StateSeconds, ...], Mapping[TiedNames, float]]:
-    """Return the other fields of `LayerCost`. See `microbatch_cost` for the arguments."""
+    """Return the fields `states` and `tied_updates` of `LayerCost`. See `microbatch_cost` for the arguments."""
     units = layer_units(layer, run.tied, run.config.zero)
     states = tuple(_state_seconds(run, layer, unit, times, assumptions) for unit in units)
     used = {spec.name for spec in layer.parameters.values()}
@@ -388,7 +388,7 @@ class StageCosts:
     as a fraction of the stage's backward. last_reduction: the layer whose gradient is last. still_reducing: the rest
     of the previous layer's reduction when that gradient is complete. sharded_reduction, sharded_gather: traffic of
     every micro-batch, for state units with sharded gradients or weights. source: where the times of kernels come from.
-    units: costs of each layer by itself; None without such units.
+    units: costs of each layer by itself; None if no unit is sharded in this way.
     """
 
     ranks: npt.NDArray[np.int64]

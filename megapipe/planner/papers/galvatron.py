@@ -345,7 +345,7 @@ def _in_units(kept: Floats, left: float, units: int) -> Counts:
 def _within(
     seconds: Floats, kept: Counts, transitions: Floats, alike: tuple[Counts, Floats], units: int
 ) -> tuple[list[int], float]:
-    """Return the fastest strategies within `units`, and their seconds, infinite if none fit. alike: of `_classes`."""
+    """Return the fastest strategies within `units`, and their seconds, infinite if none fit. alike: see `_classes`."""
     classes, between = alike
     num_layers, num_strategies = seconds.shape
     order = np.argsort(classes, kind="stable")

@@ -46,8 +46,8 @@ OFTEN = TrafficCounts(np.array(2.0), *np.ones((3, 1)))
 
 class MicrobatchBytes(NamedTuple, Generic[Number]):
     """Bytes of one micro-batch on one rank. block, embedding, head: activations saved from a layer's forward to its
-    backward. working: activations that the backward of a block recomputes. freed: those of the head that are freed
-    before, as far as they are as many. stream: a message between stages."""
+    backward. working: activations that the backward of a block recomputes. freed: activations of the head that are
+    freed before that, at most `working`. stream: a message between stages."""
 
     block: Number
     embedding: Number
@@ -74,7 +74,7 @@ class StateFigures(NamedTuple, Generic[Number]):
 
 class LayerFigures:
     """Time and memory figures of the layers of one run on one machine. The times of a micro-batch must depend neither
-    on the pipeline nor on the replicas. Of blocks that differ, each figure is that of the block with the lowest."""
+    on the pipeline nor on the replicas. If blocks differ, each figure is the lowest of any block."""
 
     def __init__(self, costs: Evaluation, devices: int) -> None:
         self._costs, self._devices = costs, devices
@@ -216,7 +216,7 @@ class LayoutBounds:
 
     def closer(self, layout: Layout, counted: bool = True) -> float:
         """Return a tighter lower bound of the seconds of a step, which includes the traffic of each rank's stages.
-        counted: count gathers and sums, which takes long; otherwise each pass has its own, and this is no bound."""
+        counted: count gathers and sums, which takes long; otherwise each pass counts as having both: not a bound."""
         if self._base.schedule.file:
             return 0.0
         shape, count, slow = layout.shape, self._count(layout.shape), self._costs.assumptions.slow_down
@@ -289,7 +289,7 @@ class LayoutBounds:
 
     @cached_method
     def _contents(self, cut: "_Cut", count: int) -> tuple[MicrobatchBytes[Floats], StateFigures[Floats]]:
-        """Return how often each size counts at least on each rank, shape [ranks] each."""
+        """Return a lower bound of how often each size counts on each rank, shape [ranks] each."""
         run, held = cut.run, np.zeros(len(cut.run.ranks))
         if (at_peak := find_generator(run.config.schedule.name).held) is not None:
             held[run.by_chunk] = at_peak(run.pipeline, count, run.chunks, schedule_options(run.config))

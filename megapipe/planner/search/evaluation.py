@@ -1,4 +1,4 @@
-"""The costs of a run's layouts on a machine, each part computed once for all layouts that it is the same for."""
+"""The costs of a run's layouts on a machine, each part computed once for all layouts that have it in common."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -186,8 +186,8 @@ def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]
 class Refiner:
     """Improves the best layouts: balances stages by time, orders nodes, and simulates the schedule.
 
-    hardware, times, assumptions: the ones of the estimates. actions: forwards and backwards of a step, over all
-    pipeline ranks, that all simulations together may still run; each takes tens of microseconds.
+    hardware, times, assumptions: those of the estimates. actions: forwards and backwards of a step, over all pipeline
+    ranks, that all simulations together may still run; each takes tens of microseconds.
     """
 
     hardware: Hardware

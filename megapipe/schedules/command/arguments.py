@@ -53,7 +53,7 @@ docs/schedules.md explains what each schedule is for.
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = tool_parser("megapipe schedule", DESCRIPTION, EXAMPLES)
     commands = top.add_subparsers(dest="command", required=True)
     _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))

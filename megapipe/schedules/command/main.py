@@ -67,7 +67,7 @@ def _list(flags: argparse.Namespace) -> None:
 
 
 def _described(name: str) -> dict[str, str]:
-    """Return the row of a schedule; the summary of one whose package is broken is the error."""
+    """Return the row of a schedule; if its package cannot be imported, its summary is the error."""
     try:
         found = GENERATORS[name]
     except ScheduleError as error:

@@ -36,9 +36,9 @@ LANES: Final = {
 class Bar(NamedTuple):
     """One action on one lane of a rank.
 
-    ``critical`` if the finish hangs on it. A measured action waited for other ranks for ``wait`` before ``start``.
-    ``drawn``: where its box starts and ends; actions of a group share a box, of which each has a part: its place among
-    them, counted from 0, and their number.
+    ``critical``: whether the end of the run depends on it. A measured action waited for other ranks for ``wait``
+    before ``start``. ``drawn``: where its box starts and ends; the actions of a group share a box. ``part``: place of
+    this action in its group, counted from 0, and the size of the group.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Bar(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Micro-batch, and slice if there are several; "" for actions of none."""
+        """Micro-batch, and slice if there are several; "" for actions without a micro-batch."""
         place = "" if self.slice < 0 else f":{self.slice}"
         return f"{self.microbatch}{place}" if self.microbatch >= 0 else ""
 
@@ -89,7 +89,7 @@ def chunks_of(header: Header) -> dict[int, int]:
 
 
 def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: float, critical: bool = False) -> Bar:
-    """The bar of a row."""
+    """Return the bar of a row. chunk_of: as `chunks_of` returns it. critical: as in `Bar`."""
     action = action_at(table, row)
     step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
     microbatch, part = divmod(microbatch, table.header.slices)
@@ -177,7 +177,8 @@ ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, LEGEND = 30, 24, 64, 78, 34
 
 
 def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
-    """The simulated compute of every rank as an SVG document ``width`` pixels wide. unit: that of times: " s"."""
+    """The simulated compute of every rank as an SVG document ``width`` pixels wide. unit: printed after times, such as
+    " s"."""
     header = simulation.table.header
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
@@ -248,7 +249,7 @@ def _bar(bar: Bar, scale: float) -> str:
     text = f'<text x="{x + width / 2:.2f}" y="{below:g}"{size} fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2 and not place:
         text += f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="4" fill="#1d2430"/>'
-    edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # which would cover a thin bar
+    edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # it would cover a thin bar
     return (
         f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{_paired(bar)}</title>"
         f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" '
@@ -264,7 +265,7 @@ PAIRS: Final = "one above the other: overlapped"
 
 
 def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
-    """The colours of each kind: one for each chunk of a rank, or slice, as far as there are different ones."""
+    """The colours of each kind: one for each chunk of a rank, or for each slice; equal colours appear once."""
     chunks: dict[Kind, set[int]] = {}
     for bar in bars:
         chunks.setdefault(bar.kind, set()).add(bar.shade)
@@ -282,7 +283,7 @@ def shade_note(bars: Iterable[Bar]) -> str:
 
 
 def legend(bars: list[Bar], y: int, x: int) -> list[str]:
-    """The colours of the bars' kinds, from a place to the right."""
+    """Draw the names and colours of the bars' kinds, from the point (x, y) to the right."""
     parts = []
     for kind, colours in shades(bars).items():
         for colour in colours:
@@ -312,7 +313,8 @@ LEGEND_LINE: Final = (
 
 
 def draw_terminal(simulation: Simulation, width: int = 120, colour: bool = False) -> str:
-    """One line a rank; every character is an equal part of the time, as fine as ``width`` allows."""
+    """Return one line per rank, in which each character is an equal part of the time. width: maximum number of these
+    characters."""
     header = simulation.table.header
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     shortest = min(bar.end - bar.start for bar in bars)
@@ -348,10 +350,11 @@ THREADS: Final = {lane: place for place, lane in enumerate((COMPUTE, SEND, RECEI
 def trace_events(
     bars: Sequence[Bar], microseconds: float, process: str = "rank", first_process: int = 0
 ) -> list[dict[str, Any]]:
-    """One complete event a bar: a process a rank, a thread a lane; ``microseconds`` is the length of a time unit.
+    """Return one complete event per bar, with a process per rank and a thread per lane. ``microseconds``: length of a
+    time unit.
 
-    ``process`` is what a process is called before its rank's number; their ids count up from ``first_process``. Every
-    process and thread has a name, and its place in the order of all.
+    ``process`` is the name of a process, before its rank's number; ids of processes count up from ``first_process``.
+    Every process and thread has a name, and its place in the order of all.
     """
     tracks = sorted({(bar.rank, bar.lane) for bar in bars}, key=lambda track: (track[0], THREADS[track[1]]))
     events: list[dict[str, Any]] = []

@@ -311,7 +311,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves:
-    """A curve below the bars: per rank (time, value) at every change; ``top`` is the least upper end."""
+    """A curve below the bars: per rank (time, value) at every change; the axis ends at ``top``, or at the largest
+    value above it."""
 
     title: str
     name: str
@@ -327,7 +328,8 @@ def html_page(
     finish: float,
     curves: Curves,
 ) -> str:
-    """An HTML document. bars: on which line, and a note for who points at it, empty for the curve's value there."""
+    """Return an HTML document. bars: the line of each, and a note that is shown when the pointer is on it; if it is
+    empty, the value of the curve is shown."""
     rows, all_bars = [_row(*each) for each in bars], [bar for _, bar, _ in bars]
     kinds = sorted({bar.kind for bar in all_bars})
     data = {
@@ -347,7 +349,7 @@ def html_page(
 
 
 def _row(line: int, bar: Bar, note: str) -> list[Any]:
-    """The fields that the page names, in its order."""
+    """Return the fields of a bar, in the order in which the page's script names them."""
     colour = fill(bar.kind, bar.shade)
     times = round(bar.start, 9), round(bar.end, 9), round(bar.wait, 9)
     place = line, bar.rank, bar.lane, int(bar.kind), bar.stage, bar.label, bar.step

@@ -18,8 +18,9 @@ PERIOD = 6
 class BuildingBlock(NamedTuple):
     """When ranks start micro-batch 0, in units.
 
-    down: from a rank to the next one, on the way down, of forwards and of input halves. up: the same on the way up.
-    turns: free units where the micro-batch turns, between its forwards, after them, and between its input halves.
+    down: from the start on a rank to that on the next one, on the way down, for forwards and for input halves. up: the
+    same on the way up. turns: free units where the micro-batch turns, between its forwards, after them, and between
+    its input halves.
     """
 
     down: int

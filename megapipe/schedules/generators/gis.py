@@ -15,7 +15,8 @@ def gis(num_ranks: int, num_microbatches: int, *, chunks: int, group_size: int |
     PipeOffload, arXiv 2503.01328, section 3.2).
 
     Micro-batches pass the rank's chunks in groups of ``group_size``, by default the number of ranks p. Smaller groups
-    hold less and idle more, down to ceil(p / 2): smaller ones would make a chunk wait for itself, and count as that.
+    hold less and idle more, down to ceil(p / 2): in smaller groups a chunk would wait for itself, so this size
+    replaces them.
     """
     smallest = -(-num_ranks // 2)
     size = num_ranks if group_size is None else max(group_size, smallest)

@@ -20,7 +20,7 @@ from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
 SLOPES = (1, 2)
-"""Units from a rank to the next one. With more, more is held and no order was found to be faster."""
+"""Units from a rank to the next one. With larger slopes, ranks hold more, and no faster order was found."""
 
 
 @schedule("v_auto", "A", placement=v_shape, chunks=2, splits=True)
@@ -46,7 +46,7 @@ def v_auto(
 
 
 def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times) -> Iterator[Timed]:
-    """Yield orders that hold at most so many chunks. V-Min's is always one of them."""
+    """Yield orders that hold at most ``limit`` chunks. The order of V-Min is always one of them."""
     programs = tuple(map(steps_of, zb_v(num_ranks, num_microbatches).body))
     orders = [fill_idle_time(programs, v_shape(num_ranks, 2), times, None)]
     for down, up, *turns in product(SLOPES, SLOPES, *[range(PERIOD)] * 3):

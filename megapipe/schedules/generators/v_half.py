@@ -11,7 +11,7 @@ def v_half(num_ranks: int, num_microbatches: int, *, times: Times | None = None)
     """Two stages a rank in a V that hold floor((p + 2) / 2) micro-batches, half as many as 1F1B, at about half of its
     bubble (V-Half of arXiv 2405.15362, section 3).
 
-    Twice as much is sent as in 1F1B. ``times``: for which weight halves are placed.
+    Twice as much is sent as in 1F1B. ``times``: those for which weight halves are placed.
     """
     block = BuildingBlock(2, 1, (0, 3 if num_ranks % 2 == 0 else 0, 1))
     return repeated(num_ranks, num_microbatches, block, 2 * ((num_ranks + 2) // 2), times)

@@ -12,7 +12,7 @@ def v_min(num_ranks: int, num_microbatches: int, *, times: Times | None = None) 
     of its bubble; that grows with the number of micro-batches where halves take unequal times (V-Min of arXiv
     2405.15362, section 3).
 
-    Twice as much is sent as in 1F1B. ``times``: for which weight halves are placed.
+    Twice as much is sent as in 1F1B. ``times``: those for which weight halves are placed.
     """
     block = BuildingBlock(1, 1, (0, 2 if num_ranks % 3 == 0 else 0, 0))
     return repeated(num_ranks, num_microbatches, block, 2 * ((num_ranks + 4) // 3), times)

@@ -26,8 +26,8 @@ from megapipe.schedules.schedule import Sections
 
 
 class Rules(NamedTuple):
-    """One rule of thumb: forwards past the first backward's arrival, forwards before backwards when both can start,
-    weight halves in gaps too small for them."""
+    """One rule of thumb. late_first_backward: a forward may delay the first backward. forward_first: forwards run
+    before backwards if both can start. overfill_gaps: weight halves run in gaps that are too short for them."""
 
     late_first_backward: bool
     forward_first: bool
@@ -94,7 +94,7 @@ class _Greedy:
         return tuple(self._out)
 
     def _choose(self, rank: int) -> tuple[float, Kind]:
-        """The rank's next kind and when it can start; never (infinity) where all it has waits for others."""
+        """The rank's next kind and when it can start; infinity if all of its actions wait for other ranks."""
         clock, done = self._clock[rank], self._done[rank]
         forward, backward = self._forward_ready(rank), self._input_ready(rank)
         if self._held_back(rank, backward):

@@ -12,7 +12,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Sections:
     """Two stages a rank, placed in a V: no bubble at 1F1B's activation memory where forward, input half and weight
     half take equal time (the ZB-V schedule of arXiv 2401.10241).
 
-    The order is made for at least ``2 * num_ranks - 1`` micro-batches; of fewer, those that are too many are left out.
+    The order is made for at least ``2 * num_ranks - 1`` micro-batches; with fewer, actions of micro-batches that do
+    not exist are removed.
     """
     padded = max(num_microbatches, 2 * num_ranks - 1)
     programs = [_v_order(rank, num_ranks, padded) for rank in range(num_ranks)]

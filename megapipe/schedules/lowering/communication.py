@@ -15,9 +15,10 @@ from megapipe.schedules.table import Table
 
 
 class Posts(NamedTuple):
-    """The place of each message's receive: before compute row ``row``; those at one row in order of ``turn``.
+    """The place of each message's receive: before compute row ``row``. Receives at one row are in the order of
+    ``turn``.
 
-    late: those after the group of this row, right before what the row sends.
+    late: whether the receive is posted after the group of this row, right before what the row sends.
     """
 
     row: Ints
@@ -27,7 +28,7 @@ class Posts(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageTable:
-    """One entry a message, ordered by link (pair of ranks), then as sent.
+    """One entry per message, ordered by link (pair of ranks), then by the time of sending.
 
     ``producer`` and ``consumer`` are the compute rows at both ends, ``link`` numbers the pair of ranks.
     """
@@ -120,14 +121,16 @@ def _misfit(table: Table, row: int, problem: str) -> ScheduleError:
 def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> Posts:
     """Return the compute row before which each message's receive is posted.
 
-    ``receive_ahead`` compute rows before its use, within its section, on each link in the order of the sends, and not
-    before the row that uses the link's previous message: on a GPU that starts operations in the order of their launch
-    (CUDA_DEVICE_MAX_CONNECTIONS=1), a receive that waits for the one before holds back everything launched after it.
+    It is ``receive_ahead`` compute rows before its use, within its section, on each link in the order of the sends,
+    and not before the row that uses the link's previous message: on a GPU that starts operations in the order of their
+    launch (CUDA_DEVICE_MAX_CONNECTIONS=1), a receive that waits for the receive before it holds back everything
+    launched after it.
 
     Where sends that wait for their receive would hang, all are posted one row earlier, which is often enough where
     ranks send in a ring, as interleaved chunks do. Those that still hang are posted at the row where the receiving
     rank waits.
-    If that is not a solution, each is posted right before its use, and then those that hang where the rank stands.
+    If ranks still hang, each receive is posted right before its use, and then those that hang are posted at the row
+    where their rank waits.
     """
     section_key, use = table.rank * table.num_sections + table.section, table.action_first[messages.consumer]
     section_start = np.searchsorted(section_key, section_key[use])
@@ -165,8 +168,8 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
 
 
 def _slot_free(table: Table, messages: MessageTable) -> Ints:
-    """Return the compute row from which a message may have its slot: after the backward of the same micro-batch of the
-    step before, since slots are the same every step."""
+    """Return the first compute row at which the slot of each message is free: after the backward of the same
+    micro-batch of the step before, since slots are the same every step."""
     period = table.header.num_microbatches
     done = table.last_by_key(Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     last = table.action_last[done[table.key[messages.consumer] - period]]
@@ -182,8 +185,8 @@ def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
 
 
 def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
-    """The ranks' progress with receives posted there: waits of sends, of uses, of receives for the one before, and of
-    shards of the vocabulary, where each pass also waits for all ranks to come to it."""
+    """Return the ranks' progress with these posts. Sends wait for their receive, uses for their send, a receive for
+    the send before it on its link; a pass of a shard of the vocabulary also waits until all ranks have come to it."""
     index = new_indices(insertion_order(table, [messages.sends(table), messages.receives(table, posts)]))
     num_compute, num_messages = len(table.rows), len(messages.producer)
     send = index[num_compute : num_compute + num_messages]
@@ -203,7 +206,7 @@ def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
 
 
 def _waiting_rows(table: Table, messages: MessageTable, posts: Posts) -> Ints:
-    """The compute row that each of the waits of `_progress` is at."""
+    """Return the compute row at which a rank is in each wait of `_progress`."""
     shards = Dependencies(table).shard_needs.row
     meetings = _meetings(table).row
     return np.concatenate([messages.producer, messages.consumer, posts.row[messages.follows], shards, meetings])
@@ -243,9 +246,9 @@ def _early_enough(
         if len(blocked) == 0:
             break
         row[blocked] = waiting_rows[wait]
-        # What a group sends leaves in turn after all of it, and so a receive may be posted between.
+        # A group sends its results one by one after all of its rows, so a receive may be posted between two sends.
         late[blocked] = (wait < count) & (table.action_first < table.action_last)[row[blocked]]
-        # Before the receive at which a rank hangs, or after those that it has posted.
+        # Post it before the receive at which the rank hangs, or after the receives that the rank has already posted.
         receiving = (wait >= 2 * count) & (wait < 2 * count + len(after))
         turn[blocked] = moved + np.where(receiving, -count, count)
         progress.release(blocked)

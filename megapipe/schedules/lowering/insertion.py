@@ -54,7 +54,7 @@ class Insertion:
 def insert(table: Table, insertions: Sequence[Insertion]) -> tuple[Table, Ints]:
     """The program with the rows added, and each compute row's new index.
 
-    What is put around a row of a group goes around the whole group, which is one action.
+    Rows that are added around a row of a group go around the whole group, which is one action.
     """
     order = insertion_order(table, insertions)
     rows = np.concatenate([table.rows, *(i.rows for i in insertions)])[order]
@@ -73,14 +73,14 @@ def insertion_order(table: Table, insertions: Sequence[Insertion]) -> Ints:
 
 
 def new_indices(order: Ints) -> Ints:
-    """Return where each row of an order is."""
+    """Return the new index of each row in an order."""
     index = np.empty(len(order), dtype=np.int64)
     index[order] = np.arange(len(order))
     return index
 
 
 def _around(table: Table, insertion: Insertion) -> Ints:
-    """Return where each added row goes, and its turn there, shape [2, rows]."""
+    """Return the place of each added row in the program, and its turn at that place, shape [2, rows]."""
     anchor, place = insertion.anchor, insertion.place
     late = np.zeros(len(anchor), dtype=bool) if insertion.late is None else insertion.late
     after = late | (place > InsertionOrder.COMPUTE)
@@ -112,7 +112,7 @@ def _written(table: Table, added: Sequence[Insertion]) -> Ints:
     written = np.zeros((table.num_stages, table.num_updates + header.num_versions), dtype=np.int64)
     for insertion in added:
         rows = insertion.rows[insertion.rows[:, KIND] == Kind.UPDATE]
-        if len(rows):  # then all of them are
+        if len(rows):  # then all rows of this insertion are updates
             row = insertion.anchor + (insertion.place > InsertionOrder.COMPUTE)
             np.maximum.at(written, (rows[:, STAGE], rows[:, VERSION]), row)
     return written
@@ -172,10 +172,11 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     section = (table.rank * table.num_sections + table.section)[compute]
     forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in (
         (Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)))  # fmt: skip
-    # What is put around a row of a group goes around all of it.
+    # Copies around a row of a group go around the whole group.
     starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
     ahead = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
-    # A section is followed by one or by another: what leaves in one and comes back in the next must not depend on it.
+    # Several sections may follow a section, and what leaves in one and comes back in the next must not depend on
+    # which.
     last = np.searchsorted(section, section[forward], side="right") - 1
     leaves = np.where(section[forward] == section[backward], ahead >= ends[forward] + 2, ends[forward] < last)
     order = np.argsort(backward[leaves], kind="stable")

@@ -54,8 +54,8 @@ def _gradients(table: Table) -> Insertion:
 
 
 def _in_one_order(table: Table, rows: Rows, anchor: Ints) -> tuple[Rows, Ints]:
-    """Return reductions with later anchors where a rank would start those of shared parts in another order than the
-    first rank that takes part. rows: in the order of their anchors."""
+    """Return reductions, with later anchors if a rank would otherwise start those of shared parts in another order
+    than the first rank that takes part. rows: in the order of their anchors."""
     header, turn = table.header, np.arange(len(rows))
     by_ranks: dict[frozenset[int], dict[int, list[int]]] = {}
     summed: dict[int, tuple[int, int, int]] = {}

@@ -60,8 +60,8 @@ def assign_slots(table: Table, *, flushes: bool) -> Table:
 
 
 def _colour(lives: Lives, num_stages: int, period: int | None) -> tuple[Ints, tuple[int, ...]]:
-    """Slots of all lives, and the number of slots of each stage. A period asks for the same slots every so many
-    micro-batches."""
+    """Return the slots of all lives, and the number of slots of each stage. If there is a period, the slots repeat
+    after that number of micro-batches."""
     slots = np.empty(len(lives.stage), dtype=np.int64)
     bounds = np.searchsorted(lives.stage, np.arange(num_stages + 1)).tolist()
     counts = []

@@ -47,7 +47,8 @@ class Window:
 
 
 def choose(run: MeasuredRun, step: int | None) -> Window:
-    """The window of a step (from 0), or of the longest episode, among equals that of the median duration.
+    """Return the window of a step (from 0), or of the longest episode if it is None; of equally long ones, the one
+    with the median duration.
 
     Raises ScheduleError where that step was not recorded.
     """
@@ -102,12 +103,13 @@ def _section_index(table: Table, execution: Execution, first_step: int) -> int:
 
 
 WAITED = 0.02
-"""Milliseconds from which a rank counts as having waited for a message: it saw when it arrived."""
+"""Shortest wait for a message, in milliseconds, whose end counts as the arrival of the message."""
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """``costs`` in milliseconds. ``clock_excess``: a message seemed to arrive that long before it was sent."""
+    """``costs`` in milliseconds. ``clock_excess``: longest time by which a message seemed to arrive before it was
+    sent."""
 
     costs: Costs
     clock_excess: float
@@ -141,7 +143,7 @@ def _events(run: MeasuredRun) -> Iterator[tuple[Execution, list[Action], Event]]
 def _work(run: MeasuredRun) -> dict[CostPlace, float]:
     """Median time of each kind on each unit, and on the whole stage, for which units are added up.
 
-    An event that covers several updates says nothing of each: units get parts by their sizes.
+    An event that covers several updates does not have the time of each: units get parts of its time by their sizes.
     """
     found: dict[CostPlace, dict[tuple[Execution, int], float]] = defaultdict(lambda: defaultdict(float))
     for execution, actions, event in _events(run):
@@ -164,8 +166,8 @@ def _size(header: Header, action: Action) -> int:
 def _gathers(window: Window) -> dict[CostPlace, float]:
     """Return the median time of a gather of each state unit's weights, where an action waited for it alone.
 
-    A rank's gathers and reductions take turns. A gather that an action waited for ended then, and took the time since
-    it started; with those before it that may still have run, it took a part of their time by its size.
+    A rank's gathers and reductions take turns. A gather that an action waited for ended with that wait, and took the
+    time since its start. If others before it may still have run, it took a part of the common time, by its size.
     """
     table, needs = window.table, Dependencies(window.table)
     uses, buffers = needs.gathers, needs.gradient_buffers
@@ -194,7 +196,8 @@ def _gathers(window: Window) -> dict[CostPlace, float]:
 
 
 def _links(window: Window) -> tuple[dict[tuple[int, int], Link], float]:
-    """The time of a message between two ranks, for each pair that sends; and how far one came before it was sent."""
+    """Return the time of a message between two ranks, for each pair that sends, and the longest time by which a
+    message arrived before it was sent."""
     table = window.table
     messages = Dependencies(table).messages
     took = window.start[messages.use] + window.wait[messages.use] - window.start[messages.send]
@@ -209,8 +212,8 @@ def _links(window: Window) -> tuple[dict[tuple[int, int], Link], float]:
 def _scalars(run: MeasuredRun) -> float:
     """Median time of a step's sum of scalars, from its start on the last rank to its result.
 
-    Where no rank waited for the result, its end is not known: the sum took as long as where one did, or was over when
-    the first update wanted it.
+    Where no rank waited for the result, its end is not known: such a sum counts as the median of steps in which a rank
+    waited, but ends at the latest when the first update needs it.
     """
     period, awaited = run.schedule.header.num_microbatches, run.schedule.header.updates_per_step == 1
     starts, ends, waits, wanted = (defaultdict[int, list[int]](list) for _ in range(4))

@@ -1,4 +1,4 @@
-"""Measured over predicted: both runs on the same rows, from a common zero, and where they part."""
+"""Measured over predicted: both runs on the same rows, from a common zero, and where they differ."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,9 +50,9 @@ class Parting(NamedTuple):
 class Overlay:
     """Both runs on the rows of ``window.table``; times in milliseconds from the first compute's start of each.
 
-    ``rows`` are the compute and update rows that both have, by rank, in program order; the arrays have one entry a row
-    of theirs: ``measured_start`` is where the work starts, after its wait. The zeros are those of the
-    window's and the simulation's own times.
+    ``rows`` are the compute and update rows that both have, by rank, in program order; the arrays have one entry for
+    each of these rows. ``measured_start`` is the start of the work, after its wait. ``measured_zero`` and
+    ``predicted_zero`` are the zeros in the window's and the simulation's own times.
     """
 
     run: MeasuredRun
@@ -74,7 +74,8 @@ class Overlay:
 
     @cached_property
     def partings(self) -> list[Parting]:
-        """Every row, the one that lost most first; per rank their sum is what its span exceeds the predicted by."""
+        """Return every row, largest loss first. The losses of a rank add up to its measured span minus its predicted
+        span."""
         found = []
         for rank in range(self._num_ranks):
             mine = self._rows_of(rank)
@@ -122,7 +123,7 @@ class Overlay:
     def excess(self) -> float:
         """How much longer the slowest rank took than predicted, as a part of that."""
         measured, predicted = self.ranks[self.slowest]
-        return round(measured.span / predicted.span - 1.0, 6) + 0.0  # a rounded nothing has no sign
+        return round(measured.span / predicted.span - 1.0, 6) + 0.0  # + 0.0 turns -0.0 into 0.0
 
     @property
     def _num_ranks(self) -> int:
@@ -133,7 +134,8 @@ class Overlay:
         return np.flatnonzero(self.window.table.rank[self.rows] == rank)
 
     def _waits_until(self, rank: int, mine: Ints) -> list[float]:
-        """For each of a rank's actions, the waiting since the one before it: its own, and that of rows between."""
+        """Return the waiting before the end of each action of a rank, since the action before it, including rows in
+        between."""
         waited = np.nan_to_num(self.window.wait)
         total = np.concatenate([[0.0], np.cumsum(waited)])
         rows = self.rows[mine]
@@ -160,7 +162,7 @@ class Overlay:
 
 
 def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
-    """The window's rows as measured, and as simulated with the given times."""
+    """Return the overlay of a window: its rows as measured, and as simulated with ``costs``."""
     table = window.table
     simulation = simulate(run.schedule, costs.costs, table.steps)
     wanted = window.seen & table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)
@@ -206,7 +208,8 @@ def headline(overlay: Overlay) -> str:
 
 
 def sentence(overlay: Overlay) -> str:
-    """How far the slowest rank is from the prediction, and by what."""
+    """Return a sentence with the measured and the predicted time of the slowest rank, and the parts of the
+    difference."""
     rank = overlay.slowest
     measured, predicted = overlay.ranks[rank]
     mine = [parting for parting in overlay.partings if overlay.window.table.rank[parting.row] == rank]
@@ -219,7 +222,7 @@ def sentence(overlay: Overlay) -> str:
 
 
 def figures(overlay: Overlay) -> dict[str, Any]:
-    """Everything as numbers, in milliseconds."""
+    """Return all figures, in milliseconds, as JSON data."""
     costs = overlay.costs.costs
     kinds = (*COMPUTE_STREAM, Kind.UPDATE)
     names, columns = [kind.name.lower() for kind in kinds], [costs.of_stages(kind) for kind in kinds]
@@ -319,7 +322,7 @@ def _times(overlay: Overlay) -> list[str]:
 
 
 def _shown(milliseconds: float) -> str:
-    """To the microsecond."""
+    """Return a time as text, to the microsecond."""
     return f"{round(milliseconds, 3) + 0.0:.3f}"
 
 

@@ -73,7 +73,7 @@ def write_rank(directory: Path, trace: RankTrace) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text aside, flush it to disk and rename it; creates the folder."""
+    """Write a text to a temporary file, flush it to disk and rename it; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.partial")
     with aside.open("w", encoding="utf-8") as file:
@@ -187,7 +187,8 @@ def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
 
 
 def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[RankTrace]:
-    """The ranks of one pipeline in order, all there and all of one run."""
+    """Return the traces of one pipeline's ranks, in order. Raise if a rank is missing, or if they are not of one
+    run."""
     first = traces[0]
     for trace in traces:
         for name in ("run", "fingerprint"):
@@ -215,7 +216,7 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
 
 
 def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
-    """The executions that every rank has whole."""
+    """Return the executions of which every rank has all events."""
     words = {
         section: [
             [write_action(_bare(action), schedule.header.slices) for action in schedule.actions(section, rank)]

@@ -1,9 +1,9 @@
 """A schedule on ranks that share a machine: ranks that compute at the same time slow each other down.
 
 `simulate` gives every rank a device of its own. Here the work of an action is the seconds that it
-takes by itself, and between two events every running action does the time that passed, divided by the slowdown of that
-many busy ranks. This is processor sharing (Kleinrock 1976, Queueing Systems vol. 2, section
-4.4), with a measured rate instead of an ideal one.
+takes by itself, and between two events the remaining work of every running action decreases by the time that passed,
+divided by the slowdown for the number of busy ranks. This is processor sharing (Kleinrock 1976, Queueing Systems vol.
+2, section 4.4), with a measured rate instead of an ideal one.
 """
 
 from collections import deque
@@ -23,7 +23,8 @@ from megapipe.schedules.table import Table
 
 SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 TRAFFIC = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS)
-"""One after the other, overlapping with compute; the sum of scalars needs those of gradients before it."""
+"""Kinds that run one after another, overlapping with compute. The sum of scalars needs the sums of gradients before
+it."""
 COLLECTIVES = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
 WORK = (*COMPUTE_STREAM, Kind.UPDATE)
 NEVER = float("inf")
@@ -42,12 +43,13 @@ def simulate_contended(
 ) -> Simulation:
     """Run `steps` steps of a lowered schedule on ranks that share a machine.
 
-    costs: seconds of everything by itself. slowdown: number of busy ranks -> how many times longer work takes.
-    processes: ranks of the run at each pipeline coordinate, which do the same at the same time. traffic_share: the
-    part of a busy rank that a sum or gather takes while compute runs.
+    costs: seconds of each action when it runs by itself. slowdown: number of busy ranks -> how many times longer work
+    takes. processes: ranks of the run at each pipeline coordinate, which do the same at the same time. traffic_share:
+    the part of a busy rank that a sum or gather takes while compute runs.
 
     Raises:
-        ScheduleError: the schedule is not lowered, moves tensors to host memory, or deadlocks; blocking sends.
+        ScheduleError: the schedule is not lowered, moves tensors to host memory, or deadlocks; or the costs have
+            blocking sends.
     """
     if not schedule.header.lowered:
         raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it before simulating it")

@@ -123,7 +123,7 @@ class OrderGraph:
         self._duration_at = np.concatenate([[0], durations, 2 * places + links])[order]
         self._early_at = np.concatenate([[0], np.where(nodes.opens, placed, 0), none])[order]
         preceding, self._last_backward = _backwards_before(self._kind, self._stage, rank_starts)
-        # The work after a backward comes with the work right before the next one: where a row's own node has that.
+        # The work after a backward is added to the work right before the next one, at the nodes that have such work.
         delayed = np.where(nodes.early | nodes.opens, 1 + preceding[nodes.row], 0)
         self._delayed_at = np.concatenate([[0], delayed, none])[order]
         self._delays_action = np.concatenate([[0], nodes.early, none]).astype(np.bool_)[order]
@@ -172,7 +172,7 @@ class OrderGraph:
         return np.stack([(last.T + after).max(axis=1) for after in afters])
 
     def slope(self, ends: Floats, period: int) -> Floats | None:
-        """Return the seconds by which a longer step of the same order takes longer for `period` micro-batches more.
+        """Return the seconds by which a step of the same order takes longer with `period` more micro-batches.
 
         None where the step is not in a steady state: the state of all ranks and links must repeat after each period,
         for at least as many micro-batches as an action is away from the one before it on its rank. Then all that
@@ -190,8 +190,8 @@ class OrderGraph:
 
     @cached_property
     def _grid(self) -> Ints:
-        """Nodes by place, an action's kind and stage or the message that follows it, and micro-batch; shape
-        [places, micro-batches], or [0, 0] where not every micro-batch passes all stages."""
+        """Return the nodes by place and micro-batch; a place is the kind and stage of an action, or of the message
+        that follows it. Shape [places, micro-batches], or [0, 0] if not every micro-batch passes all stages."""
         place = self._kind * (int(self._stage.max()) + 1) + self._stage
         places = np.append(place, int(place.max()) + 1 + place[self._sender])
         microbatch = np.append(self._microbatch, self._microbatch[self._sender])

@@ -125,32 +125,34 @@ class _Clocks:
             self._compute[rank] = self._put(row, self._compute[rank], *self._awaited(row))
 
     def _put(self, row: int, *after: tuple[float, int]) -> tuple[float, int]:
-        """Start a row after the latest of some (time, row); its own end."""
+        """Start a row after the latest of some (time, row), and return (end of the row, row)."""
         self.start[row], self.cause[row] = max(after)
         self.end[row] = self.start[row] + self._duration[row]
         return self.end[row], row
 
     def _awaited(self, row: int) -> list[tuple[float, int]]:
-        """When each awaited row's result is here: a message's arrival, or a collective's end."""
+        """Return (time, row) for each awaited row: the arrival of its message, or the end of its collective."""
         if row not in self._awaits:
             return []
         return [(self.end[other] + self._delay(other), other) for other in self._awaits[row] if other != row]
 
     def _delay(self, row: int) -> float:
-        """From a collective's start on its last rank to the result; the sum of scalars follows a tied one."""
+        """Return the time from a collective's start on its last rank to its result; the sum of scalars follows a tied
+        one."""
         if self._kind[row] == Kind.REDUCE_TIED:
             return self._duration[row] + self._scalars
         return self._duration[row] if self._kind[row] in (Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS) else 0.0
 
     def _offload(self, rank: int, row: int) -> None:
-        """One tensor leaves at a time: compute waits for the one before, whose memory it goes on with."""
+        """Let one tensor leave at a time: compute waits until the tensor before it has left, and then uses its
+        memory."""
         self._compute[rank] = max(self._compute[rank], self._offloaded[rank])
         self._copied_out[rank] = self._put(row, self._compute[rank], self._copied_out[rank])
         self._offloaded[rank] = self._copied_out[rank]
 
     def _reload(self, rank: int, row: int) -> None:
-        """Copies arrive one after another. What leaves last is waited for where it comes back, and by a state, which
-        needs the memory of the state that left before."""
+        """Let copies arrive one after another. Compute waits for the last offload if this reload brings the same
+        tensor back, or brings back a state, which needs the memory of the state that left before it."""
         last = self._offloaded[rank][1]
         if last >= 0 and (self._rows[row, VERSION] >= 0 or np.array_equal(self._rows[row, 1:], self._rows[last, 1:])):
             self._compute[rank] = max(self._compute[rank], self._offloaded[rank])
@@ -245,12 +247,12 @@ class Simulation:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Per rank, in micro-batches of the whole rank's layers."""
+        """Peak number of activations per rank, in micro-batches of the whole rank's layers."""
         return peak_activations(self.table)
 
     @property
     def pending_weight_halves(self) -> tuple[float, ...]:
-        """Per rank, in micro-batches of the whole rank's layers."""
+        """Most weight halves that wait at once, per rank, in micro-batches of the whole rank's layers."""
         return pending_weight_halves(self.table)
 
     @property
@@ -265,7 +267,7 @@ class Simulation:
         return tuple(np.bincount(ranks, minlength=self.table.header.num_ranks).tolist())
 
     def critical_path(self) -> list[int]:
-        """Rows of ``table`` that the finish hangs on, first to last."""
+        """Rows of ``table`` on which the finish depends, first to last."""
         row = int(np.argmax(np.where(self.working, self.end, -np.inf)))
         path = []
         while row >= 0:

@@ -47,7 +47,7 @@ def check_compute(schedule: Schedule) -> None:
 
 
 def _on_route(table: Table) -> Mask:
-    """Which stage and micro-batch pairs meet, by key."""
+    """Whether the micro-batch passes the stage, for each key."""
     header = table.header
     member = np.zeros((table.num_stages, len(header.routes)), dtype=np.bool_)
     for index, route in enumerate(header.routes):
@@ -99,7 +99,8 @@ def _check_recompute(table: Table) -> None:
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
-    """Which pairs have the kind, and which of them in one whole action; raises where one has it in part or twice."""
+    """Return which pairs of stage and micro-batch have the kind, and which of them have it in one whole action. Raise
+    if a pair has it only in part, or twice."""
     rows = table.rows_with(kind)
     cut = table.unit[rows] >= 0
     wholes = np.bincount(table.key[rows[~cut]], minlength=len(units))
@@ -143,7 +144,7 @@ def _require_pairs(table: Table, kind: Kind, done: Mask, wanted: Mask) -> None:
 
 
 def _check_messages(table: Table, on_route: Mask) -> None:
-    """One send and one receive for each hand-over between ranks."""
+    """Raise unless each hand-over between ranks has one send and one receive."""
     header = table.header
     routes = np.arange(table.num_microbatches) % len(header.routes)
     needs = {}
@@ -187,7 +188,8 @@ def _check_reductions(table: Table) -> None:
 def _require_each(
     table: Table, kind: Kind, wanted: list[tuple[int, int, int, int]], among: Ints | None = None
 ) -> None:
-    """Exactly the wanted (rank, stage, unit, micro-batch) of a kind, each once. among: rows, by default all of it."""
+    """Raise unless rows of a kind have exactly the wanted (rank, stage, unit, micro-batch), each once. among: the rows
+    to check, by default all of this kind."""
     due = set(wanted)
     for row in (table.rows_with(kind) if among is None else among).tolist():
         place = tuple(int(column[row]) for column in (table.rank, table.stage, table.unit, table.microbatch))

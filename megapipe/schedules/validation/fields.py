@@ -202,7 +202,7 @@ def check_places(table: Table) -> None:
 
 
 def _check_groups(table: Table) -> None:
-    """Groups consist of neighbouring compute rows."""
+    """Raise unless groups consist of neighbouring compute rows."""
     grouped = table.group >= 0
     _require(table, table.group >= -1, "group below 0 is not a group")
     _require(table, ~grouped | table.is_kind(*COMPUTE_KINDS), "only compute actions can be part of a group")
@@ -220,7 +220,7 @@ def _require(table: Table, good: Mask, problem: str) -> None:
 
 
 def _check_use(table: Table, name: str, column: int) -> None:
-    """Columns are used by the kinds that use them, and by no other."""
+    """Raise unless rows use a column as `ColumnUse` says for their kind."""
     always, never = np.zeros(len(Kind), dtype=np.bool_), np.zeros(len(Kind), dtype=np.bool_)
     for kind, shape in SHAPES.items():
         used = getattr(shape, name)
@@ -259,7 +259,7 @@ def check_units(table: Table) -> None:
 
 
 def _check_last_included(table: Table) -> None:
-    """Reductions and updates name the last micro-batch of their update; counts that of their step."""
+    """Raise unless reductions and updates name the last micro-batch of their update, and counts that of their step."""
     reducing = table.is_kind(Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.UPDATE, Kind.SNAPSHOT)
     # An update may have several reductions of sharded gradients, each after the gradients that it includes.
     reductions = table.rows_with(Kind.REDUCE_GRADIENTS)

@@ -12,7 +12,8 @@ from megapipe.schedules.validation.failure import action_at, failure, refuse
 
 
 def check_buffers(table: Table) -> None:
-    """Raise ScheduleError at the first receive into a live or unknown slot, or reader of another slot."""
+    """Raise ScheduleError at the first receive into a slot that is in use or unknown, or row that reads a wrong
+    slot."""
     header = table.header
     opens = table.opens_chunk()
     for receive, readers, releases, slots in (
@@ -72,7 +73,7 @@ def check_gathers(table: Table) -> None:
 
 
 def _check_gather_turns(table: Table, rows: Ints, place: Ints) -> None:
-    """Each unit's rows, in order, are a gather, its uses, its release, and so on."""
+    """Raise unless each unit's rows, in order, are a gather, its uses, its release, and so on."""
     gather, release = (table.is_kind(kind)[rows] for kind in GATHERS)
     use = ~gather & ~release
     same = place[1:] == place[:-1]
@@ -93,7 +94,7 @@ def _check_gather_turns(table: Table, rows: Ints, place: Ints) -> None:
 
 
 def _check_weight_pool(table: Table) -> None:
-    """At no time more units' weights on a rank than fit into its pool."""
+    """Raise if the units' weights on a rank at some time do not fit into its pool."""
     rows = table.rows_with(*GATHERS)
     sizes = table.header.state_sizes[table.stage[rows], table.unit[rows]]
     change = np.where(table.is_kind(Kind.GATHER_WEIGHTS)[rows], sizes, -sizes)
@@ -117,7 +118,7 @@ def check_gradients(table: Table) -> None:
 
 
 def _check_reduction_turns(table: Table, rows: Ints, place: Ints) -> None:
-    """Each unit's rows, in order, are backwards, a reduction, and so on, a reduction last."""
+    """Raise unless each unit's rows, in order, are backwards, a reduction, and so on, with a reduction last."""
     reduces = table.is_kind(Kind.REDUCE_GRADIENTS)[rows]
     same = place[1:] == place[:-1]
     after_addition = np.append(False, same & ~reduces[:-1])
@@ -130,7 +131,7 @@ def _check_reduction_turns(table: Table, rows: Ints, place: Ints) -> None:
 
 
 def _check_gradient_pool(table: Table, every: StateRows, place: Ints) -> None:
-    """At no time more unreduced gradients on a rank than fit into its pool."""
+    """Raise if the unreduced gradients on a rank at some time do not fit into its pool."""
     rows, sizes = every.row, table.header.state_sizes[table.stage[every.row], every.unit]
     reduces = table.is_kind(Kind.REDUCE_GRADIENTS)[rows]
     opens = ~reduces & np.append(True, (place[1:] != place[:-1]) | reduces[:-1])
@@ -143,7 +144,8 @@ def _check_gradient_pool(table: Table, every: StateRows, place: Ints) -> None:
 
 
 def check_offload(table: Table) -> None:
-    """Raise ScheduleError at the first row that moves what is not there, or moves it twice, or leaves it away."""
+    """Raise ScheduleError at the first row that moves a tensor that is not there, or moves it twice, or never brings
+    it back."""
     updates = table.rows_with(Kind.UPDATE)
     if table.header.host_weights.any() and len(states_moved(table, Kind.RELOAD)) == 0:
         everything = np.ones(len(updates), dtype=np.bool_)
@@ -176,7 +178,7 @@ def _check_states(table: Table) -> None:
         "the state of other updates is moved, but not that of this one",
     )
     moves = np.sort(np.concatenate([out, back]))
-    there = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of a rank's leave: each starts from 0
+    there = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of them leave: each starts from 0
     refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
 
 

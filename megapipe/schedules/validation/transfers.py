@@ -40,8 +40,8 @@ def check_links(dependencies: Dependencies) -> None:
 def check_collectives(table: Table, *, flushes: bool) -> None:
     """Raise ScheduleError where two ranks start the collectives of one group of ranks in different order.
 
-    Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica. Those
-    over several holders of a part do.
+    Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica.
+    Reductions over several holders of a part need it.
     """
     header = table.header
     group = np.where(table.is_kind(Kind.REDUCE_TIED), table.unit - table.num_states, 0)
@@ -100,7 +100,8 @@ def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
     receives = Needs(messages.receive[second], messages.send[first])
     reductions = _one_after_another(table, flushes)
     always = (arrivals, collectives, scalars)
-    # Lowered schedules pass with both kinds of waits at once, in one pass. Required is that they pass with each kind.
+    # Lowered schedules pass with both kinds of waits at once, in one pass. They only have to pass with each kind by
+    # itself.
     if not len(_stuck(table, blocking, receives, reductions, *always)[1]):
         return
     waits, stuck = _stuck(table, blocking, *always)
@@ -197,7 +198,8 @@ def _launched_after_compute(table: Table, communicates: Mask) -> Needs:
 
 
 def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask, *, flushes: bool) -> Needs:
-    """A kernel starts after the one before it on its device has ended: when all of its ends have started."""
+    """A kernel starts after the one before it on its device has ended, which is when all ranks that take part in that
+    one have started it."""
     table, messages = dependencies.table, dependencies.messages
     rows = np.flatnonzero(communicates)
     same = table.rank[rows[1:]] == table.rank[rows[:-1]]

@@ -39,7 +39,7 @@ class Report:
     ``peak_activations`` and ``pending_weight_halves``: per rank, in micro-batches of the whole rank's layers.
     ``weight_versions``: copies of the weights per rank. ``lazy_links``: the first step also gets through where a link
     connects at its first use, which blocks both hosts, as NCCL does; megapipe connects all links at start. ``links``:
-    per rank; NCCL can have `STREAMS_PER_PRIORITY`.
+    number of links of each rank; NCCL can have `STREAMS_PER_PRIORITY`.
     """
 
     canonical_order: bool
@@ -51,7 +51,7 @@ class Report:
 
 
 def validate(schedule: Schedule, *, activation_budget: float | None = None) -> Report:
-    """Check a lowered schedule and report what holds of it.
+    """Check a lowered schedule and report its properties.
 
     ``activation_budget`` is the most micro-batches' activations that a rank may keep. Raises ScheduleError that names
     the rank, the action and what it waits for, and shows the rows around it.
