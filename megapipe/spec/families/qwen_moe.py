@@ -28,8 +28,9 @@ _MLP = "model.layers.{layer}.mlp"
 
 
 def _layers(default: Callable[[Mapping[str, Any]], list[str]]) -> Callable[[Mapping[str, Any]], Fields]:
-    """Return a function that reads layers without experts, which are those of mlp_only_layers and all but every
-    decoder_sparse_step, and windows. default: types of the layers of a config.json without layer_types."""
+    """Return a function for `Family.more` that reads which layers have windows and which have no experts. The latter
+    are those in mlp_only_layers, and all but every decoder_sparse_step-th layer. default: returns the types of layers
+    for a config.json without layer_types."""
 
     def fields(config: Mapping[str, Any]) -> Fields:
         step, alone = config["decoder_sparse_step"], config["mlp_only_layers"] or []
@@ -55,7 +56,7 @@ def _alternating(config: Mapping[str, Any]) -> list[str]:
 
 
 def _alike(config: Mapping[str, Any]) -> list[str]:
-    """Return the types of Qwen3's layers, which are all alike."""
+    """Return the types of Qwen3's layers, which are all the same."""
     local = config["use_sliding_window"] and config["sliding_window"] is not None
     return [SLIDING if local else FULL] * config["num_hidden_layers"]
 
