@@ -5,8 +5,8 @@ around the ring. Each rank starts with its own keys; a hop of the ring overlaps 
 previous hop. Under a causal mask each rank has tokens of the head and of the tail (spec/token_order.py), and masked
 products are skipped, so that every rank has the same work at every hop. Pieces are merged by their log-sums, in fp32.
 In the backward keys and values pass around the ring a second time, and the gradients of a rank's keys and values
-travel with them, in fp32, from the first rank that adds to them to their owner. All ranks call this in the same order,
-forward and backward, because they have the same schedule; this excludes deadlocks.
+travel with them, in fp32, from the first rank that adds to them to their owner. All ranks start these passes in the
+same order, forward and backward, because they have the same schedule; this excludes deadlocks.
 
 All-to-all attention (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509, section 3): before attention, the ranks
 of a group exchange heads for tokens: a rank sends all heads but its own part, for its tokens, and receives its own

@@ -28,15 +28,16 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The rows of a table on this rank: `number` rows, starting at the row for number `first` (below 0 if no number
-    uses the first rows). shards: whether other ranks have the remaining rows."""
+    """The rows of a table on this rank. first: the number that looks up the first row; below 0 if the first rows are
+    unused. number: how many rows. shards: whether other ranks have the remaining rows."""
 
     first: int
     number: int
     shards: bool
 
     def of(self, numbers: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the rows [...] for numbers [...] that count from `starts`, and which of them other ranks have.
+        """Return the indices of the rows [...] for numbers [...] that count from `starts`, and which of them other
+        ranks have.
 
         A backward recomputes this, so that only the micro-batch's own numbers are saved for it.
         """

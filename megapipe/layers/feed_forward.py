@@ -47,7 +47,8 @@ SMALLEST_SUM = 1e-20
 
 
 class Router(SplitModule, OnShards):
-    """Scores every expert for every token, in fp32 whatever the compute dtype, because small differences decide.
+    """Scores every expert for every token, in fp32 whatever the compute dtype, because small differences decide the
+    choice.
 
     Every tensor rank has the whole weight [experts, h] and the same tokens, and so the same scores; if tokens are
     sharded, each rank scores its own. shapes: of `weight`, of `score_bias` [experts] if the linear layer has a bias,
@@ -193,7 +194,8 @@ class _FusedRouter(torch.autograd.Function):
 
 
 class _ProbedRouter(torch.autograd.Function):
-    """The input half: weight and bias are detached, and the probe receives the scores' gradient."""
+    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the scores'
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -240,8 +242,8 @@ def assign(chosen: Tensor, first: int, num_experts: int) -> Assignment:
 
 
 def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
-    """As `assign`, but for the meta device, whose tensors have no values: each of `num_all` experts gets an even
-    share."""
+    """Return what `assign` returns, for the meta device, whose tensors have no values: each of `num_all` experts gets
+    an even share."""
     pairs = chosen.numel()
     counts = [pairs * (expert + 1) // num_all - pairs * expert // num_all for expert in range(num_experts)]
     flat = chosen.flatten()
@@ -400,7 +402,8 @@ class _FusedGroupedLinear(torch.autograd.Function):
 
 
 class _ProbedGroupedLinear(torch.autograd.Function):
-    """The input half: weight and bias come detached, the probe receives dy."""
+    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the
+    gradient dy of the output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> Tensor:
@@ -470,7 +473,7 @@ class Experts(nn.Module, OnShards):
         return y + self.shared(own_x, tape, rerun)
 
     def _activation(self, inner: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the activation; the reference for a rank without rows, because kernels do not support empty
+        """Return the activation function. A rank without rows uses the reference, because kernels do not support empty
         tensors."""
         kind = self.activation
         op = self.kernels.pick(kind.op, inner) if len(inner) else self.kernels.reference(kind.op)

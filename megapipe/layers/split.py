@@ -79,7 +79,7 @@ class Record:
     """One use of a module: the probe of its output, and the detached tensors that its weight half needs.
 
     probe: a leaf, or the output's own edge in the autograd graph. rerun: recomputes, from `saved`, the one tensor that
-    the weight half needs. beside: small integer tensors that are passed to it after these.
+    the weight half needs. beside: small integer tensors that are passed to the weight half after these.
     """
 
     module: SplitModule
@@ -264,7 +264,7 @@ class Rerun:
     sources: tuple[Tensor, ...]
 
     def __call__(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         with torch.no_grad():
             return self.make(*self.sources)
 

@@ -51,11 +51,11 @@ class ParameterSpec:
     init: initial values. decay: weight decay applies. matrix: optimizers for matrices treat it as a matrix.
     padded: the partition axis may be indivisible (vocabulary): shards are of equal padded size, axis 0 only.
     state_unit: the one of its layer's state units that has it, if there are several; by default the layer's own.
-    balance_rate: above 0 for biases that balance experts, which the loss does not train: their gradient is the number
-    of tokens that each expert got beyond an even share, and an update moves them by this rate against its sign.
-    shards: number of ranks that shard the partition axis for each tensor rank: pipeline ranks that share a vocabulary.
-    one_accumulator: all uses of a tied weight on a rank add to one gradient. Otherwise each use has its own gradient,
-    which is needed for sums with the same bits on any division into stages.
+    balance_rate: above 0 for biases that balance experts, which the loss does not train: their gradient says how much
+    more than an even share each expert got, and an update moves them by this rate against its sign. shards: number of
+    ranks that shard the partition axis for each tensor rank: pipeline ranks that share a vocabulary. one_accumulator:
+    all uses of a tied weight on a rank add to one gradient. Otherwise each use has its own gradient, which is needed
+    for sums with the same bits on any division into stages.
     """
 
     name: str
