@@ -2,10 +2,10 @@
 
 An op has a name, functions, and backends in order of preference, with the torch reference last. A
 backend is a module with those functions and a rule that says which tensors it refuses. In the module, the function
-`apply` has the name of the op (`gelu`), and every other function begins with it (`softmax_forward`), so that one
-module may have several ops; or an `Implementation` has the op's name (`layer_norm`). Modules that need more than
-torch are given by name and imported when they are first needed. The table of ops is `megapipe.kernels.ops.OPS`; the
-choices of a registry never change after it was built.
+`apply` has the name of the op (`gelu`), and the name of every other function starts with it (`softmax_forward`), so
+that one module may have several ops; or an `Implementation` has the op's name (`layer_norm`). Modules that need more
+than torch are given by name and imported when they are first needed. The table of ops is `megapipe.kernels.ops.OPS`;
+the choices of a registry never change after it was built.
 """
 
 import importlib

@@ -22,7 +22,7 @@ _ARGUMENT = re.compile(r"[(,] *(?:arg\d+|\w+): ")
 class Form:
     """The arguments of a function, in order, as `name:kind`.
 
-    commit: one whose sources have them. since: what introduced them: a pull request and its month, or a year.
+    commit: a commit whose sources have them. since: what introduced them: a pull request and its month, or a year.
     """
 
     commit: str
@@ -80,7 +80,8 @@ def why_unsupported(functions: Iterable[Function]) -> str | None:
 
 @functools.cache
 def _count(function: Callable[..., Any]) -> int:
-    """Number of arguments by pybind11's docstring, `name(arg0: type, ...) -> type`; 0 if it does not say."""
+    """Return the number of arguments in pybind11's docstring, `name(arg0: type, ...) -> type`; 0 if it does not list
+    them."""
     signature = (function.__doc__ or "").partition(" -> ")[0].partition("\n")[0]
     return len(_ARGUMENT.findall(signature))
 

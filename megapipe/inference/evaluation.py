@@ -151,7 +151,7 @@ class TaskAnswers:
         lengths = [request.pop(name, None) for name in LENGTHS]
         new = int(next((length for length in lengths if length is not None), 256))
         samples = request.pop("do_sample", None)
-        # # As in transformers, top_k 0 keeps all tokens; one beam means no beam search.
+        # As in transformers, top_k 0 keeps all tokens; one beam means no beam search.
         request = {
             name: each for name, each in request.items() if (name, each) not in {("top_k", 0), ("num_beams", 1)}
         }

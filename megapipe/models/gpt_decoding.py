@@ -53,8 +53,7 @@ class DecodingContext:
     positions of these tokens in their texts. last: int64 [b], index of the new token after which the next one is
     predicted. real: bool [b, s], false for padding, which is not cached. held: the tokens in the caches, by the reach
     of a block's attention. targets: int64 [b, s], the token to score after each new token; None for the logits after
-    the
-    token at `last`.
+    the token at `last`.
     """
 
     rows: slice
