@@ -289,7 +289,7 @@ class HeadExchange:
 def share_samples(attention: Attention, group: Group, kind: ContextAttention) -> None:
     """Let `attention` work over the ranks of `group`, each of which has a part of every sample.
 
-    The parts are those of spec/token_order.py, in the order of the kind.
+    spec/token_order.py defines the parts; their order depends on the kind.
     """
     if kind == "ring":
         attention.sharing = Ring(attention, group, order_of(kind, attention.causal))
@@ -357,7 +357,7 @@ class DotProductAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return outputs [b, heads, s, d'] for query [b, heads, s, d], key [b, kv heads, s, d] and value
-        [b, kv heads, s, d'], all of this rank's tokens; the number of kv heads divides that of heads.
+        [b, kv heads, s, d'], all of this rank's tokens; the number of heads is a multiple of the number of kv heads.
         """
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self._shared is None:

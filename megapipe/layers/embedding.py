@@ -89,7 +89,7 @@ class _ProbedEmbedding(torch.autograd.Function):
 
 class _Table(SplitModule):
     """A table of rows [num_rows, h], looked up by number. rank, shards: index of this rank's part of the rows, and
-    number of parts. unused: number of rows before that of number 0."""
+    number of parts. unused: number of rows before the row of number 0."""
 
     def __init__(self, shapes: Shapes, rank: int = 0, shards: int = 1, unused: int = 0) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class LearnedPositions(_Table, OnShards):
     def forward(self, positions: Tensor, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
         """Return vectors [s, h] for `positions` int64 [s]; [b, s, h] if positions count from `document_starts`.
 
-        Under sequence parallelism, only those of this rank's tokens.
+        Under sequence parallelism, only the vectors of this rank's tokens.
         """
         starts = None if document_starts is None else own_tokens(document_starts, self.sequence)
         return self.look_up(own_tokens(positions, self.sequence), starts, tape)

@@ -157,7 +157,7 @@ def _input_gradient(dtype: torch.dtype, weight: Tensor, dscores: Tensor) -> Tens
 
 
 def _weight_gradient(x: Tensor, dscores: Tensor) -> Tensor:
-    """Return the gradient in the dtype of the scores, which is as wide as that of gradient sums."""
+    """Return the weight's gradient in the dtype of the scores, which is as wide as the dtype of gradient sums."""
     return dscores.flatten(0, -2).t() @ x.to(dscores.dtype).flatten(0, -2)
 
 
@@ -216,7 +216,7 @@ class Assignment:
     k + i.
 
     pairs: int64 [n], the pairs of this rank's n rows: expert by expert, ascending within each.
-    rows: int64 [tokens x k], the row of every pair, n for those of other ranks' experts.
+    rows: int64 [tokens x k], the row of every pair, n for pairs of other ranks' experts.
     counts: rows of each of this rank's experts. choices: k.
     """
 
@@ -444,8 +444,8 @@ class Experts(nn.Module, OnShards):
         """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward; the rows picked from it are
         saved.
 
-        Gradients of tokens and of shares are summed over the ranks, each of which has those of its own experts; so
-        gradients of the scores and of the router are the same on every rank.
+        Gradients of tokens and of shares are summed over the ranks, because each rank only has the part from its own
+        experts; so gradients of the scores and of the router are the same on every rank.
         """
         own_x = x
         shares, chosen = self.router(x, tape, rerun)
@@ -507,7 +507,7 @@ class MLP(nn.Module):
         """Return the input of the activation, and the activation, which adds the bias if its kernel can."""
         kind, arguments = self.activation, self.activation.arguments
         if self.up.bias is not None and kind.biased is not None:
-            # The linear layer computes the bias's gradient, wherever the bias is added.
+            # The linear layer computes the bias's gradient, even if another kernel adds the bias.
             bias = self.up.bias.detach()
             op = self.kernels.pick(kind.biased, bias)
             if op is not self.kernels.reference(kind.biased):

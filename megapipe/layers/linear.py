@@ -389,8 +389,8 @@ def quantised(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 class Fp8Products(Products):
     """The products of a linear layer in fp8; one instance for all layers of a rank.
 
-    group: tensor ranks; they agree on tensorwise scales, as if each had the whole operand. Rowwise scales are those of
-    a rank's part: if the axis of the sum is sharded, they are finer than in one process.
+    group: tensor ranks; they agree on tensorwise scales, as if each had the whole operand. Rowwise scales are computed
+    from a rank's own part: if the axis of the sum is sharded, they are finer than in one process.
     """
 
     def __init__(self, recipe: Recipe, group: Group) -> None:

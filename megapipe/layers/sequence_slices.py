@@ -26,9 +26,9 @@ from megapipe.spec.token_order import Piece, Visibility, slice_pieces
 class SliceCache:
     """Keys and values that the slices of one micro-batch share, by attention and number of the slice.
 
-    blocks: keys and values [2, b, kv heads, s, d], from the forward of a slice to its backward; no other slice reads
-    those of the last one. gradients: their gradients, in fp32 (fp64 for fp64), from the last slice's backward to the
-    slice's own.
+    blocks: keys and values [2, b, kv heads, s, d], from the forward of a slice to its backward, except for the last
+    slice, whose keys and values no other slice reads. gradients: their gradients, in fp32 (fp64 for fp64), from the
+    last slice's backward to the slice's own.
     """
 
     blocks: dict[Attention, dict[int, Tensor]] = field(default_factory=dict)
