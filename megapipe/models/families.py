@@ -1,4 +1,4 @@
-"""The kinds of models: what a configuration's layers are, and how each becomes a module."""
+"""The kinds of models: the layers of a configuration, and how each layer becomes a module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

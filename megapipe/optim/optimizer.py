@@ -96,7 +96,7 @@ class FlatOptimizer(ABC):
         return self.moment_names
 
     def kinds(self, spec: ParameterSpec) -> tuple[str, ...]:
-        """The moments that a parameter has, by name."""
+        """Return the names of the moments that a parameter has."""
         return self.moment_names
 
     def allocate(self, state: UnitState) -> None:
