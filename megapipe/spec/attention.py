@@ -116,7 +116,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     if exchanged:
         copied = keys * copies
         chunk, own = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
-        # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
+        # Heads arrive rotated and normalised, so attention saves the same tensors as in a model without either.
         saves += _attended(shape, shape.micro_size * chunks, chunk, *own, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
@@ -288,7 +288,7 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
         share = (places.start + CAUSAL_SHARE * len(places)) / keys
     query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
     moved = 2 * query + 2 * (query * model.kv_heads // model.num_heads)
-    # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, one of them the scores again.
+    # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, of which one recomputes the scores.
     fused = scores._replace(name="fused attention", moved=moved, compute=2 * share)
     yield fused
     yield fused._replace(phase="backward_input", moved=2 * moved, compute=5 * share)

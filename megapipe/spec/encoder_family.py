@@ -38,7 +38,7 @@ def token_types(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_activation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the activation of the head for hidden tokens, which is that of the blocks."""
+    """Return the activation of the masked-token head, which is the activation of the blocks."""
     return {"transform_activation": known_word(UNGATED, config["hidden_act"], "hidden_act ")}
 
 

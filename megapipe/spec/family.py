@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
     - stacked: several tensors are stacked along a new leading axis.
     - row: a vector is stored as a matrix with one row.
     - input_first: matrices of all experts, in one tensor, have their input on the axis before the last one.
-    - interleaved: in a tensor of all experts, each row of the gate is followed by that of `up`.
+    - interleaved: in a tensor of all experts, each row of the gate is followed by the same row of `up`.
     """
 
     names: tuple[str, ...]
@@ -170,7 +170,7 @@ class Family:
         tensors: module of ours -> module of theirs or `Tensors`. A path that starts with `blocks.` has no number; a
             path that starts with `experts.` is for blocks with experts, if they differ from other blocks. A key may
             also be the path of a parameter, if its names differ from those of its module; its names are then complete.
-        body: prefix of all names but those of `heads`; files of a model without a head lack it.
+        body: prefix of all names except names in `heads`; files of a model without a head lack it.
         heads: prefixes of names of heads.
         buffers: ends of names of tensors that the model does not use.
         old_ends: ends of names in older files -> current ends.
@@ -462,7 +462,7 @@ _UNREADABLE = "its family has no configuration like this"
 
 
 def _export_problems(model: ModelConfig, family: Family) -> list[str]:
-    """Return what a family cannot express of a model."""
+    """Return the differences between a model and what a family can express of it, one message each."""
     present = [prefix for flag, parts in family.optional.items() if vars(model)[flag] for prefix in parts]
     try:
         return field_differences(model, family.model_fields(family.config(model), present))

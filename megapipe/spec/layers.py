@@ -116,7 +116,8 @@ def one_of_each(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
 
 
 def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
-    """Return the parameters that one token uses, tied ones once: all but those of experts that it does not choose."""
+    """Return the number of parameters that one token uses, without experts that it does not choose; tied ones count
+    once."""
     used = {}
     for layer in layers:
         own = model.of_kind(layer.variant)

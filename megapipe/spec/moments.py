@@ -1,7 +1,7 @@
 """Moments of a backward: peak bytes within it that an op declares, beyond what the rank held when it started.
 
 A matrix's gradient is computed in the compute dtype, and a second copy of it in fp32 exists while it is added to its
-accumulator; the gradients of the operation's inputs and the tensors that the forward saved are there at the same time.
+accumulator; the gradients of the operation's inputs and the tensors that the forward saved exist at the same time.
 So the peak of a step is within an action, not after it. `layout.walk` adds these bytes to what each action starts
 with. Forwards need less than the backward of the same layer, and are not counted.
 """

@@ -24,7 +24,7 @@ KernelPhase = Literal["forward", "backward_input", "backward_weight", "recompute
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """One micro-batch on one rank of a layout: what the sizes of a layer's ops depend on.
+    """One micro-batch on one rank of a layout: the numbers on which the sizes of a layer's ops depend.
 
     micro_size: samples of a micro-batch. sequence_length: tokens of a whole sample. attention: path of attention.
     tensor: number of tensor ranks. alignment: rows of a padded vocabulary shard are multiples of it.

@@ -1,4 +1,4 @@
-"""The ops of GPT and BERT layers: blocks and embeddings; `spec.heads` has those of heads.
+"""The ops of GPT and BERT layers: blocks and embeddings; `spec.heads` has the ops of heads.
 
 Letters as in Narayanan et al. (2021, arXiv 2104.04473, section 3.2): b samples of a micro-batch, s tokens of a sample,
 h hidden size, t tensor ranks. The order of ops is the order of their parameters, which the flat buffers of a unit

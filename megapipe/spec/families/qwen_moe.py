@@ -50,7 +50,7 @@ def _layers(default: Callable[[Mapping[str, Any]], list[str]]) -> Callable[[Mapp
 
 
 def _alternating(config: Mapping[str, Any]) -> list[str]:
-    """Return the types of Qwen2's layers: every second one of the first max_window_layers has a window."""
+    """Return the types of Qwen2's layers: every second layer among the first max_window_layers has a window."""
     first = config["max_window_layers"] if config["use_sliding_window"] else 0
     return [FULL if index % 2 or index >= first else SLIDING for index in range(config["num_hidden_layers"])]
 
