@@ -119,7 +119,7 @@ class KernelOp:
             raise KernelError(f"op {self.name!r}: the last backend must be {REFERENCE!r}, which takes every tensor")
 
     def implementation(self, backend: Backend) -> Implementation:
-        """Return the backend's functions. Raises KernelError if its module lacks one of the op's."""
+        """Return the backend's functions. Raises KernelError if its module lacks a function of the op."""
         made = getattr(backend.module, self.name, None)
         if isinstance(made, Implementation):
             return made

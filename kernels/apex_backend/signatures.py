@@ -91,7 +91,8 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _function(extension: str, name: str, *forms: tuple[tuple[str, str], str]) -> Function:
-    """Return a function, and add it to `FUNCTIONS`. Each form adds its arguments to those of the one before."""
+    """Return a function, and add it to `FUNCTIONS`. forms: for each its source (commit, since), and the arguments that
+    it adds to the previous form."""
     arguments: tuple[str, ...] = ()
     forms_so_far = []
     for source, more in forms:

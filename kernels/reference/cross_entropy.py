@@ -202,8 +202,8 @@ def linear_cross_entropy_backward(
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of the losses' weighted sum: for x [n, h] in its dtype, for weight [stored, h] in that of
-    log_sum_exp and, if there is a bias, for it [stored] likewise.
+    """Return the gradients of the losses' weighted sum: for x [n, h] in its dtype, and in the dtype of log_sum_exp for
+    weight [stored, h] and, if there is one, for bias [stored].
 
     scale: [n] in log_sum_exp's dtype, each row's weight. Recomputes the logits.
     """
