@@ -45,7 +45,7 @@ def layer_norm_input_gradient(
 ) -> Tensor:
     """Return the gradient of x [..., h]. dx: the part of it that does not come through the norm, or None.
 
-    After `add_forward`, x is the sum, dx the gradient of the sum, and the result the gradient of x and of the residual.
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result the gradient of x and the residual.
     """
     weight = _statistics_dtype(x, weight)
     through = _layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, False, False])[0]
@@ -106,7 +106,7 @@ def rms_norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: f
 def rms_norm_input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> Tensor:
     """Return the gradient of x [..., h]. dx: the part of it that does not come through the norm, or None.
 
-    After `add_forward`, x is the sum, dx the gradient of the sum, and the result the gradient of x and of the residual.
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result the gradient of x and the residual.
     """
     normalised = wide(x) * rstd
     scaled = wide(dy) * weight

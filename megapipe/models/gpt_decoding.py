@@ -243,8 +243,8 @@ class DecodingHead:
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
         """Map hidden states [b, s, h] to (logits over the true vocabulary [b, v],).
 
-        With targets, map them to (float32 [b, s, 2],): the log probability of each target, and 1 if no token is more
-        likely, otherwise 0.
+        With targets, map them to (float32 [b, s, 2],): the log probability of each target, and 1 if it is the most
+        likely token, otherwise 0.
         """
         (hidden,) = inputs
         if context.targets is not None:

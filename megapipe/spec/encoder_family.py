@@ -48,8 +48,8 @@ def encoder(
     """Register the family of an encoder like BERT.
 
     name: prefix of transformers' classes. body: prefix of the names of `norms` and of all others outside the heads.
-    norms: names of the norms, and of other modules whose names differ from BERT's. head: complete names in the
-    masked-token head. changes: additions to BERT's entries, or other arguments of `Family`.
+    norms: names of the norms, and of other modules whose names differ from BERT's. head: names of modules in the
+    heads, which get no prefix. changes: additions to BERT's entries, or other arguments of `Family`.
     """
 
     def architectures(model: ModelConfig) -> list[str]:

@@ -70,7 +70,7 @@ class _FeedForward(NamedTuple):
     hidden: the output. inner: the activation's output. outer: the activation's input. freed: tensors that later
     operations saved, freed before the gradient of `down` is computed. activated: tensors that the gradient of `down`
     frees. again: a recomputed activation. beside: the input's gradient from the shared expert's backward, which runs
-    first; it is held until the end.
+    first; the backward of the experts holds it.
     """
 
     hidden: int
