@@ -28,7 +28,7 @@ class NormBackward(Protocol):
 
 
 Forward = Callable[[str, Tensor, Tensor | None, Sequence[Tensor], float], tuple[Tensor, ...]]
-"""(op, x, residual, parameters, epsilon) -> (normalised, the sum where there is a residual, statistics)."""
+"""(op, x, residual, parameters, epsilon) -> (normalised, the sum if there is a residual, statistics)."""
 
 Operands = Callable[[str, Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], NormBackward]
 """(op, dy, x, statistics, weight, the part of dx that does not come through the norm) -> operands."""
@@ -58,7 +58,8 @@ def norm_functions(op: str, backend: str, launch: Forward, operands: Operands) -
         return f"{op}_{backend}{suffix}({arguments}) -> {result}"
 
     def of(dy: Tensor, x: Tensor, others: Sequence[Tensor | None]) -> NormBackward:
-        """others: statistics, weight and, if given, the part of dx that does not come through the norm."""
+        """Return the operands. others: statistics, weight and, if present, the part of dx that does not come through
+        the norm."""
         *statistics, weight, dx = [*others, None][: count + 2]
         return operands(op, dy, x, tuple(statistics), weight, dx)  # type: ignore[arg-type]
 
@@ -84,7 +85,8 @@ def norm_functions(op: str, backend: str, launch: Forward, operands: Operands) -
         return list(of(dy, x, others).gradients())
 
     def forward(adds: bool) -> Callable[..., tuple[Tensor, ...]]:
-        """adds: x and a residual, whose sum is returned after the normalised one and kept in place of x."""
+        """Return the forward. adds: the inputs are x and a residual; their sum is returned after the normalised
+        tensor, and saved in place of x."""
         tensors = ("x", "residual") if adds else ("x",)
         num_results = len(tensors)
 

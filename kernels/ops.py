@@ -9,7 +9,7 @@ from megapipe.kernels.registry import REFERENCE, Backend, Implementation, Kernel
 
 
 def _in(package: ModuleType, module: str) -> str:
-    """A module by name, which is imported when it is first needed."""
+    """Return the full name of a module, which is imported when it is first needed."""
     return f"{package.__name__}.{module}"
 
 

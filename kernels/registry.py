@@ -2,10 +2,10 @@
 
 An op has a name, functions, and backends in order of preference, with the torch reference last. A
 backend is a module with those functions and a rule that says which tensors it refuses. In the module, the function
-`apply` has the name of the op (`gelu`), and every other function begins with it (`softmax_forward`), so that one
-module may have several ops; or an `Implementation` has the op's name (`layer_norm`). Modules that need more than
-torch are given by name and imported when they are first needed. The table of ops is `megapipe.kernels.ops.OPS`; the
-choices of a registry never change after it was built.
+`apply` has the name of the op (`gelu`), and the name of every other function starts with it (`softmax_forward`), so
+that one module may have several ops; or an `Implementation` has the op's name (`layer_norm`). Modules that need more
+than torch are given by name and imported when they are first needed. The table of ops is `megapipe.kernels.ops.OPS`;
+the choices of a registry never change after it was built.
 """
 
 import importlib
@@ -119,7 +119,7 @@ class KernelOp:
             raise KernelError(f"op {self.name!r}: the last backend must be {REFERENCE!r}, which takes every tensor")
 
     def implementation(self, backend: Backend) -> Implementation:
-        """Return the backend's functions. Raises KernelError if its module lacks one of the op's."""
+        """Return the backend's functions. Raises KernelError if its module lacks a function of the op."""
         made = getattr(backend.module, self.name, None)
         if isinstance(made, Implementation):
             return made

@@ -6,7 +6,7 @@ Causal softmax (from Megatron-LM): the reference's arguments, without a mask and
 is not used: no run needs it, it gives hidden keys the score -10,000 instead of zero weight, and builds differ in rows
 that see no key. A row whose visible scores are all minus infinity is NaN here, as in torch, and not 0.
 
-AdamW: of apex's Adam kernels this takes the one that was made for CUDA graphs: step, learning rate, gradient scale
+AdamW: among apex's Adam kernels, this uses the one for CUDA graphs: step, learning rate, gradient scale
 and skip flag are on the device, so that nothing waits for the host. It overwrites the gradient with the scaled one.
 It supports only fp32 moments of an fp32 master: bf16 moments are widened before it and rounded after it, in temporary
 buffers.
@@ -73,7 +73,7 @@ class ApexNormBackward:
     def of(
         cls, op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx: Tensor | None
     ) -> "ApexNormBackward":
-        """Raises ValueError if a shape or dtype does not match x."""
+        """Return the checked operands. Raises ValueError if a shape or dtype does not match x."""
         x, dy, weight = operands(op, x, {"dy": dy}, {"weight": weight})
         return cls(op, dy, x, tuple(statistic.float().flatten() for statistic in statistics), weight, dx)
 
@@ -110,8 +110,8 @@ _MOST_KEYS = 16_384
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
-    """Raise KernelError for a mask, for attention that is not causal or has a window, and for sizes that apex does not
-    support."""
+    """Return the attention weights. Raises KernelError for a mask, for attention that is not causal or has a window,
+    and for sizes that apex does not support."""
     length = scores.shape[-1]
     if mask is not None or not causal or (window is not None and window < length) or scores.shape[-2] != length:
         raise _unsupported("a mask, a sliding window, or attention that is not causal over one sequence")
@@ -224,7 +224,8 @@ Rule = Callable[[str, torch.dtype, int], str | None]
 
 
 def _rule(refused: Rule, *functions: Function) -> Rule:
-    """Return the rule of an op that calls these functions of apex, whose build may have other arguments."""
+    """Return the rule of an op that calls these functions of apex. It also refuses a build whose functions have other
+    arguments."""
     return lambda device, dtype, width: refused(device, dtype, width) or why_unsupported(functions)
 
 

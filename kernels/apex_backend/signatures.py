@@ -22,7 +22,7 @@ _ARGUMENT = re.compile(r"[(,] *(?:arg\d+|\w+): ")
 class Form:
     """The arguments of a function, in order, as `name:kind`.
 
-    commit: one whose sources have them. since: what introduced them: a pull request and its month, or a year.
+    commit: a commit whose sources have them. since: what introduced them: a pull request and its month, or a year.
     """
 
     commit: str
@@ -80,7 +80,8 @@ def why_unsupported(functions: Iterable[Function]) -> str | None:
 
 @functools.cache
 def _count(function: Callable[..., Any]) -> int:
-    """Number of arguments by pybind11's docstring, `name(arg0: type, ...) -> type`; 0 if it does not say."""
+    """Return the number of arguments in pybind11's docstring, `name(arg0: type, ...) -> type`; 0 if it does not list
+    them."""
     signature = (function.__doc__ or "").partition(" -> ")[0].partition("\n")[0]
     return len(_ARGUMENT.findall(signature))
 
@@ -90,7 +91,8 @@ def _tensors(arguments: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _function(extension: str, name: str, *forms: tuple[tuple[str, str], str]) -> Function:
-    """Return a function, and add it to `FUNCTIONS`. Each form adds its arguments to those of the one before."""
+    """Return a function, and add it to `FUNCTIONS`. forms: for each its source (commit, since), and the arguments that
+    it adds to the previous form."""
     arguments: tuple[str, ...] = ()
     forms_so_far = []
     for source, more in forms:

@@ -74,7 +74,7 @@ def command(nvcc: str, sources: Sequence[Path], output: Path, architectures: Seq
 
 
 def known_architectures(nvcc: str) -> list[int]:
-    """Return those of ARCHITECTURES for which this nvcc can compile. Raises BuildError if there is none."""
+    """Return the ARCHITECTURES for which this nvcc can compile. Raises BuildError if there is none."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     known = [number for number in ARCHITECTURES if f"sm_{number}" in listed]
     if not known:

@@ -3,8 +3,8 @@
 Norms: statistics are fp32. Any width; x, its gradients and the weight share one dtype.
 
 Softmax of attention scores: fp32 throughout, rounded once. Any number of keys. Rows stay on chip between the passes
-over them, in one block up to 32,768 keys forward and 16,384 backward (half as many in fp32), 8,192 and 4,096 where
-rows are not aligned to 16 bytes; GPUs with clusters (compute capability 9.0 and above) hold eight times as many.
+over them, in one block up to 32,768 keys forward and 16,384 backward (half as many in fp32), 8,192 and 4,096 if rows
+are not aligned to 16 bytes; GPUs with clusters (compute capability 9.0 and above) hold eight times as many.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def sizes(x: Tensor) -> tuple[int, int, int]:
 
 
 def operands(name: str, x: Tensor, beside: dict[str, Tensor | None], parameters: dict[str, Tensor]) -> list[Tensor]:
-    """Return x, the tensors with its shape, and parameters of its width, contiguous and in this order, without absent
-    ones.
+    """Return x, the tensors `beside`, which have its shape, and parameters of its width, contiguous and in this order,
+    without absent ones.
 
     Raises ValueError, naming the tensor, if a shape or dtype differs.
     """
@@ -49,7 +49,8 @@ def operands(name: str, x: Tensor, beside: dict[str, Tensor | None], parameters:
 class CudaNormBackward:
     """Operands of a norm's gradients, checked.
 
-    op: `layer_norm` or `rms_norm`. statistics: mean (of layer_norm) and reciprocal deviation. dx: or None.
+    op: `layer_norm` or `rms_norm`. statistics: mean (of layer_norm) and reciprocal deviation. dx: the part of the
+    gradient of x that does not come through the norm, or None.
     """
 
     op: str
@@ -63,7 +64,7 @@ class CudaNormBackward:
     def of(
         cls, op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx: Tensor | None = None
     ) -> "CudaNormBackward":
-        """Raises ValueError if a shape or dtype does not match x."""
+        """Return the checked operands. Raises ValueError if a shape or dtype does not match x."""
         x, dy, *rest = operands(op, x, {"dy": dy, "dx": dx}, {"weight": weight})
         # torch.compile narrows the statistics to the dtype of x.
         wide = tuple(statistic.float().contiguous() for statistic in statistics)
@@ -124,7 +125,7 @@ def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, wi
 
 
 def _softmax_input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Raise ValueError if dy and y differ in shape or dtype."""
+    """Return the gradient of the scores. Raises ValueError if dy and y differ in shape or dtype."""
     if dy.shape != y.shape or dy.dtype != y.dtype:
         raise ValueError(f"dy is {dy.dtype} {list(dy.shape)} and y {y.dtype} {list(y.shape)}; they must be alike")
     dy, y = dy.contiguous(), y.contiguous()

@@ -53,7 +53,8 @@ class Library:
         self._library.megapipe_norm_slabs.restype = _CODE
 
     def launch(self, name: str, *arguments: Tensor | float | None) -> None:
-        """Launch `megapipe_<name>` on the device of its tensors. Raises ValueError for a wrong device, CudaError."""
+        """Launch `megapipe_<name>` on the device of its tensors. Raises ValueError for a wrong device, and
+        CudaError."""
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         device = tensors[0].device
         if device.type != self.device or any(tensor.device != device for tensor in tensors):

@@ -72,7 +72,7 @@ def softmax_forward(scores: Tensor, mask: Tensor | None, scale: float, causal: b
 
 
 def softmax_input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Return the gradient of the scores, from that of the weights and the weights y."""
+    """Return the gradient of the scores, from the gradient dy of the weights and the weights y."""
     weights, gradient = wide(y), wide(dy)
     return to_dtype(scale * weights * (gradient - (weights * gradient).sum(-1, keepdim=True)), y.dtype)
 

@@ -4,16 +4,16 @@ A rank's part of a row is reduced to three numbers, its statistics: an offset, t
 columns on this rank, and the target's logit or 0. `merged` combines the parts of all ranks to one softmax. Backends
 differ in their offset, which may be any number near the largest logit.
 
-Combined output projection and cross entropy process rows in chunks. There are two ways to compute gradients.
-`linear_cross_entropy_statistics_and_gradient` saves the gradient of the logits in the compute dtype, and nothing is
-computed twice: the split backward uses x and this gradient for its weight half. `linear_cross_entropy_statistics`
-saves 12 bytes per row, and `linear_cross_entropy_backward` recomputes the logits of each chunk, which takes a third
-more arithmetic, so that no tensor of rows times vocabulary ever exists. The second way cannot be split: each half
-would recompute the logits. In these functions: x [n, h]. weight [stored, h], of which the first num_columns rows are
-vocabulary and the rest padding. columns: int64 [n], each row's label as a row of weight, 0 where `owned` (bool [n]) is
-false. bias: [stored], added to the logits, or None. cap: the logits are cap x tanh(logits / cap), in fp32 (fp64 for
-fp64), before anything else (Gemma 2, arXiv 2408.00118, section 2); None for no bound. The gradient is that of the
-logits before it.
+The combination of output projection and cross entropy processes rows in chunks. There are two ways to compute
+gradients. `linear_cross_entropy_statistics_and_gradient` saves the gradient of the logits in the compute dtype, and
+nothing is computed twice: the split backward uses x and this gradient for its weight half.
+`linear_cross_entropy_statistics` saves 12 bytes per row, and `linear_cross_entropy_backward` recomputes the logits of
+each chunk, which takes a third more arithmetic, so that no tensor of rows times vocabulary ever exists. The second way
+cannot be split: each half would recompute the logits. In these functions: x [n, h]. weight [stored, h], of which the
+first num_columns rows are vocabulary and the rest padding. columns: int64 [n], each row's label as a row of weight, 0
+if `owned` (bool [n]) is false. bias: [stored], added to the logits, or None. cap: the logits are cap x tanh(logits /
+cap), in fp32 (fp64 for fp64), before anything else (Gemma 2, arXiv 2408.00118, section 2); None for no bound. The
+gradient is that of the logits before the cap.
 """
 
 from collections.abc import Callable
@@ -202,8 +202,8 @@ def linear_cross_entropy_backward(
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of the losses' weighted sum: for x [n, h] in its dtype, for weight [stored, h] in that of
-    log_sum_exp and, if there is a bias, for it [stored] likewise.
+    """Return the gradients of the losses' weighted sum: for x [n, h] in its dtype, and in the dtype of log_sum_exp for
+    weight [stored, h] and, if there is one, for bias [stored].
 
     scale: [n] in log_sum_exp's dtype, each row's weight. Recomputes the logits.
     """
@@ -225,8 +225,8 @@ def backward_by(
     bias: Tensor | None,
     cap: float | None = None,
 ) -> list[Tensor]:
-    """Return what `linear_cross_entropy_backward` does, with the `cross_entropy_gradient` of a backend and `step` rows
-    at a time."""
+    """Return the results of `linear_cross_entropy_backward`. gradient: the `cross_entropy_gradient` of a backend.
+    step: number of rows at a time."""
     parameters = [weight] if bias is None else [weight, bias]
     dx, sums = torch.empty_like(x), [each.new_zeros(each.shape, dtype=log_sum_exp.dtype) for each in parameters]
     used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
@@ -272,7 +272,8 @@ def _linear_cross_entropy_statistics(
     bias: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """softmax: if given, [n, stored], receives this rank's softmax of the logits, times the derivative of the cap."""
+    """Return the statistics [3, n]. softmax: if present, [n, stored], receives this rank's softmax of the logits,
+    times the derivative of the cap."""
     pieces = [x.new_empty(2, 0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)]
     for first in range(0, x.shape[0], CHUNK_ROWS):
         chunk = slice(first, first + CHUNK_ROWS)

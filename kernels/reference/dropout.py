@@ -23,7 +23,7 @@ _FIRST, _SECOND = signed(0x85EBCA6B), signed(0xC2B2AE35)
 
 
 def finalize(word: Tensor) -> Tensor:
-    """`megapipe.random.bits.finalize` on int32 words of any shape."""
+    """Apply `megapipe.random.bits.finalize` to int32 words of any shape."""
     word = (word ^ (word >> 16 & 0xFFFF)) * _FIRST
     word = (word ^ (word >> 13 & 0x7FFFF)) * _SECOND
     return word ^ (word >> 16 & 0xFFFF)
@@ -55,15 +55,15 @@ def token_keys(seed: int, ordinals: Tensor, site: Tensor, tokens: int | Tensor) 
 def numbers(first: int, count: int, device: torch.device) -> Tensor:
     """Return the numbers of `count` tokens or channels, starting at `first`, int32.
 
-    A constant for compilers: if products of an arange wrap, torch 2.13's inductor computes some of them, and so masks,
-    wrongly (measured on the CPU).
+    The result is a constant for compilers, because torch 2.13's inductor computes some products of an arange, and so
+    masks, wrongly if they wrap (measured on the CPU).
     """
     return _numbers(first, count, device)
 
 
 @functools.lru_cache(maxsize=16)
 def _numbers(first: int, count: int, device: torch.device) -> Tensor:
-    # Tensors born in inference mode could never take part in training.
+    # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
         return torch.arange(first, first + count, dtype=torch.int32, device=device)
 

@@ -43,9 +43,9 @@ def layer_norm_add_forward(
 def layer_norm_input_gradient(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
 ) -> Tensor:
-    """Gradient of x [..., h], of which dx, if given, is the part that does not come through the norm.
+    """Return the gradient of x [..., h]. dx: the part of it that does not come through the norm, or None.
 
-    After `add_forward`, x is the sum, dx the gradient of the sum, and the result that of x and of the residual.
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result the gradient of x and the residual.
     """
     weight = _statistics_dtype(x, weight)
     through = _layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, False, False])[0]
@@ -83,7 +83,8 @@ def layer_norm_backward(
 
 
 def _statistics_dtype(x: Tensor, weight: Tensor) -> Tensor:
-    """On the CPU, torch saves mean and deviation in the weight's dtype: bf16 would lose half of their digits."""
+    """Return the weight, in fp32 if needed: on the CPU, torch saves mean and deviation in its dtype, and bf16 would
+    lose half of their digits."""
     return weight.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else weight
 
 
@@ -103,9 +104,9 @@ def rms_norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: f
 
 
 def rms_norm_input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> Tensor:
-    """Gradient of x [..., h], of which dx, if given, is the part that does not come through the norm.
+    """Return the gradient of x [..., h]. dx: the part of it that does not come through the norm, or None.
 
-    After `add_forward`, x is the sum, dx the gradient of the sum, and the result that of x and of the residual.
+    After `add_forward`, x is the sum, dx the gradient of the sum, and the result the gradient of x and the residual.
     """
     normalised = wide(x) * rstd
     scaled = wide(dy) * weight

@@ -1,4 +1,5 @@
-"""Kernels in Triton. This file imports no triton, so that the registry may ask it where there is none."""
+"""Kernels in Triton. This file does not import triton, so that the registry can call it even if triton is not
+installed."""
 
 import functools
 import importlib.util
@@ -10,7 +11,7 @@ _LOWEST_CAPABILITY = (8, 0)
 
 
 def unavailable(device: str) -> str | None:
-    """Why no Triton kernel can run on this type of device; None where they can.
+    """Return why no Triton kernel can run on this type of device; None if they can.
 
     On the CPU they run only in Triton's interpreter, for tests: with TRITON_INTERPRET=1 set before the start.
     """
@@ -30,11 +31,11 @@ def unavailable(device: str) -> str | None:
 
 
 def interpreting() -> bool:
-    """Whether Triton interprets kernels instead of compiling them."""
+    """Return whether Triton interprets kernels instead of compiling them."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def installed() -> bool:
-    """Whether triton can be imported."""
+    """Return whether triton can be imported."""
     return importlib.util.find_spec("triton") is not None

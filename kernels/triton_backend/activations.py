@@ -20,7 +20,7 @@ _CUBIC = tl.constexpr(2 * 0.7978845608028654 * 0.044715)
 
 @triton.jit
 def _argument(x, bias, row, column, num_rows, width):
-    """(x + bias in fp32, offsets, mask) of a tile."""
+    """Return (x + bias in fp32, offsets, mask) of a tile."""
     offset = row[:, None] * width + column[None, :]
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
@@ -31,7 +31,8 @@ def _argument(x, bias, row, column, num_rows, width):
 
 @triton.jit
 def _tanh_parts(value):
-    """Logistic function of z = 2u, which is (1 + tanh u) / 2, and its derivative. Neither overflows nor cancels."""
+    """Return the logistic function of z = 2u, which is (1 + tanh u) / 2, and its derivative, without overflow or
+    cancellation."""
     z = value * (value * value * _CUBIC + _LINEAR)
     small = tl.exp(-tl.abs(z))
     below = 1.0 / (1.0 + small)
@@ -86,7 +87,7 @@ def _gelu_backward_launch(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor
     lambda dy, x, bias, approximate: x.new_empty(x.shape),
 )
 def gelu_input_gradient(dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """Gradient of x, of its shape, for the gradient dy of the result."""
+    """Return the gradient of x, in its shape, for the gradient dy of the result."""
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     _gelu_backward_launch(dy, x, None if bias is None else bias.contiguous(), dx, approximate).run()
@@ -112,7 +113,7 @@ def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
     _gelu_backward,
 )
 def gelu_with_bias(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """GELU of x [..., f] plus bias [f], in x's dtype."""
+    """Return the GELU of x [..., f] plus bias [f], in x's dtype."""
     x = x.contiguous()
     y = torch.empty_like(x)
     _gelu_forward_launch(x, None if bias is None else bias.contiguous(), y, approximate).run()
@@ -120,12 +121,12 @@ def gelu_with_bias(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-    """x times the normal distribution function of x, element by element; `tanh` is GPT-2's approximation."""
+    """Return x times the normal distribution function of x, element by element; `tanh` is GPT-2's approximation."""
     return gelu_with_bias(x, None, approximate)
 
 
 def _gelu_specimens() -> list[Specimen]:
-    """Rows of a small and a large model."""
+    """Return launches for rows of a small and a large model."""
     small, large = meta(8192, 3072), meta(8192, 16384, dtype=torch.bfloat16)
     bias = meta(16384, dtype=torch.bfloat16)
     return [
@@ -141,7 +142,7 @@ def _gelu_specimens() -> list[Specimen]:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-    """GELU of x [..., f] plus bias [f], in x's dtype, rounded once."""
+    """Return the GELU of x [..., f] plus bias [f], in x's dtype, rounded once."""
     return gelu_with_bias(x, bias, approximate)
 
 
@@ -210,14 +211,14 @@ def _swiglu_fake(gate_up: Tensor) -> Tensor:
 
 @opaque("swiglu_triton(Tensor gate_up) -> Tensor", _swiglu_fake, _swiglu_setup_context, _swiglu_backward)
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]. Saves its input alone."""
+    """Return silu(gate) * up: [..., 2 x ffn], gate first, to [..., ffn]. Saves only its input."""
     gate_up, y = gate_up.contiguous(), _swiglu_fake(gate_up)
     _swiglu_forward_launch(gate_up, y).run()
     return y
 
 
 def _swiglu_specimens() -> list[Specimen]:
-    """Rows of a small and a large model."""
+    """Return launches for rows of a small and a large model."""
     small, large = meta(8192, 2 * 2816), meta(8192, 2 * 14336, dtype=torch.bfloat16)
     small_y, large_y = _swiglu_fake(small), _swiglu_fake(large)
     return [
@@ -229,5 +230,5 @@ def _swiglu_specimens() -> list[Specimen]:
 
 
 def specimens() -> list[Specimen]:
-    """Launches of every kernel at real sizes."""
+    """Return launches of every kernel at real sizes."""
     return [*_gelu_specimens(), *_swiglu_specimens()]

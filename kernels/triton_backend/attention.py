@@ -1,8 +1,8 @@
 """Softmax of attention scores and rotary positions in Triton: the functions of `megapipe.kernels.reference.attention`.
 
 Softmax is fp32 throughout, rounded once, for any number of keys. Hidden scores are not read. Rows of up to `RESIDENT`
-keys (`RESIDENT_UNALIGNED` where they are not read 16 bytes at a time) are read once: the resident kernels keep rows
-in registers, the chunked ones read them twice.
+keys (`RESIDENT_UNALIGNED` if they are not read 16 bytes at a time) are read once, by resident kernels, which keep rows
+in registers; chunked kernels read longer rows twice.
 
 A row of the rotary kernel is one head of one token. Rows are read in place, so that a view into a joint query, key
 and value tensor is not copied first; the result is contiguous.
@@ -54,7 +54,7 @@ def resident_kernel(
     """Softmax of ROWS whole rows of scores [batch, heads, queries, keys], each scaled and masked first.
 
     CAUSAL: query i sees keys up to i + keys - queries; WINDOW: of those only the last `window`. MASK: `mask` is True
-    where a key is seen, and mask_batch, mask_head and mask_query are its strides. A row that sees no key becomes 0.
+    if a key is seen, and mask_batch, mask_head and mask_query are its strides. A row that sees no key becomes 0.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     key = tl.arange(0, BLOCK)
@@ -78,7 +78,7 @@ def resident_kernel(
     value = tl.load(scores + offset, mask=near, other=0.0).to(tl.float32) * scale
     value = tl.where(seen, value, float("-inf"))
     largest = tl.max(value, axis=1)
-    # A row that sees nothing has a largest of minus infinity: exponentials and their sum are then 0, NaNs stay NaN.
+    # A row that sees nothing has the maximum minus infinity: its exponentials and their sum are then 0. NaNs stay NaN.
     value = tl.exp(value - tl.where(largest == float("-inf"), 0.0, largest)[:, None])
     total = tl.sum(value, axis=1)
     value *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
@@ -103,7 +103,8 @@ def chunked_kernel(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: a running maximum and sum in every lane (Milakov and Gimelshein 2018, 1805.02867), then the results."""
+    """Softmax of one row: first a running maximum and sum in every lane (Milakov and Gimelshein 2018, 1805.02867),
+    then the results."""
     row = tl.program_id(0).to(tl.int64)
     query = row % queries
     # Keys from `first` up to `end` are seen, and read from one multiple of 16 to another.
@@ -160,7 +161,8 @@ def resident_gradient_kernel(dy, y, dx, num_rows, keys, scale, ROWS: tl.constexp
 
 @triton.jit
 def chunked_gradient_kernel(dy, y, dx, keys, scale, BLOCK: tl.constexpr):
-    """The same for one row that is too long for registers: one pass for the sum, another for the result."""
+    """Gradient of the scores of one row that is too long for registers: one pass for the sum, another for the
+    result."""
     first = tl.program_id(0).to(tl.int64) * keys
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, keys, BLOCK):
@@ -180,7 +182,7 @@ def chunked_gradient_kernel(dy, y, dx, keys, scale, BLOCK: tl.constexpr):
 def softmax_launch(
     scores: Tensor, mask: Tensor | None, y: Tensor, scale: float, causal: bool, window: int | None
 ) -> Launch:
-    """Reads the contiguous scores and the mask, writes y."""
+    """Return the launch that reads the contiguous scores and the mask, and writes y."""
     _, heads, queries, keys = scores.shape
     constants: dict[str, int] = {"CAUSAL": causal, "WINDOW": window is not None, "MASK": mask is not None}
     strides: tuple[int, ...] = (0, 0, 0)
@@ -206,13 +208,14 @@ def softmax_launch(
 
 
 def softmax_gradient_launch(dy: Tensor, y: Tensor, dx: Tensor, scale: float) -> Launch:
-    """Reads dy and y, writes dx, all contiguous."""
+    """Return the launch that reads dy and y, and writes dx, all contiguous."""
     arguments = {"dy": dy, "y": y, "dx": dx, "keys": y.shape[-1], "scale": scale}
     return over_rows(resident_gradient_kernel, chunked_gradient_kernel, y, arguments, {})
 
 
 def _softmax_specimens() -> list[Specimen]:
-    """Every mask at lengths that take several rows a program, one row, the longest resident row, and chunks."""
+    """Return launches with every mask, for programs with several rows, with one row, with the longest resident row,
+    and with chunks."""
     examples = []
     shapes = [(512, False, True), (2048, True, False), (RESIDENT, True, True), (65536, True, True)]
     for keys, causal, masked in [*shapes, (RESIDENT_UNALIGNED - 1, True, True)]:
@@ -346,7 +349,7 @@ def _rotary_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, No
     _rotary_backward,
 )
 def rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forward: bool) -> Tensor:
-    """x [b, s, heads, d] with its pairs rotated by the angles, or back by them."""
+    """Return x [b, s, heads, d] with its channel pairs rotated by the angles; backwards if `forward` is false."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = _rotary_fake(x, cosine, sine, interleaved, forward)
     _rotary_launch(x, cosine.contiguous(), sine.contiguous(), y, interleaved, forward).run()
@@ -356,13 +359,13 @@ def rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forward:
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate channel pairs of x [b, s, heads, d] by the angles of cosine and sine [s, d/2].
 
-    Pair i is channels i and i + d/2 (Llama, GPT-NeoX), or 2i and 2i + 1 where interleaved (the paper, GPT-J).
+    Pair i is channels i and i + d/2 (Llama, GPT-NeoX), or 2i and 2i + 1 if interleaved (the paper, GPT-J).
     """
     return rotated(x, cosine, sine, interleaved, True)
 
 
 def _rotary_specimens() -> list[Specimen]:
-    """Queries of usual widths as views of a joint tensor, read together with two tables of angles."""
+    """Return launches for queries of usual widths, which are views of a joint tensor, and two tables of angles."""
     return [
         _rotary_specimen(128, torch.bfloat16, interleaved=False, forward=True),
         _rotary_specimen(128, torch.bfloat16, interleaved=True, forward=False),
@@ -380,7 +383,7 @@ def _rotary_specimen(width: int, dtype: torch.dtype, *, interleaved: bool, forwa
 
 
 def specimens() -> list[Specimen]:
-    """Launches of every kernel at real sizes."""
+    """Return launches of every kernel at real sizes."""
     return [*_softmax_specimens(), *_rotary_specimens()]
 
 

@@ -1,16 +1,17 @@
 """Vocabulary-parallel cross entropy in Triton: the functions of `megapipe.kernels.reference.cross_entropy`.
 
-Alone, a rank reads and writes its logits once where a row stays on chip: in registers up to `RESIDENT` columns, in
-the cache above. With others, it reads them, the ranks exchange 12 bytes a row, and it reads and writes them again.
+A rank that has the whole vocabulary reads its logits from memory and writes them only once: a row stays in registers
+up to `RESIDENT` columns, and in the cache above that. If the vocabulary is sharded, a rank reads its logits, the ranks
+exchange 12 bytes per row, and then it reads and writes its logits a second time.
 
-Of output projection and cross entropy in one, the products are torch's, which no kernel of ours would improve;
-between them the logits are read and written in place by these kernels. The kept tensor has one copy: the product is
-written where the gradient will be.
+The combination of output projection and cross entropy uses torch's products, which our own kernels would not improve;
+between the products, these kernels read and write the logits in place. Only one copy of the saved tensor exists: the
+product is written to the memory of the gradient.
 
-The softmax is online (Milakov and Gimelshein 2018, 1805.02867). A maximum of minus infinity, of a row whose logits
-are all minus infinity, is never subtracted: its sum is then 0, as another rank's merge needs, and not NaN. A NaN
-among the logits makes the sum NaN. TAIL: the width is not a multiple of 16, for example GPT-2's vocabulary; columns
-after the last multiple are read separately, so that all others still move 16 bytes at a time.
+The softmax is online (Milakov and Gimelshein 2018, 1805.02867). A maximum of minus infinity, in a row whose logits are
+all minus infinity, is never subtracted: the row's sum is then 0, as the merge with other ranks needs, and not NaN. A
+NaN among the logits makes the sum NaN. TAIL: the width is not a multiple of 16, for example GPT-2's vocabulary;
+columns after the last multiple are read separately, so that all others still move 16 bytes at a time.
 """
 
 import torch
@@ -34,13 +35,14 @@ def _finite(largest):
 
 @triton.jit
 def _aligned(width, TAIL: tl.constexpr):
-    """Columns that 16-byte accesses can take; the compiler sees by itself that this is a multiple of 16."""
+    """Return the number of columns for 16-byte accesses, in a form that the compiler recognises as a multiple of
+    16."""
     return width // 16 * 16 if TAIL else width
 
 
 @triton.jit
 def _with_more(largest, total, value):
-    """(maximum, sum of exponentials above it) with further values."""
+    """Return a row's maximum and sum of exp(value - maximum), updated with further values."""
     before = largest
     largest = tl.maximum(before, tl.max(value, axis=0))
     safe = _finite(largest)
@@ -49,7 +51,8 @@ def _with_more(largest, total, value):
 
 @triton.jit
 def _running(source, width, BLOCK: tl.constexpr, TAIL: tl.constexpr):
-    """(maximum, sum of exponentials above it) of a row. The cache is asked to keep the row for who reads it next."""
+    """Return a row's maximum and sum of exp(value - maximum). Loads ask the cache to keep the row for the next
+    reader."""
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     aligned = _aligned(width, TAIL)
@@ -66,7 +69,7 @@ def _running(source, width, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def _target_column(columns, owned, row, inside):
-    """The column of the row's label here, or -1."""
+    """Return the column of the row's label on this rank, or -1."""
     own = tl.load(owned + row, mask=inside, other=0) != 0
     return tl.where(own, tl.load(columns + row, mask=inside, other=0).to(tl.int32), -1)
 
@@ -82,7 +85,7 @@ def _store_statistics(statistics, row, num_rows, largest, total, target):
 def statistics_kernel(
     logits, columns, owned, statistics, num_rows, width, row_stride, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    """One row a program: its maximum, the sum of exponentials above that, and its target's logit."""
+    """Statistics of one row per program: its maximum, the sum of exp(logit - maximum), and its target's logit."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * row_stride
     hit = _target_column(columns, owned, row, row >= 0)
@@ -110,10 +113,10 @@ def whole_row_kernel(
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """One row a program: its statistics, and its logits turned into the gradient of its loss.
+    """Compute the statistics of one row per program, and turn its logits into the gradient of its loss.
 
-    A resident row is one block, which stays in registers. Otherwise the second pass begins at the end of the row,
-    which is in the cache still.
+    A resident row is one block, which stays in registers. Otherwise the second pass starts at the end of the row,
+    which is still in the cache.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * row_stride
@@ -140,7 +143,7 @@ def whole_row_kernel(
         safe, factor = _finite(largest), 1.0 / total
         if TAIL:
             rest = tl.load(source + last, mask=last < width, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # every warp reads these columns, one overwrites them
+            tl.debug_barrier()  # every warp reads these columns, and one warp overwrites them
             _store_gradient(logits, source, last, last < width, tl.exp(rest - safe) * factor, hit)
         blocks = tl.cdiv(aligned, BLOCK)
         for index in range(blocks):
@@ -167,7 +170,8 @@ def _tile_gradient(
     stop,
     REPEATED: tl.constexpr,
 ):
-    """REPEATED: the tile is so small that several warps read it, of which one overwrites it."""
+    """Write the gradient of one tile. REPEATED: the tile is so small that several warps read it and one overwrites
+    it."""
     inside = row < num_rows
     mask = inside[:, None] & (column < stop)[None, :]
     value = tl.load(logits + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -198,7 +202,8 @@ def gradient_kernel(
     COLUMNS: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """A tile of (exp(logits - log_sum_exp), minus 1 at the targets if there are any) times each row's scale, if any.
+    """Write a tile of exp(logits - log_sum_exp), minus 1 at the targets if `columns` is not None, times each row's
+    scale if it is not None.
 
     result may be the logits.
     """
@@ -241,11 +246,12 @@ def gradient_kernel(
 
 
 RESIDENT = 16384
-"""Columns up to which a row stays in registers: 16 of each of 1024 threads."""
+"""Largest number of columns for which a row stays in registers: 16 in each of 1024 threads."""
 
 _STREAMED, _WHOLE = 8192, 32768
-# Longer rows that become gradients are read in blocks so large that one program fills a multiprocessor: the rows under
-# way at a time, 34 MB of 128k bf16 columns on 132 multiprocessors, then fit the cache until they are read again.
+# Longer rows that become gradients are read in blocks so large that one program fills a multiprocessor: the rows that
+# are processed at the same time, 34 MB of 128k bf16 columns on 132 multiprocessors, then stay in the cache until their
+# second read.
 
 _ELEMENTS_PER_WARP = 512
 
@@ -325,9 +331,10 @@ def _cross_entropy_fake_statistics(logits: Tensor, columns: Tensor, owned: Tenso
     _cross_entropy_fake_statistics,
 )
 def cross_entropy_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
-    """[3, n] in fp32 for logits [n, v]: the largest, the sum of exp(logit - largest), the target's logit or 0.
+    """Return [3, n] in fp32 for logits [n, v]: the largest logit, the sum of exp(logit - largest), and the target's
+    logit or 0.
 
-    columns: int64 [n], each row's label. owned: bool [n], whether that is a column here.
+    columns: int64 [n], each row's label. owned: bool [n], whether that column is on this rank.
     """
     result = _cross_entropy_fake_statistics(logits, columns, owned)
     _statistics_launch(_rows(logits), columns.contiguous(), owned.contiguous(), result).run()
@@ -339,7 +346,8 @@ def cross_entropy_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> 
     _cross_entropy_fake_statistics,
 )
 def cross_entropy_statistics_and_gradient(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
-    """`statistics` of a rank that has the whole vocabulary; the logits become the gradient of each row's loss."""
+    """Return the `statistics` of a rank that has the whole vocabulary, and turn the logits into the gradient of each
+    row's loss."""
     rows = _rows(logits)
     result = _cross_entropy_fake_statistics(logits, columns, owned)
     _whole_row_launch(rows, columns.contiguous(), owned.contiguous(), result).run()
@@ -381,7 +389,7 @@ def _softmax(logits: Tensor, log_sum_exp: Tensor, softmax: Tensor) -> None:
 def cross_entropy_row_statistics(
     logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(log-sum-exp [n], target logit [n]) in fp32; softmax, if given, receives exp(logits - log-sum-exp)."""
+    """Return (log-sum-exp [n], target logit [n]) in fp32; softmax, if not None, receives exp(logits - log-sum-exp)."""
     largest, total, target = cross_entropy_statistics(logits, targets, owned).unbind()
     log_sum_exp = largest + total.log()
     if softmax is not None:
@@ -390,8 +398,8 @@ def cross_entropy_row_statistics(
 
 
 def specimens() -> list[Specimen]:
-    """A share of GPT-2's vocabulary, the longest resident row, Llama 3's whole vocabulary, and GPT-2's, which is not a
-    multiple of 16 although its row stride is."""
+    """Return launches for a shard of GPT-2's vocabulary, the longest resident row, Llama 3's whole vocabulary, and
+    GPT-2's, whose size is not a multiple of 16 although its row stride is."""
     return [
         *_loss_specimens(50257, torch.bfloat16, "bf16", resident=False),
         *_loss_specimens(12573, torch.bfloat16, "bf16", resident=True),
@@ -427,7 +435,7 @@ def _linear_cross_entropy_fake_statistics(
 def linear_cross_entropy_statistics(
     x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
 ) -> Tensor:
-    """Statistics of the logits [3, n], as `megapipe.kernels.reference.cross_entropy` describes them."""
+    """Return the statistics of the logits [3, n], which `megapipe.kernels.reference.cross_entropy` describes."""
     result = _linear_cross_entropy_fake_statistics(x, weight, columns, owned, num_columns)
     used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
     step = chunk_rows(num_columns, x.dtype.itemsize)
@@ -453,9 +461,10 @@ def _linear_cross_entropy_fake_statistics_and_gradient(
 def linear_cross_entropy_statistics_and_gradient(
     x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
 ) -> tuple[Tensor, Tensor]:
-    """(statistics [3, n], gradient of each row's loss by its logits [n, stored] in x's dtype, 0 in the padding).
+    """Return (statistics [3, n], gradient of each row's loss by its logits [n, stored] in x's dtype, 0 in the
+    padding).
 
-    alone: whether this rank has the whole vocabulary. If not, `complete_gradient` has to follow the exchange.
+    alone: whether this rank has the whole vocabulary. If not, call `complete_gradient` after the exchange.
     """
     gradient = x.new_empty(x.shape[0], weight.shape[0])
     gradient[:, num_columns:].zero_()
@@ -473,9 +482,9 @@ def linear_cross_entropy_statistics_and_gradient(
 def linear_cross_entropy_complete_gradient(
     gradient: Tensor, columns: Tensor, owned: Tensor, num_columns: int, own: Tensor, log_sum_exp: Tensor
 ) -> None:
-    """Make, in place, what `statistics_and_gradient` left of a rank among others the gradient that it promises.
+    """Complete, in place, the gradient of `statistics_and_gradient` on a rank that has a part of the vocabulary.
 
-    own: this rank's statistics, which are not needed here: it left the logits. log_sum_exp: fp32 [n].
+    gradient: has the logits so far, so `own`, this rank's statistics, is not needed. log_sum_exp: fp32 [n].
     """
     cross_entropy_gradient(gradient[:, :num_columns], columns, owned, log_sum_exp, None)
 
@@ -509,8 +518,8 @@ def linear_cross_entropy_backward(
     scale: Tensor,
     bias: Tensor | None = None,
 ) -> list[Tensor]:
-    """Gradients of the losses' weighted sum: of x [n, h] in its dtype; in fp32 of weight [stored, h] and, if there is
-    one, of bias [stored].
+    """Return the gradients of the losses' weighted sum: for x [n, h] in its dtype; in fp32 for weight [stored, h] and,
+    if there is one, for bias [stored].
 
     scale: fp32 [n], each row's weight. Recomputes the logits.
     """

@@ -1,4 +1,5 @@
-"""Dropout in Triton, alone and between a bias and a residual: the functions of `megapipe.kernels.reference.dropout`.
+"""Dropout in Triton, by itself and between a bias and a residual: the functions of
+`megapipe.kernels.reference.dropout`.
 
 No mask is stored: the backward recomputes it. `dropout`, for activations and attention weights, reads keys and
 channels through their broadcast strides, so that neither grows to the size of the dropped tensor.
@@ -41,7 +42,7 @@ def _dropout_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """x and y are [outer, middle, inner, width] in order; of keys and channels the strides are given."""
+    """x and y are contiguous [outer, middle, inner, width]; the strides of keys and channels are passed."""
     row, column = tile_indices(width, ROWS, COLUMNS)
     offset = row[:, None] * width + column[None, :]
     inside = row < num_rows
@@ -51,7 +52,7 @@ def _dropout_kernel(
     source = first * channel_outer + second * channel_middle + third * channel_inner
     channel = tl.load(channels + source[:, None] + (column * channel_column)[None, :], mask=mask, other=0)
     value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    # A product, so that a dropped NaN or infinity is as much of a NaN as in torch.
+    # A product, so that a dropped NaN or infinity becomes NaN, as in torch.
     value = value * tl.where(kept(key[:, None], channel, threshold), scale, 0.0)
     tl.store(y + offset, value.to(y.dtype.element_ty), mask=mask)
 
@@ -114,7 +115,7 @@ def dropout(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Te
 
 
 def _dropout_specimens() -> list[Specimen]:
-    """Hidden states, and attention weights of a model with long sequences."""
+    """Return launches for hidden states, and for attention weights of a model with long sequences."""
     hidden, weights = meta(2, 4096, 4096), meta(2, 32, 4096, 4096, dtype=torch.bfloat16)
     keys = meta(2, 4096, dtype=torch.int32)
     channels, by_head = meta(4096, dtype=torch.int32), meta(32, 1, 4096, dtype=torch.int32)
@@ -129,7 +130,7 @@ def _dropout_specimens() -> list[Specimen]:
 def _bias_dropout_residual_kernel(
     x, bias, residual, keys, y, num_rows, width, threshold, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """With neither bias nor residual it is the backward."""
+    """Without bias and residual, this kernel is the backward."""
     row, column = tile_indices(width, ROWS, COLUMNS)
     offset = row[:, None] * width + column[None, :]
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -137,7 +138,7 @@ def _bias_dropout_residual_kernel(
     if bias is not None:
         value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     key = tl.load(keys + row, mask=row < num_rows, other=0)
-    # A product, so that a dropped NaN or infinity is as much of a NaN as in torch.
+    # A product, so that a dropped NaN or infinity becomes NaN, as in torch.
     value = value * tl.where(kept(key[:, None], column[None, :], threshold), scale, 0.0)
     if residual is not None:
         value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
@@ -197,7 +198,7 @@ def _bias_dropout_residual_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None
 def bias_dropout_residual(
     x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, probability: float
 ) -> Tensor:
-    """residual + dropout(x + bias), for x and residual [..., h] of one dtype, and bias [h].
+    """Return residual + dropout(x + bias), for x and residual [..., h] of the same dtype, and bias [h].
 
     keys: int32 [...], of the tokens (`megapipe.kernels.reference.dropout.token_keys`). Channels are those of the last
     axis, counted from 0. probability: of zeroing an element.
@@ -211,7 +212,7 @@ def bias_dropout_residual(
 
 
 def _bias_dropout_residual_specimens() -> list[Specimen]:
-    """Rows of a small and a large model, and the backward."""
+    """Return launches for rows of a small and a large model, and for the backward."""
     small, large = meta(8192, 768), meta(8192, 8192, dtype=torch.bfloat16)
     bias, keys = meta(8192, dtype=torch.bfloat16), meta(8192, dtype=torch.int32)
     return [
@@ -237,5 +238,5 @@ def _bias_dropout_residual_specimens() -> list[Specimen]:
 
 
 def specimens() -> list[Specimen]:
-    """Launches of every kernel at real sizes."""
+    """Return launches of every kernel at real sizes."""
     return [*_dropout_specimens(), *_bias_dropout_residual_specimens()]

@@ -48,8 +48,8 @@ class Launch:
 def stays_on_chip(width: int, longest: int, longest_unaligned: int) -> bool:
     """Return whether a program holds a row in registers: up to `longest` elements that are read 16 bytes at a time.
 
-    Triton reads so if the width is a multiple of 16. Single elements need registers for each address, and
-    longer rows than `longest_unaligned` would spill.
+    Triton reads 16 bytes at a time if the width is a multiple of 16. Otherwise each element needs registers for its
+    address, and rows longer than `longest_unaligned` would spill.
     """
     return width <= (longest if width % 16 == 0 else longest_unaligned)
 

@@ -2,7 +2,7 @@
 
 Statistics are fp32. Any width, any strides.
 
-Rows up to `RESIDENT` elements (`RESIDENT_UNALIGNED`, where they are not read 16 bytes at a time) stay in registers
+Rows of up to `RESIDENT` elements (`RESIDENT_UNALIGNED` if they are not read 16 bytes at a time) stay in registers
 between the statistics and the result, so that each element is read once. Longer rows are read in chunks, first from
 memory and then from the cache.
 """
@@ -65,7 +65,7 @@ def _resident_kernel(
 
 @triton.jit
 def _element(x, residual, offset, mask, ADD: tl.constexpr):
-    """Elements of the row that is normalised, in fp32."""
+    """Return elements of the row that is normalised, in fp32."""
     value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
@@ -130,7 +130,8 @@ def forward_launch(
     rstd: Tensor,
     epsilon: float,
 ) -> Launch:
-    """x and residual are read; y, total, mean and rstd written. Without bias and mean it is the rms norm."""
+    """Return the launch that reads x and residual, and writes y, total, mean and rstd. Without bias and mean it is an
+    rms norm."""
     arguments = {
         "x": x,
         "residual": residual,
@@ -148,7 +149,7 @@ def forward_launch(
 
 
 def specimens() -> list[Specimen]:
-    """Rows of a small and a typical model, the longest that stay in registers, and chunks."""
+    """Return launches for rows of a small and a typical model, the longest rows that stay in registers, and chunks."""
     return [_specimen(width, center, add) for width, center, add in _SHAPES]
 
 

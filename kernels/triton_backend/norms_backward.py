@@ -1,10 +1,11 @@
-"""Backward of both norms in Triton: the gradient of x, those of weight and bias, or all.
+"""Backward of both norms in Triton: the gradient of x, the gradients of weight and bias, or all of them.
 
-Rows are cut into groups, a number that depends on the shape alone. A program walks one group; over rows of up to
-`RESIDENT` elements (`RESIDENT_UNALIGNED`, where not read 16 bytes at a time) it reads dy and x once, writes the
-gradient of x and adds up its group's part of the gradients of weight and bias in registers. A second kernel adds the
-parts in a fixed order: no atomics, so the same bits each time, and on every GPU the same order. The halves of a split
-backward are the same kernel with one of the results left out. Longer rows take one kernel for each half.
+Rows are divided into groups, whose number depends only on the shape. A program processes one group: if rows have up to
+`RESIDENT` elements (`RESIDENT_UNALIGNED` if they are not read 16 bytes at a time), it reads dy and x once, writes the
+gradient of x, and adds up its group's part of the gradients of weight and bias in registers. A second kernel adds the
+parts in a fixed order, without atomics, so the bits are the same each time, and the order is the same on every GPU.
+Each half of a split backward is the same kernel, without the results of the other half. Longer rows use a separate
+kernel for each half.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def resident_kernel(
     weight_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     bias_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     last = tl.minimum((program + 1) * group, num_rows)
-    # Two stages: the next tile is on its way to shared memory while this one is worked on.
+    # Two stages: the next tile is copied to shared memory while this one is processed.
     for start in tl.range(0, group, ROWS, num_stages=2):
         row = program * group + start + tl.arange(0, ROWS)
         inside = row < last
@@ -110,7 +111,7 @@ def chunked_input_kernel(
 ):
     """Input gradient of one row that is too wide for registers: one pass for its sums, another for the result.
 
-    CENTER and BESIDE: as in `resident_kernel`. BLOCK: columns at once.
+    CENTER and BESIDE: as in `resident_kernel`. BLOCK: number of columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     first = row * width
@@ -160,8 +161,8 @@ def chunked_weight_kernel(
 ):
     """Sums for the weight and the bias over a group of rows, for BLOCK columns.
 
-    Programs of axis 0 take groups of rows, those of axis 1 take blocks of columns. weight_parts, bias_parts, CENTER:
-    as in `resident_kernel`.
+    Axis 0 of the programs is over groups of rows, axis 1 over blocks of columns. weight_parts, bias_parts, CENTER: as
+    in `resident_kernel`.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -191,7 +192,8 @@ def add_parts_kernel(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The programs at 0 of axis 1 add up the weight's parts, those at 1 the bias's, which follow."""
+    """Add up the parts of all groups. Index 0 of axis 1 is for the weight's parts, index 1 for the bias's parts, which
+    follow them."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     parts += tl.program_id(1).to(tl.int64) * num_parts * width
     sums = tl.zeros([PARTS, COLUMNS], dtype=tl.float32)
@@ -237,19 +239,19 @@ class Operands:
         return Operands(*(None if tensor is None else tensor.contiguous() for tensor in tensors))  # type: ignore[arg-type]
 
     def input_gradient(self) -> Tensor:
-        """The gradient of x."""
+        """Return the gradient of x."""
         dx = torch.empty_like(self.x)
         input_launch(self, dx).run()
         return dx
 
     def weight_gradients(self) -> tuple[Tensor, ...]:
-        """The gradients of the weight and, for the layer norm, of the bias."""
+        """Return the gradients of the weight and, for the layer norm, of the bias."""
         parts = self._empty_parts()
         weight_launch(self, parts).run()
         return self._sums(parts)
 
     def gradients(self) -> tuple[Tensor, ...]:
-        """The gradients of x, weight and bias, in one pass where rows stay in registers."""
+        """Return the gradients of x, weight and bias, in one pass if rows stay in registers."""
         if not _is_resident(self):
             return self.input_gradient(), *self.weight_gradients()
         dx, parts = torch.empty_like(self.x), self._empty_parts()
@@ -269,7 +271,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class RowTiling:
-    """How rows are cut into groups, and groups into tiles of `rows` x `block`."""
+    """How rows are divided into groups of `group` rows, and groups into tiles of `rows` x `block`."""
 
     num_rows: int
     width: int
@@ -280,7 +282,7 @@ class RowTiling:
 
     @staticmethod
     def of(x: Tensor) -> "RowTiling":
-        """That of [..., h], a function of its shape alone."""
+        """Return the tiling of x [..., h], which depends only on its shape."""
         width = x.shape[-1]
         num_rows = x.numel() // width
         block = power_of_two(width)
@@ -290,7 +292,7 @@ class RowTiling:
 
 
 def input_launch(operands: Operands, dx: Tensor) -> Launch:
-    """Writes the gradient of x."""
+    """Return the launch that writes the gradient of x."""
     if _is_resident(operands):
         return whole_launch(operands, dx, None)
     partition = RowTiling.of(operands.x)
@@ -301,7 +303,8 @@ def input_launch(operands: Operands, dx: Tensor) -> Launch:
 
 
 def weight_launch(operands: Operands, parts: Tensor) -> Launch:
-    """Writes each group's part of the gradients of the weight and, for the layer norm, of the bias.
+    """Return the launch that writes each group's part of the gradients of the weight and, for the layer norm, of the
+    bias.
 
     parts: fp32 [1 or 2, groups, h].
     """
@@ -324,7 +327,7 @@ def weight_launch(operands: Operands, parts: Tensor) -> Launch:
 
 
 def whole_launch(operands: Operands, dx: Tensor | None, parts: Tensor | None) -> Launch:
-    """Writes what is given, for rows that stay on chip."""
+    """Return the launch that writes dx and parts, without those that are None, for rows that stay on chip."""
     partition = RowTiling.of(operands.x)
     arguments = {
         **vars(operands),
@@ -357,7 +360,7 @@ def _named(parts: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def add_parts_launch(parts: Tensor, gradients: Sequence[Tensor]) -> Launch:
-    """Writes the sums of the parts."""
+    """Return the launch that writes the sums of the parts."""
     num_gradients, num_parts, width = parts.shape
     arguments = {
         "parts": parts,
@@ -371,7 +374,8 @@ def add_parts_launch(parts: Tensor, gradients: Sequence[Tensor]) -> Launch:
 
 
 def specimens() -> list[Specimen]:
-    """Both norms at sizes of a small and a typical model, the longest rows that stay in registers, and chunks."""
+    """Return launches of both norms at sizes of a small and a typical model, for the longest rows that stay in
+    registers, and for chunks."""
     typical, long = _operands(4096, center=True, beside=True), _operands(2 * RESIDENT, center=True, beside=True)
     parts, weight = meta(2, 256, 4096), meta(4096, dtype=torch.bfloat16)
     return [

@@ -47,7 +47,7 @@ def _adamw_step_kernel(
     epsilon,
     BLOCK: tl.constexpr,
 ):
-    if skip is not None:  # noqa: SIM102 - the outer condition is the compiler's, the inner one the GPU's
+    if skip is not None:  # noqa: SIM102 - the compiler evaluates the outer condition, the GPU the inner one
         if tl.load(skip) != 0.0:
             return
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -90,7 +90,7 @@ adamw_step = adamw_operator(lambda buffers, coefficients: _adamw_launch(buffers,
 
 
 def _adamw_specimens() -> list[Specimen]:
-    """A large layer: all in fp32, and with moments and parameters in bf16."""
+    """Return launches for a large layer: all in fp32, and with moments and parameters in bf16."""
     coefficients = Coefficients(step=2, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
     count = 1 << 26
 
@@ -111,7 +111,8 @@ _GRADIENT_NORM_NUM_WARPS = 8
 
 @triton.jit
 def _block_sums_kernel(values, sums, count, BLOCK: tl.constexpr, PIECE: tl.constexpr):
-    """One program a block. In fp64 the square of an fp32 number cannot overflow, and the order hardly matters."""
+    """Sum of squares of one block per program. In fp64 the square of an fp32 number cannot overflow, and the order of
+    the sum hardly matters."""
     block = tl.program_id(0).to(tl.int64)
     total = tl.zeros((PIECE,), dtype=tl.float64)
     for start in range(0, BLOCK, PIECE):
@@ -133,7 +134,7 @@ def _gradient_norm_launch(values: Tensor, sums: Tensor) -> Launch:
     lambda values: values.new_empty((), dtype=torch.float64),
 )
 def gradient_norm(values: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor in float64: 0-dim, and finite if and only if every element is."""
+    """Return the sum of squares of a flat tensor in float64: 0-dim, and finite if and only if every element is."""
     values = values.contiguous()
     sums = values.new_empty(ceiling_division(values.numel(), BLOCK), dtype=torch.float64)
     _gradient_norm_launch(values, sums).run()
@@ -141,7 +142,7 @@ def gradient_norm(values: Tensor) -> Tensor:
 
 
 def _gradient_norm_specimens() -> list[Specimen]:
-    """Gradients of a large layer, in the accumulation dtype and in bf16."""
+    """Return launches for gradients of a large layer, in the accumulation dtype and in bf16."""
     sums = meta(1 << 10, dtype=torch.float64)
     launches = {
         dtype: _gradient_norm_launch(meta(1 << 26, dtype=dtype), sums) for dtype in (torch.float32, torch.bfloat16)
@@ -178,7 +179,7 @@ def refused_source(device: str, dtype: torch.dtype, width: int) -> str | None:
 
 
 def stochastic_rounding(target: Tensor, source: Tensor, key: int, elements: Elements) -> None:
-    """Overwrite target (bf16) by source (fp32), each element rounded at random, as the reference does."""
+    """Overwrite target (bf16) with source (fp32), each element rounded at random, as the reference does."""
     check_rounded(target, source)
     _stochastic_rounding_launch(target, source, key, elements).run()
 
@@ -204,7 +205,7 @@ def _stochastic_rounding_launch(target: Tensor, source: Tensor, key: int, elemen
 
 
 def _stochastic_rounding_specimens() -> list[Specimen]:
-    """A large matrix, and a tensor rank's share of its columns."""
+    """Return launches for a large matrix, and for a tensor rank's shard of its columns."""
     count = 1 << 26
     source, target = meta(count), meta(count, dtype=torch.bfloat16)
     whole, share = Elements(0, 1 << 26, 1 << 26), Elements(1 << 12, 1 << 12, 1 << 15)
@@ -222,7 +223,7 @@ def _stochastic_rounding_specimens() -> list[Specimen]:
 
 
 def specimens() -> list[Specimen]:
-    """Launches of every kernel at real sizes."""
+    """Return launches of every kernel at real sizes."""
     return [*_adamw_specimens(), *_gradient_norm_specimens(), *_stochastic_rounding_specimens()]
 
 

@@ -11,20 +11,21 @@ from megapipe.kernels.triton_backend.launch import ceiling_division, power_of_tw
 from megapipe.random.bits import CHANNEL, keep_threshold
 
 _BYTES = 8192
-"""Bytes of one tensor in a tile: two 16-byte accesses for each of 256 threads, so that enough loads are under way."""
+"""Bytes of one tensor in a tile: two 16-byte accesses for each of 256 threads, so that enough loads are in flight."""
 
 NUM_WARPS = 8
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The rows and columns that one program takes, both powers of two."""
+    """The numbers of rows and columns that one program processes, both powers of two."""
 
     rows: int
     columns: int
 
     def grid(self, num_rows: int, width: int) -> tuple[int]:
-        """Programs for a tensor of this shape, tiles of one row first: `tile_indices` reads it."""
+        """Return the number of programs for a tensor of this shape. Tiles are in row-major order (see
+        `tile_indices`)."""
         return (ceiling_division(num_rows, self.rows) * ceiling_division(width, self.columns),)
 
     def constants(self) -> dict[str, int]:
@@ -33,20 +34,20 @@ class Tile:
 
 
 def tile_of(width: int, dtype: torch.dtype) -> Tile:
-    """The tile for rows of `width` elements."""
+    """Return the tile for rows of `width` elements."""
     elements = _BYTES // dtype.itemsize
     columns = min(power_of_two(width), elements)
     return Tile(elements // columns, columns)
 
 
 def num_rows_of(x: Tensor) -> int:
-    """The product of all axes but the last."""
+    """Return the product of all axes but the last."""
     return x.numel() // x.shape[-1]
 
 
 @triton.jit
 def tile_indices(width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row numbers (int64) and column numbers (int32) of this program's tile."""
+    """Return row numbers (int64) and column numbers (int32) of this program's tile."""
     across = tl.cdiv(width, COLUMNS)
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -56,10 +57,10 @@ def tile_indices(width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def product(x, y):
-    """x * y, rounded by itself, as a sum over lanes needs it.
+    """Return x * y, rounded before it is added to anything, as sums over lanes need it.
 
-    Where a lane has one term, the compiler would fuse its own product with the sum of its own and its neighbor's: the
-    lanes' sums differ in the last bit, and which of them is stored is left to the hardware.
+    If every lane has one term, the compiler would otherwise fuse a lane's product with its addition to the neighbor's
+    product. The lanes' sums would then differ in the last bit, and the hardware decides which of them is stored.
     """
     return tl.fma(x, y, tl.zeros_like(x))
 
@@ -68,13 +69,14 @@ _FIRST, _SECOND, _CHANNEL, _TOP = (tl.constexpr(word) for word in (0x85EBCA6B, 0
 
 
 def signed_threshold(probability: float) -> int:
-    """The least word of kept elements, its top bit flipped: as signed words, flipped ones keep their order."""
+    """Return the smallest random word of a kept element with its top bit flipped, as an int32: unsigned words keep
+    their order if their top bits are flipped and they are compared as signed words."""
     return keep_threshold(probability) - (1 << 31)
 
 
 @triton.jit
 def finalize(word):
-    """`megapipe.random.bits.finalize` on uint32 words."""
+    """Apply `megapipe.random.bits.finalize` to uint32 words."""
     word = (word ^ (word >> 16)) * _FIRST
     word = (word ^ (word >> 13)) * _SECOND
     return word ^ (word >> 16)
@@ -82,6 +84,7 @@ def finalize(word):
 
 @triton.jit
 def kept(keys, channels, threshold):
-    """Whether elements stay. keys (of tokens) and channels, both int32, broadcast; threshold: `signed_threshold`."""
+    """Return whether elements are kept. keys (of tokens) and channels, both int32, broadcast. threshold: result of
+    `signed_threshold`."""
     words = finalize(keys.to(tl.uint32, bitcast=True) ^ (channels.to(tl.uint32, bitcast=True) * _CHANNEL))
     return (words ^ _TOP).to(tl.int32, bitcast=True) >= threshold

@@ -83,7 +83,7 @@ class TaskAnswers:
     """
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer, batch_size: int) -> None:
-        """Raise DataError for a tokenizer without an end of document."""
+        """Raise DataError for a tokenizer without an end-of-document token."""
         super().__init__()
         if tokenizer.end_of_document is None:
             raise DataError(
@@ -151,7 +151,7 @@ class TaskAnswers:
         lengths = [request.pop(name, None) for name in LENGTHS]
         new = int(next((length for length in lengths if length is not None), 256))
         samples = request.pop("do_sample", None)
-        # As in transformers, 0 keeps all tokens; one beam is no search.
+        # As in transformers, top_k 0 keeps all tokens; one beam means no beam search.
         request = {
             name: each for name, each in request.items() if (name, each) not in {("top_k", 0), ("num_beams", 1)}
         }
@@ -192,7 +192,7 @@ class Tasks:
     """Tasks of lm-eval by name, or by the path of a YAML file."""
 
     def __init__(self, names: Sequence[str], folder: str | None) -> None:
-        """Find the tasks. folder: of task files, which are then the only ones that names refer to.
+        """Find the tasks. folder: of task files; if it is not None, names refer only to tasks in it.
 
         Raises ConfigError without lm-eval, and for a name that no task has.
         """

@@ -322,7 +322,7 @@ class _Growth:
 
 
 MASK = "[MASK]"
-"""Gap in a text."""
+"""Text of a gap in a prompt."""
 CONTINUATION = "##"
 
 

@@ -49,8 +49,8 @@ class PromptError(ValueError):
 class TrainedModel:
     """Weights on disk.
 
-    path: of the checkpoint. config: of the run that saved it. step: None for a Hugging Face folder. tokenizer: name of
-    the model's own tokenizer; None for the one of the training data.
+    path: of the checkpoint. config: of the run that saved it. step: the step after which it was saved; None for a
+    Hugging Face folder. tokenizer: name of the model's own tokenizer; None for the one of the training data.
     """
 
     path: Path

@@ -32,7 +32,7 @@ class Adopted(SplitModule):
     tape: SplitTape | None = None
 
     def splits(self) -> bool:
-        """Whether this forward is recorded. It is not under autocast to another dtype, nor under a compiler."""
+        """Whether this forward is recorded: only without autocast to another dtype, and without a compiler."""
         return (
             not torch.compiler.is_compiling()
             and self.tape is not None
@@ -63,7 +63,7 @@ class SplitLinear(Adopted, nn.Linear):
     weight: nn.Parameter
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         if not self.splits():
             return super().forward(input)
         output = functional.linear(input, _leaf(self.weight), _leaf_or_none(self.bias))
@@ -82,7 +82,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
     weight: nn.Parameter
 
     def forward(self, input: Tensor) -> Tensor:
-        """Indices [...] to [..., embedding_dim]."""
+        """Map indices [...] to [..., embedding_dim]."""
         if not self.splits():
             return super().forward(input)
         output = functional.embedding(
@@ -104,7 +104,7 @@ class SplitLayerNorm(Adopted, nn.LayerNorm):
     """`nn.LayerNorm` with a split backward."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., *normalized_shape]` to the same."""
+        """Map `[..., *normalized_shape]` to the same shape."""
         if not self.splits():
             return super().forward(input)
         weight, bias = _leaf(self.weight), _leaf_or_none(self.bias)
@@ -134,21 +134,21 @@ class SplitRMSNorm(Adopted, nn.RMSNorm):
     the statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., *normalized_shape]` to the same."""
+        """Map `[..., *normalized_shape]` to the same shape."""
         if not self.splits():
             return super().forward(x)
         return self.record(functional.rms_norm(x, self.normalized_shape, _leaf(self.weight), self.eps), x)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
         with torch.enable_grad():
-            leaf = torch.ones_like(self.weight).requires_grad_()  # as in SplitLayerNorm
+            leaf = torch.ones_like(self.weight).requires_grad_()  # its values do not matter, as in SplitLayerNorm
             output = functional.rms_norm(saved[0], self.normalized_shape, leaf, self.eps)
         yield self.weight, torch.autograd.grad(output, leaf, gradient)[0]
 
 
 @contextmanager
 def recording(modules: Sequence[Adopted], tape: SplitTape | None) -> Iterator[None]:
-    """The adopted `modules` record their uses on `tape` inside of this block."""
+    """Let the adopted `modules` record their uses on `tape` inside the block."""
     for module in modules:
         module.tape = tape
     try:

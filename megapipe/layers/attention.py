@@ -39,9 +39,9 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class BlockLists:
-    """The blocks of keys that each block of queries sees: int32 [b, 1, blocks], their number, and [b, 1, blocks,
-    blocks], their indices, visible ones first. partial: blocks in which some queries see some keys. full: blocks in
-    which all queries see all keys.
+    """The blocks of keys that each block of queries sees, as int32 tensors: their number [b, 1, blocks], and their
+    indices [b, 1, blocks, blocks], visible ones first. partial: blocks in which some queries see some keys. full:
+    blocks in which all queries see all keys.
     """
 
     num_partial: np.ndarray
@@ -59,7 +59,7 @@ def block_lists(document_starts: np.ndarray, window: int | None, block: int = BL
         first = np.maximum(first, np.arange(length) - (window - 1))
     begins = np.arange(0, length, block)
     last = np.minimum(begins + block, length) - 1
-    # The first visible key never falls from one query to the next.
+    # The first visible key never decreases from one query to the next.
     queries, keys = np.arange(len(begins))[:, None], np.arange(len(begins))
     lowest, whole_from = first[:, begins, None] // block, -(-first[:, last, None] // block)
     full = (keys >= whole_from) & (keys < queries) & (last == begins + block - 1)[:, None]
@@ -75,7 +75,8 @@ def _listed(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def document_blocks(lists: Sequence[Tensor], document_starts: Tensor, window: int | None) -> BlockMask:
-    """Return flex_attention's mask. lists: those of BlockLists in order, and document_starts [b, s], on one device."""
+    """Return flex_attention's mask. lists: the tensors of a BlockLists in order. document_starts: [b, s]. All are on
+    the same device."""
 
     def visible(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key <= query) & (key >= document_starts[sample, query])
@@ -149,7 +150,7 @@ class SharedSamples(Protocol):
         ...
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """As `Attention.mix`, for this rank's tokens."""
+        """Return attention outputs for this rank's tokens, as `Attention.mix` does for whole samples."""
         ...
 
 
@@ -455,13 +456,13 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return the ALiBi slopes, float64 [heads]: the decrease of a head's scores per token of distance.
 
     Slopes are powers of 2 (Press et al. 2022, arXiv 2108.12409, section 3). If the number of heads is not a power of
-    2, they are those of the next lower power of 2, then every second one of the next higher power (their published
-    code, and BLOOM's).
+    2, they are the slopes for the next lower power of 2, followed by every second slope for the next higher power (as
+    in the authors' published code, and in BLOOM's).
     """
     lower = 2 ** (num_heads.bit_length() - 1)
     exponents = [8 * (i + 1) / lower for i in range(lower)]
     exponents += [8 * (2 * i + 1) / (2 * lower) for i in range(num_heads - lower)]
-    # Tensors born in inference mode could never take part in training.
+    # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
         return torch.tensor([2.0**-each for each in exponents], dtype=torch.float64).to(device)
 

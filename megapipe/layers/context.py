@@ -46,7 +46,7 @@ class SampleSlice(Protocol):
 
     @property
     def places(self) -> range:
-        """Positions of its tokens in their samples."""
+        """Positions of this slice's tokens in their samples."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class SampleSlice(Protocol):
         ...
 
     def mix(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """As `Attention.mix`, for this rank's tokens."""
+        """Return attention outputs for this rank's tokens, as `Attention.mix` does for whole samples."""
         ...
 
 

@@ -5,8 +5,8 @@ around the ring. Each rank starts with its own keys; a hop of the ring overlaps 
 previous hop. Under a causal mask each rank has tokens of the head and of the tail (spec/token_order.py), and masked
 products are skipped, so that every rank has the same work at every hop. Pieces are merged by their log-sums, in fp32.
 In the backward keys and values pass around the ring a second time, and the gradients of a rank's keys and values
-travel with them, in fp32, from the first rank that adds to them to their owner. All ranks call this in the same order,
-forward and backward, because they have the same schedule; this excludes deadlocks.
+travel with them, in fp32, from the first rank that adds to them to their owner. All ranks start these passes in the
+same order, forward and backward, because they have the same schedule; this excludes deadlocks.
 
 All-to-all attention (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv 2309.14509, section 3): before attention, the ranks
 of a group exchange heads for tokens: a rank sends all heads but its own part, for its tokens, and receives its own
@@ -289,7 +289,7 @@ class HeadExchange:
 def share_samples(attention: Attention, group: Group, kind: ContextAttention) -> None:
     """Let `attention` work over the ranks of `group`, each of which has a part of every sample.
 
-    The parts are those of spec/token_order.py, in the order of the kind.
+    spec/token_order.py defines the parts; their order depends on the kind.
     """
     if kind == "ring":
         attention.sharing = Ring(attention, group, order_of(kind, attention.causal))
@@ -357,7 +357,7 @@ class DotProductAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return outputs [b, heads, s, d'] for query [b, heads, s, d], key [b, kv heads, s, d] and value
-        [b, kv heads, s, d'], all of this rank's tokens; the number of kv heads divides that of heads.
+        [b, kv heads, s, d'], all of this rank's tokens; the number of heads is a multiple of the number of kv heads.
         """
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self._shared is None:

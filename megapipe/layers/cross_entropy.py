@@ -1,6 +1,6 @@
 """Output projection and cross entropy, over a vocabulary that is sharded over the ranks of a group.
 
-`VocabParallelHead` is both in one. The op's backends process rows in chunks or overwrite the logits, so that fp32
+`VocabParallelHead` combines both. The backends of its op process rows in chunks or overwrite the logits, so that fp32
 logits of a whole micro-batch never exist. The gradient of the logits is saved for the backward, in the compute dtype;
 if logits are recomputed, only four bytes per row are saved, and the logits of a whole micro-batch never exist in any
 dtype. Ranks exchange three numbers per row, once: 12 bytes from which each rank computes the softmax over all columns.
@@ -99,8 +99,8 @@ class VocabParallelHead(Linear, OnShards):
     def recomputed_loss_sum(
         self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None
     ) -> Tensor:
-        """As `loss_sum`, with the bias if there is one, but without any tensor of size rows x vocabulary in forward
-        and backward."""
+        """Return `loss_sum`, with the bias if there is one. Neither forward nor backward has a tensor of size rows x
+        vocabulary."""
         if tape is not None:
             raise SplitError(
                 "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
@@ -119,7 +119,7 @@ class VocabParallelHead(Linear, OnShards):
         return [(self.weight, loss_weight_gradient(self.rows_of(saved[0]), saved[1], row_weight, gradient))]
 
     def loss_op(self, rows: Tensor) -> Implementation:
-        """Return the op for such rows; its functions also take the arguments of `capped`."""
+        """Return the op's functions for such rows; they also take the arguments of `capped`."""
         capped = "softcapped_" if self.capped else ""
         return self.kernels.pick(f"{capped}linear_cross_entropy", rows)
 
@@ -243,8 +243,8 @@ def loss_weight_gradient(rows: Tensor, logit_gradient: Tensor, row_weight: Tenso
 
 
 def _row_scale(row_weight: Tensor | None, dloss: Tensor) -> Tensor:
-    """Return the factor of each row's gradient, [n, 1] or [1, 1] in the loss's precision: bf16 would round one
-    part in 500 off. (A number without dimensions would be rounded to the rows' precision by torch.)"""
+    """Return the factor of each row's gradient, [n, 1] or [1, 1] in the loss's precision, because bf16 would round it
+    by up to one part in 500. (A number without dimensions would be rounded to the rows' precision by torch.)"""
     return dloss.view(1, 1) if row_weight is None else (dloss * row_weight).unsqueeze(1)
 
 
@@ -310,9 +310,9 @@ class _DelayedCrossEntropy(torch.autograd.Function):
 
 
 class _RescaledCrossEntropy(torch.autograd.Function):
-    """The loss, and the tensors for the weight half: gradient of the logits with the rank's own softmax, statistics of
-    the rank and of all ranks. The forward starts gathering these, and multiplies that gradient by the matrix; the
-    input half rescales the product. The probe receives the loss's gradient."""
+    """Return the loss, and the tensors for the weight half: the gradient of the logits with the rank's own softmax,
+    and the statistics of the rank and of all ranks. The forward starts gathering the statistics, and multiplies the
+    gradient by the matrix; the input half rescales the product. The probe receives the loss's gradient."""
 
     @staticmethod
     def forward(
@@ -386,7 +386,8 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _ProbedCrossEntropy(torch.autograd.Function):
-    """The input half: the weight is detached, and the probe receives the loss's gradient."""
+    """The forward and the input half of a split backward. The weight is detached; the probe receives the loss's
+    gradient."""
 
     @staticmethod
     def forward(

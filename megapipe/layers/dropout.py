@@ -58,8 +58,8 @@ class Dropout(nn.Module, OnShards):
     def drop_weights(
         self, weights: Tensor, first_head: int, queries: Tensor, keys: Tensor, length: int, context: MicrobatchContext
     ) -> Tensor:
-        """As `drop_attention`, for weights [b, heads, rows, columns] of some queries and keys: int64 positions in
-        samples of `length` tokens."""
+        """Drop attention weights [b, heads, rows, columns] as `drop_attention` does, for some queries and keys: int64
+        positions in samples of `length` tokens."""
         if context.ordinals is None:
             raise ValueError("dropout needs the samples' ordinals: pass ordinals in the context, or training=False")
         rows = token_keys(context.seed, context.ordinals, self.site, queries)[:, None, :, None]

@@ -28,15 +28,16 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The rows of a table on this rank: `number` rows, starting at the row for number `first` (below 0 if no number
-    uses the first rows). shards: whether other ranks have the remaining rows."""
+    """The rows of a table on this rank. first: the number that looks up the first row; below 0 if the first rows are
+    unused. number: how many rows. shards: whether other ranks have the remaining rows."""
 
     first: int
     number: int
     shards: bool
 
     def of(self, numbers: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the rows [...] for numbers [...] that count from `starts`, and which of them other ranks have.
+        """Return the indices of the rows [...] for numbers [...] that count from `starts`, and which of them other
+        ranks have.
 
         A backward recomputes this, so that only the micro-batch's own numbers are saved for it.
         """
@@ -88,7 +89,7 @@ class _ProbedEmbedding(torch.autograd.Function):
 
 class _Table(SplitModule):
     """A table of rows [num_rows, h], looked up by number. rank, shards: index of this rank's part of the rows, and
-    number of parts. unused: number of rows before that of number 0."""
+    number of parts. unused: number of rows before the row of number 0."""
 
     def __init__(self, shapes: Shapes, rank: int = 0, shards: int = 1, unused: int = 0) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class LearnedPositions(_Table, OnShards):
     def forward(self, positions: Tensor, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
         """Return vectors [s, h] for `positions` int64 [s]; [b, s, h] if positions count from `document_starts`.
 
-        Under sequence parallelism, only those of this rank's tokens.
+        Under sequence parallelism, only the vectors of this rank's tokens.
         """
         starts = None if document_starts is None else own_tokens(document_starts, self.sequence)
         return self.look_up(own_tokens(positions, self.sequence), starts, tape)

@@ -47,7 +47,8 @@ SMALLEST_SUM = 1e-20
 
 
 class Router(SplitModule, OnShards):
-    """Scores every expert for every token, in fp32 whatever the compute dtype, because small differences decide.
+    """Scores every expert for every token, in fp32 whatever the compute dtype, because small differences decide the
+    choice.
 
     Every tensor rank has the whole weight [experts, h] and the same tokens, and so the same scores; if tokens are
     sharded, each rank scores its own. shapes: of `weight`, of `score_bias` [experts] if the linear layer has a bias,
@@ -156,7 +157,7 @@ def _input_gradient(dtype: torch.dtype, weight: Tensor, dscores: Tensor) -> Tens
 
 
 def _weight_gradient(x: Tensor, dscores: Tensor) -> Tensor:
-    """Return the gradient in the dtype of the scores, which is as wide as that of gradient sums."""
+    """Return the weight's gradient in the dtype of the scores, which is as wide as the dtype of gradient sums."""
     return dscores.flatten(0, -2).t() @ x.to(dscores.dtype).flatten(0, -2)
 
 
@@ -193,7 +194,8 @@ class _FusedRouter(torch.autograd.Function):
 
 
 class _ProbedRouter(torch.autograd.Function):
-    """The input half: weight and bias are detached, and the probe receives the scores' gradient."""
+    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the scores'
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -214,7 +216,7 @@ class Assignment:
     k + i.
 
     pairs: int64 [n], the pairs of this rank's n rows: expert by expert, ascending within each.
-    rows: int64 [tokens x k], the row of every pair, n for those of other ranks' experts.
+    rows: int64 [tokens x k], the row of every pair, n for pairs of other ranks' experts.
     counts: rows of each of this rank's experts. choices: k.
     """
 
@@ -240,8 +242,8 @@ def assign(chosen: Tensor, first: int, num_experts: int) -> Assignment:
 
 
 def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
-    """As `assign`, but for the meta device, whose tensors have no values: each of `num_all` experts gets an even
-    share."""
+    """Return what `assign` returns, for the meta device, whose tensors have no values: each of `num_all` experts gets
+    an even share."""
     pairs = chosen.numel()
     counts = [pairs * (expert + 1) // num_all - pairs * expert // num_all for expert in range(num_experts)]
     flat = chosen.flatten()
@@ -400,7 +402,8 @@ class _FusedGroupedLinear(torch.autograd.Function):
 
 
 class _ProbedGroupedLinear(torch.autograd.Function):
-    """The input half: weight and bias come detached, the probe receives dy."""
+    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the
+    gradient dy of the output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> Tensor:
@@ -441,8 +444,8 @@ class Experts(nn.Module, OnShards):
         """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward; the rows picked from it are
         saved.
 
-        Gradients of tokens and of shares are summed over the ranks, each of which has those of its own experts; so
-        gradients of the scores and of the router are the same on every rank.
+        Gradients of tokens and of shares are summed over the ranks, because each rank only has the part from its own
+        experts; so gradients of the scores and of the router are the same on every rank.
         """
         own_x = x
         shares, chosen = self.router(x, tape, rerun)
@@ -470,7 +473,7 @@ class Experts(nn.Module, OnShards):
         return y + self.shared(own_x, tape, rerun)
 
     def _activation(self, inner: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the activation; the reference for a rank without rows, because kernels do not support empty
+        """Return the activation function. A rank without rows uses the reference, because kernels do not support empty
         tensors."""
         kind = self.activation
         op = self.kernels.pick(kind.op, inner) if len(inner) else self.kernels.reference(kind.op)
@@ -504,7 +507,7 @@ class MLP(nn.Module):
         """Return the input of the activation, and the activation, which adds the bias if its kernel can."""
         kind, arguments = self.activation, self.activation.arguments
         if self.up.bias is not None and kind.biased is not None:
-            # The linear layer computes the bias's gradient, wherever the bias is added.
+            # The linear layer computes the bias's gradient, even if another kernel adds the bias.
             bias = self.up.bias.detach()
             op = self.kernels.pick(kind.biased, bias)
             if op is not self.kernels.reference(kind.biased):

@@ -21,8 +21,7 @@ from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 
 EPSILON = 1e-6
-"""Epsilon of the norms of latents, independent of that of the model's other norms (transformers'
-DeepseekV2Attention)."""
+"""Epsilon of the norms of latents, independent of the model's norm_epsilon (transformers' DeepseekV2Attention)."""
 
 
 class MultiLatentAttention(Attention, OnShards):
@@ -30,8 +29,8 @@ class MultiLatentAttention(Attention, OnShards):
 
     shapes: of `kv_down.weight` (latent + rotated channels, hidden), `kv_latent_norm.weight` (latent),
     `kv_up.weight` (heads x (d - rotated channels + d'), latent) with the key before the value, and of `query.weight`
-    (heads x d, hidden), or `query_down`, `query_latent_norm` and `query_up` likewise. The rotated ones of a head's d
-    channels come first, in queries and in keys; values have d' channels.
+    (heads x d, hidden), or `query_down`, `query_latent_norm` and `query_up` likewise. Among the d channels of a head,
+    the rotated ones come first, in queries and in keys; values have d' channels.
     """
 
     def _add_projections(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:

@@ -141,15 +141,15 @@ class Products:
     """The three matrix products of a linear layer, in the dtype of its operands. x: [..., in]. dy: [..., out]."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[..., out]."""
+        """Return the output [..., out]."""
         return functional.linear(x, as_matrix(weight), None if bias is None else bias.view(-1))
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """[..., in]."""
+        """Return the gradient [..., in] of x."""
         return dy @ as_matrix(weight)
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """[out, in]."""
+        """Return the gradient [out, in] of the weight."""
         return weight_gradient(x, dy)
 
     def accumulator_of(self, weight: Tensor) -> Tensor | None:
@@ -229,7 +229,8 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _ProbedLinear(torch.autograd.Function):
-    """The input half: weight and bias are detached, and the probe receives dy."""
+    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the
+    gradient dy of the output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
@@ -377,7 +378,8 @@ def quantised(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     """Return x / scale in fp8, and the scale that maps `largest` to the format's largest number.
 
     largest: magnitudes that broadcast to x. If one is not finite, its results are not finite either. The error of a
-    normal number is at most 1/16 of it in E4M3 and 1/8 in E5M2, that of a smaller one scale * 2^-10 and scale * 2^-17.
+    normal number is at most 1/16 of it in E4M3 and 1/8 in E5M2; the error of a smaller number is at most scale * 2^-10
+    and scale * 2^-17.
     """
     limit = torch.finfo(dtype).max
     scale = (largest.float() / limit).clamp(min=torch.finfo(torch.float32).tiny)
@@ -387,8 +389,8 @@ def quantised(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 class Fp8Products(Products):
     """The products of a linear layer in fp8; one instance for all layers of a rank.
 
-    group: tensor ranks; they agree on tensorwise scales, as if each had the whole operand. Rowwise scales are those of
-    a rank's part: if the axis of the sum is sharded, they are finer than in one process.
+    group: tensor ranks; they agree on tensorwise scales, as if each had the whole operand. Rowwise scales are computed
+    from a rank's own part: if the axis of the sum is sharded, they are finer than in one process.
     """
 
     def __init__(self, recipe: Recipe, group: Group) -> None:

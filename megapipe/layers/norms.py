@@ -16,7 +16,8 @@ from megapipe.parallel.groups import Group
 
 
 class _FusedNorm(torch.autograd.Function):
-    """With a residual, its sum with x is normalised, and a second output."""
+    """The forward and the whole backward. If there is a residual, the sum of x and the residual is normalised, and
+    also returned."""
 
     @staticmethod
     def forward(
@@ -38,7 +39,8 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _ProbedNorm(torch.autograd.Function):
-    """The input half: parameters are detached, and the probe receives dy."""
+    """The forward and the input half of a split backward. Parameters are detached; the probe receives the gradient dy
+    of the output."""
 
     @staticmethod
     def forward(
@@ -121,7 +123,7 @@ class Norm(SplitModule, OnShards):
         return Rerun(lambda x, *copies: self.run(x, None, *copies)[0], (x.detach(), *copies))
 
     def implementation(self, x: Tensor) -> Implementation:
-        """The functions that compute the norm of x and its gradients."""
+        """Return the functions that compute the norm of x and its gradients."""
         return self.kernels.pick(self.op, x)
 
     def run(

@@ -22,11 +22,11 @@ from megapipe.spec.token_order import Share, TokenOrder
 def inverse_frequencies(channels: int, theta: float, scaling: RopeScaling, num_tokens: int) -> Tensor:
     """Return the radians per position of each channel pair, float64 [channels / 2], in sequences of num_tokens tokens.
 
-    theta^(-2i/d) (2104.09864, section 3.2.2). `linear` divides all by the factor (Chen et al. 2023, 2306.15595).
-    `llama3` divides wavelengths above original_length / low_frequency_factor, keeps those below original_length /
-    high_frequency_factor and interpolates between (Llama 3.1's published configuration). `dynamic` (NTK-aware) and
-    `yarn` (Peng et al. 2023, 2309.00071, sections 3.1 to 3.3) and `longrope` (Ding et al. 2024, 2402.13753) are those
-    of transformers' ROPE_INIT_FUNCTIONS.
+    Pair i has theta^(-2i/d) (2104.09864, section 3.2.2). `linear` divides all frequencies by the factor (Chen et al.
+    2023, 2306.15595). `llama3` divides the frequencies of wavelengths above original_length / low_frequency_factor,
+    keeps those of wavelengths below original_length / high_frequency_factor and interpolates between (Llama 3.1's
+    published configuration). `dynamic` (NTK-aware) and `yarn` (Peng et al. 2023, 2309.00071, sections 3.1 to 3.3) and
+    `longrope` (Ding et al. 2024, 2402.13753) have the formulas of transformers' ROPE_INIT_FUNCTIONS.
     """
     if scaling.kind == "dynamic":
         longer = max(num_tokens, scaling.original_length) / scaling.original_length

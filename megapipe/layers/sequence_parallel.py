@@ -19,7 +19,7 @@ from megapipe.layers.split import Rerun, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import by_rank, joined, start_gather, start_scatter
 
 Multiply = Callable[[Tensor], Tensor]
-"""[..., in] to [..., out]."""
+"""A matrix product: maps [..., in] to [..., out]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,8 @@ class SequenceProducts(SequenceShards):
     def column_weight_half(
         self, linear: Linear, shard: Tensor, gradient: Tensor
     ) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """As `SplitModule.weight_half`. shard: of the input. gradient: of the output, of all tokens."""
+        """Return what `SplitModule.weight_half` returns. shard: of the input. gradient: of the output, for all
+        tokens."""
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(gradient)
@@ -60,7 +61,8 @@ class SequenceProducts(SequenceShards):
         yield from linear.weight_gradients(tokens, gradient)
 
     def row_weight_half(self, linear: Linear, x: Tensor, shard: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """As `SplitModule.weight_half`. x: the input, of all tokens. shard: of the output's gradient."""
+        """Return what `SplitModule.weight_half` returns. x: the input, for all tokens. shard: of the output's
+        gradient."""
         gathered = start_gather(shard, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(shard)
@@ -137,7 +139,8 @@ class _ColumnFused(torch.autograd.Function):
 
 
 class _ColumnProbed(torch.autograd.Function):
-    """The input half: weight and bias come detached, the probe receives dy."""
+    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the
+    gradient dy of the output."""
 
     @staticmethod
     def forward(
@@ -196,7 +199,8 @@ class _RowFused(torch.autograd.Function):
 
 
 class _RowProbed(torch.autograd.Function):
-    """The input half: the weight is detached, and the probe receives dy."""
+    """The forward and the input half of a split backward. The weight is detached; the probe receives the gradient dy
+    of the output."""
 
     @staticmethod
     def forward(

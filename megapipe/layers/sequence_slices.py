@@ -3,7 +3,7 @@
 
 The queries of a slice see its own keys and those of earlier slices, which are saved from forward to backward.
 Backwards run in reverse order: the backward of a slice adds to the gradients of earlier slices' keys and values, in
-fp32, and uses the gradients that later slices have added for its own. Pieces are those of a ring
+fp32, and uses those that later slices have added for its own keys and values. Pieces are those of a ring
 (`layers.context_parallel`).
 """
 
@@ -26,9 +26,9 @@ from megapipe.spec.token_order import Piece, Visibility, slice_pieces
 class SliceCache:
     """Keys and values that the slices of one micro-batch share, by attention and number of the slice.
 
-    blocks: keys and values [2, b, kv heads, s, d], from the forward of a slice to its backward; no other slice reads
-    those of the last one. gradients: their gradients, in fp32 (fp64 for fp64), from the last slice's backward to the
-    slice's own.
+    blocks: keys and values [2, b, kv heads, s, d], from the forward of a slice to its backward, except for the last
+    slice, whose keys and values no other slice reads. gradients: their gradients, in fp32 (fp64 for fp64), from the
+    last slice's backward to the slice's own.
     """
 
     blocks: dict[Attention, dict[int, Tensor]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Slice:
 
     @property
     def places(self) -> range:
-        """Positions of its tokens in their samples."""
+        """Positions of this slice's tokens in their samples."""
         return self.ranges[self.number]
 
     @property
@@ -125,7 +125,7 @@ class _Sliced(torch.autograd.Function):
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         block = torch.stack([key, value])
         if query.untyped_storage().nbytes() > query.numel() * query.element_size():
-            query = query.clone(memory_format=torch.contiguous_format)  # a part of the projection, which it would keep
+            query = query.clone(memory_format=torch.contiguous_format)  # a view, which would keep the projection alive
         # The memory layout that the output projection needs: tokens before heads.
         mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
         mixed = mixed.transpose(1, 2)

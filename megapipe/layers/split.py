@@ -29,8 +29,8 @@ Place = Tensor | GradientEdge
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """As torch's `get_gradient_edge`: return an edge that keeps the graph of a tensor alive, but not the tensor's
-    memory."""
+    """Return the edge that torch's `get_gradient_edge` returns, in a form that keeps the graph of a tensor alive, but
+    not the tensor's memory."""
     node = tensor.grad_fn
     if node is None or isinstance(node, _FunctionBase):
         # A leaf, or a Python node, which only lives while C++ code refers to it.
@@ -39,7 +39,8 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 def accumulate(outputs: Sequence[Place], gradients: Sequence[Tensor]) -> None:
-    """As `torch.autograd.backward`: add to the `.grad` of every leaf of the graph of `outputs`. Frees the graph."""
+    """Add to the `.grad` of every leaf of the graph of `outputs`, as `torch.autograd.backward` does. Frees the
+    graph."""
     _engine_run_backward(
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -48,8 +49,8 @@ def accumulate(outputs: Sequence[Place], gradients: Sequence[Tensor]) -> None:
 def gradients_of(
     inputs: Sequence[Place], outputs: Sequence[Place], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """As `torch.autograd.grad`: return the gradients of `inputs`, None for inputs that `outputs` do not use. Frees the
-    graph."""
+    """Return the gradients of `inputs`, None for inputs that `outputs` do not use, as `torch.autograd.grad` does.
+    Frees the graph."""
     return _engine_run_backward(tuple(outputs), tuple(gradients), False, False, tuple(inputs), True, False)
 
 
@@ -79,7 +80,7 @@ class Record:
     """One use of a module: the probe of its output, and the detached tensors that its weight half needs.
 
     probe: a leaf, or the output's own edge in the autograd graph. rerun: recomputes, from `saved`, the one tensor that
-    the weight half needs. beside: small integer tensors that are passed to it after these.
+    the weight half needs. beside: small integer tensors that are passed to the weight half after these.
     """
 
     module: SplitModule
@@ -111,7 +112,7 @@ class SplitTape:
 
     Created for one forward. Probes are created when needed, unless `provide` supplied them.
 
-    unsplit: parameters that the forward may use without recording it: those of modules that cannot split. Their whole
+    unsplit: parameters of modules that cannot split, which the forward may use without recording it. Their whole
     gradient is computed in the input half.
     """
 
@@ -175,8 +176,8 @@ class SplitTape:
     def backward_input(
         self, outputs: Sequence[Place], grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        """Run the input half: return the gradients of `inputs`, and save those of all probes on the tape. Frees the
-        autograd graph.
+        """Run the input half: return the gradients of `inputs`, and save the gradients of all probes on the tape.
+        Frees the autograd graph.
 
         An input that needs no gradient gets None. Parameters whose uses the forward did not record get their whole
         gradient now, with a warning the first time. Raises SplitError when called twice.
@@ -264,7 +265,7 @@ class Rerun:
     sources: tuple[Tensor, ...]
 
     def __call__(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         with torch.no_grad():
             return self.make(*self.sources)
 

@@ -1,1 +1,1 @@
-"""GPTs as lists of layers, their decoding, and their weights in Hugging Face form."""
+"""GPTs and BERTs as lists of layers, and the decoding of GPTs."""

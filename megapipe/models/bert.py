@@ -1,6 +1,6 @@
 """BERT as a list of layers: embedding, blocks, heads (Devlin et al. 2018, arXiv 1810.04805).
 
-With norms after the residual sums it is transformers' BertForPreTraining, with norms before attention and MLP
+With norms after the residual sums it is transformers' BertForPreTraining; with norms before attention and MLP it is
 Megatron-LM's BERT (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
 """
 
@@ -24,7 +24,7 @@ from megapipe.spec.parameters import LayerSpec
 
 
 class BertEmbedding(nn.Module):
-    """Tokens, their places and their types to hidden states."""
+    """Maps tokens, their positions and their types to hidden states."""
 
     def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class BertEmbedding(nn.Module):
         self.projection = OwnTokensLinear(projection, group) if projection else None
 
     def forward(self, context: BertContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) from the context's tokens and token_types [b, s]."""
+        """Return (hidden [b, s, h],) for the context's tokens and token_types [b, s]."""
         if context.tokens is None or context.token_types is None:
             raise ValueError("the embedding's stage needs tokens and token_types in its context")
         tape = context.tape
@@ -64,7 +64,8 @@ class BertBlock(Block):
 
 
 class BertHead(nn.Module, OnShards):
-    """Both heads with their losses: the hidden tokens, and whether the two parts of a sample follow each other.
+    """Both heads with their losses: one predicts the masked tokens, the other whether the two parts of a sample follow
+    each other in the text.
 
     Sharded tokens are gathered after the norm; the rest is the same on every tensor rank.
     """
@@ -87,10 +88,10 @@ class BertHead(nn.Module, OnShards):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: BertContext) -> tuple[Tensor, ...]:
-        """(hidden [b, s, h],) to (losses,): summed cross entropies of the masked tokens and, with a sentence head, of
-        the pairs, [2]; a scalar without one. In evaluation (losses, correct predictions of the same shape).
-
-        Without labels in the context: (logits of all tokens [b, s, v], logits of the pairs [b, 2] if there is a head).
+        """Return (losses,) for hidden [b, s, h]: the summed cross entropies of the masked tokens and of the sentence
+        pairs, [2], or only the former, a scalar, if there is no sentence head. In evaluation, return (losses, numbers
+        of correct predictions in the same shape). Without labels in the context, return (logits of all tokens [b, s,
+        v], logits of the pairs [b, 2] if there is a sentence head).
         """
         tape = context.tape
         if self.norm is not None:
@@ -122,7 +123,7 @@ class BertHead(nn.Module, OnShards):
         return self.transform_norm(inner, context.tape)
 
     def _sentence_logits(self, hidden: Tensor, context: BertContext) -> Tensor | None:
-        """[b, 2] from the pooled first token."""
+        """Return logits [b, 2] from the pooled first token; None without a sentence head."""
         if self.pooler is None or self.sentence is None:
             return None
         pooled = torch.tanh(self.pooler(hidden[:, 0].contiguous(), context.tape))
@@ -137,7 +138,7 @@ def build_layer(
     kernels: Registry = OPS,
     recompute_logits: bool = False,
 ) -> nn.Module:
-    """As models.gpt.build_layer, for the layers of spec.layers.model_layers."""
+    """Return the module of a BERT's layer. Arguments and errors are those of models.gpt.build_layer."""
     shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
     model = model.of_kind(spec.variant)
     module: nn.Module
@@ -152,7 +153,7 @@ def build_layer(
 
 
 def _sentence_loss(logits: Tensor, context: BertContext) -> Tensor:
-    """Weighted sum of the pairs' cross entropies, in fp32 (fp64 for fp64)."""
+    """Return the weighted sum of the pairs' cross entropies, in fp32 (fp64 for fp64)."""
     labels, weights = _sentences(context)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return (functional.cross_entropy(wide, labels, reduction="none") * weights).sum()

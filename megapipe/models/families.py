@@ -1,4 +1,4 @@
-"""The kinds of models: what a configuration's layers are, and how each becomes a module."""
+"""The kinds of models: the layers of a configuration, and how each layer becomes a module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class ModelFamily:
     """The kind of model of one configuration.
 
-    layers: in order. loss_terms: names of the terms of the loss. predictions: number of tokens of a sample that the
-    head predicts, None for all. build: (layer, tensor group, alignment of padded rows, kernels) -> module of the
-    layer, whose parameters are not bound to a buffer yet.
+    layers: the model's layers in order. loss_terms: names of the terms of the loss. predictions: number of tokens of a
+    sample that the head predicts, None for all. build: (layer, tensor group, alignment of padded rows, kernels) ->
+    module of the layer, whose parameters are not bound to a buffer yet.
     """
 
     layers: tuple[LayerSpec, ...]

@@ -30,7 +30,7 @@ from megapipe.spec.parameters import LayerSpec
 
 
 class Positions(nn.Module):
-    """What follows the lookup of words, where all pipeline ranks share these: scale, positions, norm and dropout."""
+    """The rest of the embedding if all pipeline ranks share the table of words: scale, positions, norm and dropout."""
 
     def __init__(self, model: ModelConfig, shapes: Shapes, kernels: Registry) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Positions(nn.Module):
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
     def forward(self, words: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """(rows of the table of words [b, s, h],) to (hidden [b, s, h],)."""
+        """Return (hidden [b, s, h],) for rows [b, s, h] of the table of words."""
         return (self.after(scaled(words, self.scale), context),)
 
     def after(self, hidden: Tensor, context: MicrobatchContext) -> Tensor:
@@ -55,14 +55,14 @@ class Positions(nn.Module):
 
 
 class Embedding(Positions):
-    """Tokens to hidden states."""
+    """Maps tokens to hidden states."""
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__(model, shapes, kernels)
         self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
 
     def forward(self, context: MicrobatchContext) -> tuple[Tensor]:  # type: ignore[override]
-        """(hidden [b, s, h],) from the context's tokens [b, s]."""
+        """Return (hidden [b, s, h],) for the context's tokens [b, s]."""
         if context.tokens is None:
             raise ValueError("the embedding's stage needs tokens in its context")
         return (self.after(self.word(context.tokens, context.tape), context),)
@@ -76,13 +76,13 @@ class WordShard(nn.Module):
         self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group)
 
     def forward(self, context: MicrobatchContext) -> tuple[Tensor]:
-        """(rows [b, s, h] of the context's tokens [b, s],), zero for those that other ranks have."""
+        """Return (rows [b, s, h],) for the context's tokens [b, s]; zeros for rows on other ranks."""
         assert context.tokens is not None
         return (self.word.own_rows(context.tokens, context.tape),)
 
 
 BlockAttention = Callable[[Tensor, Rerun | None], Tensor]
-"""Hidden states [b, s, h], and how to recompute them, to the output of attention [b, s, h]."""
+"""Maps hidden states [b, s, h], passed with a way to recompute them, to the output of attention [b, s, h]."""
 
 
 class Block(nn.Module):
@@ -122,7 +122,7 @@ class Block(nn.Module):
                 norm.recompute = "norms" in parts
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
+        """Map hidden states [b, s, h] to (hidden states [b, s, h],)."""
         return (self.around(lambda x, rerun: self.attention(x, context, rerun), hidden, context),)
 
     def around(self, attention: BlockAttention, hidden: Tensor, context: MicrobatchContext | None) -> Tensor:
@@ -172,7 +172,7 @@ def _normalised(norm: Norm | None, hidden: Tensor, tape: SplitTape | None) -> tu
 
 class PredictionDepth(nn.Module):
     """The part of a model that predicts one more token (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
-    output matrix are those of the model. index: of its block."""
+    output matrix are those of the model. index: number of its block."""
 
     def __init__(
         self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool, index: int
@@ -221,10 +221,10 @@ class Head(nn.Module):
         self.mtp_weight = model.mtp_loss_weight / max(1, model.mtp_layers)
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), a scalar; with further tokens to [2],
-        their part of the loss after it.
+        """Return (loss,) for hidden [b, s, h]: the sum of the tokens' weighted cross entropies, a scalar; if the model
+        predicts further tokens, [2], in which the second element is their part of the loss.
 
-        Without labels in the context: to (logits over the true vocabulary [b, s, v],).
+        Without labels in the context, return (logits over the true vocabulary [b, s, v],).
         """
         normalised = self.norm(hidden, context.tape)
         scaled = self._scaled(normalised)
@@ -234,7 +234,7 @@ class Head(nn.Module):
         return (torch.stack([loss, self._further_loss(normalised, context.labels, context)]) if self.mtp else loss,)
 
     def _further_loss(self, hidden: Tensor, labels: Tensor, context: MicrobatchContext) -> Tensor:
-        """Return the loss of the further tokens, a scalar. hidden: normalised ones [b, s, h].
+        """Return the loss of the further tokens, a scalar. hidden: normalised hidden states [b, s, h].
 
         The last tokens of a sample have no further ones in it. If a token between a token and the one that it predicts
         has no weight, the prediction has none, because another document may start there.
@@ -250,16 +250,16 @@ class Head(nn.Module):
         return torch.stack(losses).sum() * self.mtp_weight
 
     def normalised(self, hidden: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return what the output projection reads."""
+        """Return the input of the output projection."""
         return self._scaled(self.norm(hidden, tape))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return what has scaled logits."""
+        """Return hidden states whose logits are scaled."""
         return hidden if self.logit_scale == 1 else hidden * self.logit_scale
 
 
 def _shifted(per_token: Tensor) -> Tensor:
-    """Return for each token what the next one has [b, s]; 0 for the last."""
+    """Return for each token the next token's entry of per_token [b, s]; 0 for the last token."""
     return functional.pad(per_token[:, 1:], (0, 1))
 
 
@@ -272,7 +272,7 @@ class LastNorm(nn.Module):
         self.logit_scale = model.logit_scale
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (what the output matrix reads [b, s, h],)."""
+        """Map hidden [b, s, h] to (input of the output matrix [b, s, h],)."""
         hidden = self.norm(hidden, context.tape)
         return (hidden if self.logit_scale == 1 else hidden * self.logit_scale,)
 
@@ -287,7 +287,8 @@ class OutputShard(nn.Module):
         )
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (sum of the tokens' weighted cross entropies,), known once the backward has run."""
+        """Return (sum of the tokens' weighted cross entropies,) for hidden [b, s, h]; its value is known after the
+        backward."""
         assert context.labels is not None
         return (self.output.loss_sum(hidden, context.labels, context.loss_mask, context.tape),)
 
@@ -300,11 +301,11 @@ def build_layer(
     kernels: Registry = OPS,
     recompute_logits: bool = False,
 ) -> nn.Module:
-    """The module of one layer as a tensor rank stores it, its parameters unbound on the meta device.
+    """Return the module of one layer as a tensor rank stores it, with unbound parameters on the meta device.
 
-    alignment: rows of padded parameters are rounded up to it. kernels: which backends run the ops. recompute_logits:
-    the head computes its logits again in the backward rather than keep their gradient.
-    Raises ValueError where the module's parameters and the spec's are not the same, or do not divide over the group.
+    alignment: rows of padded parameters are rounded up to a multiple of it. kernels: which backends run the ops.
+    recompute_logits: the head recomputes its logits in the backward instead of saving their gradient.
+    Raises ValueError if the module's parameters differ from the spec's, or the group does not divide them evenly.
     """
     shapes = {
         path: entry.local_shape(tensor_group.size // entry.shards, alignment)
@@ -331,8 +332,8 @@ def build_layer(
 
 
 def check_declared(module: nn.Module, spec: LayerSpec, model: ModelConfig, shapes: Shapes) -> None:
-    """Raise ValueError unless a module has exactly the parameters that the ops of its layer declare, and applies the
-    same ones to its own tokens alone under sequence parallelism."""
+    """Raise ValueError unless a module has exactly the parameters that the ops of its layer declare, and, under
+    sequence parallelism, applies exactly the declared ones only to the rank's own tokens."""
     built = {path: tuple(parameter.shape) for path, parameter in module.named_parameters()}
     if built != shapes:
         wrong = sorted({path for path, _ in built.items() ^ shapes.items()})
@@ -352,5 +353,5 @@ def check_declared(module: nn.Module, spec: LayerSpec, model: ModelConfig, shape
 
 
 def make_norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
-    """The norm that the model asks for."""
+    """Return a norm of the model's kind."""
     return Norm(model.norm_kind.op, shapes, model.norm_epsilon, kernels)

@@ -1,6 +1,6 @@
-"""A GPT's layers for generation: a few new tokens at a time, attending to keys and values kept from before.
+"""A GPT's layers for generation: a few new tokens at a time, which attend to cached keys and values.
 
-Wrappers around the modules that training uses, over the same parameters. Rows of a micro-batch may be at different
+The layers wrap the modules that training uses, with the same parameters. Rows of a micro-batch may be at different
 positions, so prompts of different lengths are processed together.
 """
 
@@ -24,19 +24,20 @@ from megapipe.models.gpt import Block, Embedding, Head
 def cache_slots(reaches: Collection[Reach], capacity: int, width: int) -> dict[Reach, int]:
     """Return how many tokens of a text a block's cache has room for, by the reach of its attention.
 
-    With a window: the window of the first of up to `width` new tokens, and the others, so that new tokens may replace
-    what none of them attends to; a chunk is no longer than a window of its size. capacity: of a text.
+    With a window, this is the window of the first of up to `width` new tokens, plus the other new tokens, so that new
+    tokens only replace tokens that none of them attends to. A chunk needs no more room than a window of its size.
+    capacity: maximum tokens of a text.
     """
     return {each: capacity if each.tokens is None else min(capacity, each.tokens + width - 1) for each in reaches}
 
 
 @dataclass(frozen=True)
 class CacheContent:
-    """The tokens that the caches with one reach hold when the new ones are in: the latest, each in the slot of its
-    position modulo the number of slots.
+    """The tokens in the caches of a reach once the new ones are stored: the latest tokens, each in the slot whose
+    number is its position modulo the number of slots.
 
-    slots: int64 [b, s], of the new tokens. positions: int64 [b, slots], of the token in each slot; below 0 for none.
-    visible: bool [b, s, slots], which of them each new token attends to.
+    slots: int64 [b, s], slots of the new tokens. positions: int64 [b, slots], position of the token in each slot;
+    below 0 for an empty slot. visible: bool [b, s, slots], which slots each new token attends to.
     """
 
     slots: Tensor
@@ -46,13 +47,13 @@ class CacheContent:
 
 @dataclass(frozen=True)
 class DecodingContext:
-    """One micro-batch of b texts, of which s tokens each are new.
+    """One micro-batch of b texts with s new tokens each.
 
-    rows: the texts' rows in the caches. tokens: int64 [b, s], for the embedding. positions: int64 [b, s], of these
-    tokens in their texts, consecutive. last: int64 [b], index within s of the token whose successor is asked for.
-    real: bool [b, s], false for padding, which is not cached. held: the tokens in caches, by the reach of a block's
-    attention. targets: int64 [b, s], the token to score after each new token; None for the logits after the
-    token at `last`.
+    rows: the texts' rows in the caches. tokens: int64 [b, s], the new tokens. positions: int64 [b, s], consecutive
+    positions of these tokens in their texts. last: int64 [b], index of the new token after which the next one is
+    predicted. real: bool [b, s], false for padding, which is not cached. held: the tokens in the caches, by the reach
+    of a block's attention. targets: int64 [b, s], the token to score after each new token; None for the logits after
+    the token at `last`.
     """
 
     rows: slice
@@ -75,7 +76,8 @@ class DecodingContext:
         slots: Mapping[Reach, int],
         targets: Tensor | None = None,
     ) -> "DecodingContext":
-        """With what causal attention sees. length: above every position. slots: those of `cache_slots`.
+        """Return a context in which `real` and `held` are computed for causal attention. length: above every position.
+        slots: result of `cache_slots`.
 
         last: tokens after it are padding; below 0 for a text that ended before these tokens.
         """
@@ -108,13 +110,13 @@ class DecodingLayer(Protocol):
 
 
 class DecodingEmbedding:
-    """Tokens to hidden states."""
+    """Maps tokens to hidden states."""
 
     def __init__(self, embedding: Embedding) -> None:
         self._embedding = embedding
 
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
-        """() to (hidden [b, s, h],)."""
+        """Return (hidden [b, s, h],) for the context's tokens; there are no inputs."""
         hidden = self._embedding.word(context.tokens, None)
         if self._embedding.position is not None:
             # Padding of a prompt's chunk may be after the last position; no query attends to it.
@@ -126,7 +128,7 @@ class DecodingEmbedding:
 
 
 class DecodingBlock:
-    """A transformer block with the cache of `rows` texts of up to `capacity` tokens, of which it keeps `slots`."""
+    """A transformer block with a cache for `rows` texts of up to `capacity` tokens. slots: result of `cache_slots`."""
 
     def __init__(self, block: Block, rows: int, capacity: int, slots: Mapping[Reach, int]) -> None:
         self._block = block
@@ -138,7 +140,7 @@ class DecodingBlock:
             self._attend = KeyValueCache(attention, rows, capacity, held)
 
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (hidden [b, s, h],)."""
+        """Map hidden states [b, s, h] to (hidden states [b, s, h],)."""
         (hidden,) = inputs
         return (self._block.around(lambda x, _: self._attend(x, context), hidden, None),)
 
@@ -147,12 +149,12 @@ class CachedAttention(Protocol):
     """The attention of a block to all tokens so far."""
 
     def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
-        """Hidden states [b, s, h] of new tokens to [b, s, h]."""
+        """Map hidden states [b, s, h] of new tokens to [b, s, h]."""
         ...
 
 
 class KeyValueCache:
-    """Attention with the keys and values of every head."""
+    """Attention that caches the keys and values of every head."""
 
     def __init__(self, attention: Attention, rows: int, capacity: int, slots: int) -> None:
         self._attention, self._capacity = attention, capacity
@@ -176,11 +178,12 @@ class KeyValueCache:
 
 
 class LatentCache:
-    """Multi-latent attention with each token's latent and shared rotated key, which the heads of all tensor ranks have
-    in common: (c + r) numbers for a token instead of keys and values of all heads.
+    """Multi-latent attention that caches each token's latent and shared rotated key, which the heads of all tensor
+    ranks have in common: c + r numbers per token instead of keys and values of all heads.
 
-    The matrix that makes keys of latents is applied to queries, and the one that makes values to mixed latents, so
-    that neither keys nor values exist (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads attend to one key.
+    The matrix that maps latents to keys is applied to queries, and the one that maps latents to values is applied to
+    mixed latents, so that neither keys nor values exist (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads
+    attend to one key.
     """
 
     def __init__(self, attention: MultiLatentAttention, rows: int, capacity: int, slots: int) -> None:
@@ -199,7 +202,8 @@ class LatentCache:
         query = torch.cat([torch.einsum("bshd,hdc->bshc", own, of_keys), rotated], dim=-1)
         latents = self._latents[context.rows]
         context.store(attention.reach, latents, torch.cat([latent, shared], dim=-1).unsqueeze(2))
-        # What the shared keys add to the mixed channels is cut off: fused kernels need values as wide as keys.
+        # Drop the mixed channels of the shared keys, which are there because fused kernels need values as wide as
+        # keys.
         mixed = _mixed(attention, query.unsqueeze(2), latents, latents, context).flatten(2, -2)
         return attention.project(torch.einsum("bshc,hdc->bshd", mixed[..., : latent.shape[-1]], of_values), None)
 
@@ -230,15 +234,17 @@ def _mixed(attention: Attention, query: Tensor, keys: Tensor, values: Tensor, co
 
 
 class DecodingHead:
-    """Hidden states to the logits of one token a text, whose others are never computed, or to scores of targets."""
+    """Maps hidden states to the logits after one token of each text (no others are computed), or to scores of
+    targets."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
 
     def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor]:
-        """(hidden [b, s, h],) to (logits over the true vocabulary [b, v],).
+        """Map hidden states [b, s, h] to (logits over the true vocabulary [b, v],).
 
-        With targets: to (float32 [b, s, 2],), the log probability of each target, and 1 where no token is more likely.
+        With targets, map them to (float32 [b, s, 2],): the log probability of each target, and 1 if it is the most
+        likely token, otherwise 0.
         """
         (hidden,) = inputs
         if context.targets is not None:
@@ -251,10 +257,9 @@ class DecodingHead:
 
 
 def decoding_layer(layer: object, *, rows: int, capacity: int, slots: Mapping[Reach, int]) -> DecodingLayer:
-    """The decoding form of a layer of `build_layer`, over its parameters.
+    """Return the decoding form of a layer that `build_layer` returned, with the same parameters.
 
-    rows, capacity: number of texts, and of tokens of each. slots: those of `cache_slots`, tokens of a text that a
-    block's cache has room for.
+    rows: number of texts. capacity: maximum tokens of each. slots: result of `cache_slots`.
     """
     if isinstance(layer, Embedding):
         return DecodingEmbedding(layer)

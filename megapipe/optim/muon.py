@@ -55,7 +55,8 @@ def separate_matrices(whole: Tensor) -> Iterator[Tensor]:
 
 
 def update_of(whole: Tensor, config: MuonConfig) -> Tensor:
-    """Return the fp32 factor of the learning rate, for a whole parameter's momentum in canonical shape."""
+    """Return the fp32 update before it is multiplied by the learning rate. whole: a whole parameter's momentum in
+    canonical shape."""
     update = torch.empty_like(whole, dtype=torch.float32)
     for given, part in zip(separate_matrices(whole), separate_matrices(update), strict=True):
         matrix = given.reshape(-1, given.shape[-1])
@@ -66,7 +67,7 @@ def update_of(whole: Tensor, config: MuonConfig) -> Tensor:
 
 
 class FlatMuon(FlatAdamW):
-    """Muon. A matrix has one moment, `momentum`; parameters that AdamW trains have its two.
+    """Muon. A matrix has one moment, `momentum`; parameters that AdamW trains have AdamW's two.
 
     tensor_group: ranks that shard matrices. shard_group: replicas that share one copy of the state; needed if states
     have matrices that are cut.

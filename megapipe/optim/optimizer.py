@@ -22,7 +22,7 @@ from megapipe.spec.parameters import ParameterSpec
 
 
 def elements_of(segment: Segment, skipped: int = 0) -> Elements:
-    """Return the numbers, in the whole parameter, of the elements of a tensor rank's shard after the first
+    """Return the indices, in the whole parameter, of the elements of a tensor rank's shard after the first
     `skipped`."""
     shape, starts, own = segment.spec.shape, segment.box.starts, segment.box.shape
     axis = segment.spec.partition_axis or 0
@@ -48,7 +48,7 @@ def round_weights(state: UnitState, wide: Tensor, seed: int, update: int, kernel
 FIRST, SECOND = "first_moment", "second_moment"
 MOMENTUM = "momentum"
 MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-"""None: the gradients' dtype."""
+"""Name of the moments' dtype in the configuration -> dtype; None for the gradients' dtype."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ParameterGroup:
 
 
 class FlatOptimizer(ABC):
-    """Decays only the decayed range of every unit's flat buffer.
+    """Base of the optimizers. Weight decay applies only to the decayed range of every unit's flat buffer.
 
     Moments are in UnitState.moments, allocated at a unit's first update. `applied`, unit name -> number of updates,
     only counts updates that were applied: a skipped step does not advance it. kernels: which backends run the steps'
@@ -96,7 +96,7 @@ class FlatOptimizer(ABC):
         return self.moment_names
 
     def kinds(self, spec: ParameterSpec) -> tuple[str, ...]:
-        """The moments that a parameter has, by name."""
+        """Return the names of the moments that a parameter has."""
         return self.moment_names
 
     def allocate(self, state: UnitState) -> None:
@@ -106,7 +106,7 @@ class FlatOptimizer(ABC):
 
     @abstractmethod
     def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
-        """Change parameters, moments and copies in place; gradients are multiplied by `coefficient`."""
+        """Change the parameters, moments and copies of a group in place; gradients are multiplied by `coefficient`."""
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         """Advance `states` to absolute weight `version`; gradients are multiplied by `coefficient`, a 0-dim tensor."""
@@ -147,7 +147,7 @@ class FlatOptimizer(ABC):
     def _step_units(
         self, states: Sequence[UnitState], masters: Sequence[Tensor], step: int, rate: float, coefficient: Tensor
     ) -> None:
-        """masters: the buffers to step, one per unit."""
+        """Step the decayed elements of units, then the others. masters: the buffers to change, one per unit."""
         for decayed in (True, False):
             self._step(self._part(states, masters, step, decayed), rate, coefficient)
 
@@ -160,8 +160,8 @@ class FlatOptimizer(ABC):
         return ParameterGroup(
             step,
             [master[part] for master, (_, part) in given if part.stop > part.start],
-            # A version's number is that of its update plus the number of versions, which the number of buffers
-            # divides.
+            # The newest version serves as the number of the update: it is larger by the number of versions, which is a
+            # multiple of the number of buffers.
             [state.reduced_gradient(state.newest)[part] for state, part in filled],
             {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,

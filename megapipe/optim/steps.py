@@ -4,8 +4,8 @@ AdamW (Loshchilov and Hutter, 2019, algorithm 2): a kernel of the registry runs 
 chosen; otherwise torch's fused kernel does. On CPUs that kernel computes whole vector registers with fused
 multiply-adds, and the remaining elements without them, so the end of a shard would differ from the same elements
 inside a longer shard. Buffers of units are cut at multiples of `SEGMENT_ALIGNMENT`, which no register straddles. The
-registry's reference, in elementwise operations, takes the elements of a tensor beyond such a multiple, fp64, whose
-gradients that kernel would scale in fp32, and bf16 moments, which it does not know.
+registry's reference, in elementwise operations, processes the elements of a tensor beyond such a multiple, fp64
+tensors, whose gradients torch's kernel would scale in fp32, and bf16 moments, which torch's kernel does not support.
 
 SGD has the recursion of torch.optim.SGD. Its decay is *coupled*: it is added to the gradient, and so enters the
 momentum (AdamW's is decoupled). There is no dampening, and the learning rate multiplies the momentum, so that changing
@@ -74,7 +74,7 @@ def adamw_step(
     The moments may be bf16.
 
     kernels: which backend runs the step. gradient_scale: 0-dim, multiplies every gradient first (clipping; 1 / loss
-    scale), without a wait of a GPU for the host. Gradients may be overwritten. copies: bf16, one per parameter or
+    scale), without synchronizing a GPU with the host. Gradients may be overwritten. copies: bf16, one per parameter or
     none, overwritten with the rounded new parameters. Raises ValueError if a tensor is not flat and contiguous, or
     dtypes are mixed.
     """

@@ -1,8 +1,8 @@
 """Random words by counter, as functions of the seed and of global names and indices: dropout masks and rounding.
 
-This is the reference that torch and the GPU kernels repeat. A counter-based mixer of 32-bit words: one step of
-MurmurHash3's finalizer (Appleby) per index absorbed. Everything is arithmetic modulo 2**32 on unsigned words, so that
-numpy, torch, Triton and CUDA give the same bits.
+This is the reference for torch and the GPU kernels. The generator is a counter-based mixer of 32-bit words: it runs
+one step of MurmurHash3's finalizer (Appleby) for each index. Everything is arithmetic modulo 2**32 on unsigned words,
+so that numpy, torch, Triton and CUDA give the same bits.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ WORD = 0xFFFFFFFF
 
 
 def finalize(word: Words) -> Words:
-    """MurmurHash3's 32-bit finalizer: a bijection in which each input bit flips about half of the output."""
+    """Apply MurmurHash3's 32-bit finalizer: a bijection in which each input bit flips about half of the output."""
     word = word ^ (word >> np.uint32(16))
     word = word * np.uint32(0x85EBCA6B)
     word = word ^ (word >> np.uint32(13))
@@ -30,10 +30,11 @@ def finalize(word: Words) -> Words:
 
 
 def dropout_bits(seed: int, ordinals: ArrayLike, site: int, tokens: ArrayLike, channels: ArrayLike) -> Words:
-    """Random words [b, s, c] for the samples `ordinals` [b], positions `tokens` [s] and `channels` [c].
+    """Return random words [b, s, c] for the samples `ordinals` [b], positions `tokens` [s] and `channels` [c].
 
     seed: below 2**64. ordinals: global ordinal of each sample in the run, below 2**64. site: number of the dropout
-    in the model, below 2**32. tokens, channels: global indices below 2**32. Raises ValueError for one out of range.
+    in the model, below 2**32. tokens, channels: global indices below 2**32. Raises ValueError for a number out of
+    range.
 
     With f = `finalize`, and low and high the halves of a 64-bit word:
     key = f(f(f(f(f(seed_low ^ DOMAIN) ^ seed_high) ^ ordinal_low) ^ ordinal_high) ^ site * SITE),
@@ -50,7 +51,7 @@ def dropout_bits(seed: int, ordinals: ArrayLike, site: int, tokens: ArrayLike, c
 
 
 def keep_threshold(probability: float) -> int:
-    """A channel is kept if and only if its random word is at least this number.
+    """Return the smallest random word of a channel that is kept.
 
     probability: of dropping, at least 0 and below 1. Raises ValueError otherwise.
     """
@@ -60,7 +61,7 @@ def keep_threshold(probability: float) -> int:
 
 
 def _halves(name: str, numbers: ArrayLike) -> tuple[Words, Words]:
-    """Low and high 32 bits, one-dimensional."""
+    """Return the low and high 32 bits of `numbers`, one-dimensional."""
     values = _unsigned(name, numbers, 64)
     return (values & np.uint64(WORD)).astype(np.uint32), (values >> np.uint64(32)).astype(np.uint32)
 
@@ -77,13 +78,13 @@ def _unsigned(name: str, numbers: ArrayLike, bits: int) -> NDArray[np.uint64]:
 
 
 ROUNDING = 0x726F756E
-"""Keeps these words apart from those of dropout."""
+"""Part of the key that makes these words differ from those of dropout."""
 
 
 def rounding_key(seed: int, name: str, update: int) -> int:
-    """The 32-bit key of one parameter at one update.
+    """Return the 32-bit key of one parameter at one update.
 
-    seed: below 2**64. name: global. update: number of the parameter's update, below 2**32.
+    seed: below 2**64. name: global name of the parameter. update: number of the parameter's update, below 2**32.
     Raises ValueError for a number out of range.
     """
     if not 0 <= seed < 1 << 64 or not 0 <= update < 1 << 32:

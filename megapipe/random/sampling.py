@@ -1,9 +1,9 @@
 """Random choices for data: keyed permutations, and draws for one numbered item.
 
 A permutation of [0, n) is the order of samples as a function of the key, computed position by position and never
-written down. Position `i` is sent through an alternating Feistel network over Z_a x Z_b, a = ceil(sqrt(n)) and
-b = ceil(n / a), with addition in place of exclusive-or; whatever falls outside [0, n) is sent through again until it
-falls inside (cycle walking), which keeps the map a bijection. Because a * b - n < a, a second pass is needed with
+stored. Position `i` passes through an alternating Feistel network over Z_a x Z_b, a = ceil(sqrt(n)) and
+b = ceil(n / a), with addition in place of exclusive-or; a result outside [0, n) passes through it again until it falls
+inside (cycle walking), which keeps the map a bijection. Because a * b - n < a, a second pass is needed with
 probability below 1 / sqrt(n). Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002,
 sections 4 and 5.
 """
@@ -19,7 +19,7 @@ UnsignedArray = npt.NDArray[np.uint64]
 
 LARGEST_TABLE = 4096
 FEW = 8
-"""Positions up to which Python's integers are faster than numpy's arrays."""
+"""Largest number of positions for which Python's integers are faster than numpy's arrays."""
 LARGEST_SIZE = 2**62
 _ROUNDS = 8
 _MASK = 2**64 - 1
@@ -52,7 +52,7 @@ class KeyedPermutation:
         return int(self(np.asarray([position]))[0])
 
     def __call__(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Images of `positions` (integers, any shape), as int64 of the same shape."""
+        """Return the images of `positions` (integers, any shape), as int64 of the same shape."""
         requested = np.asarray(positions, dtype=np.int64)
         if requested.size and (requested.min() < 0 or requested.max() >= self.size):
             raise IndexError(f"positions {requested.min()} to {requested.max()} reach outside [0, {self.size})")
@@ -69,7 +69,7 @@ class KeyedPermutation:
         return words.astype(np.int64).reshape(requested.shape)
 
     def _network(self, values: UnsignedArray) -> UnsignedArray:
-        """One pass over Z_rows x Z_columns; [m] -> [m], each value below rows * columns."""
+        """Run one pass over Z_rows x Z_columns: [m] -> [m], each value below rows * columns."""
         rows, columns = np.uint64(self._rows), np.uint64(self._columns)
         left, right = np.divmod(values, columns)
         for index in range(0, _ROUNDS, 2):
@@ -78,7 +78,7 @@ class KeyedPermutation:
         return left * columns + right
 
     def _image(self, position: int) -> int:
-        """As `_network`, walking included, for one position in Python's integers."""
+        """Return the image of one position, cycle walking included, in Python's integers."""
         rows, columns = self._rows, self._columns
         while True:
             left, right = divmod(position, columns)
@@ -91,26 +91,26 @@ class KeyedPermutation:
 
     def _sorted_table(self) -> npt.NDArray[np.int64]:
         counters = np.arange(self.size, dtype=np.uint64) * _GOLDEN_GAMMA
-        # Both steps are bijections of 64 bits, so no two hashes are equal and the order is never a tie.
+        # Both steps are bijections of 64 bits, so no two hashes are equal, and the order has no ties.
         hashes = _mix(_mix(counters + self._round_keys[0]) ^ self._round_keys[1])
         return np.argsort(hashes).astype(np.int64)
 
 
 def _expand_key(key: tuple[int, ...]) -> UnsignedArray:
-    """[_ROUNDS] independent 64-bit words from integers of any sign and size."""
+    """Return [_ROUNDS] independent 64-bit words from integers of any sign and size."""
     digest = hashlib.blake2b(",".join(str(int(part)) for part in key).encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _mix(words: UnsignedArray) -> UnsignedArray:
-    """The finaliser of SplitMix64, a bijection of 64 bits (Steele, Lea and Flood, OOPSLA 2014, figure 16)."""
+    """Apply the finaliser of SplitMix64, a bijection of 64 bits (Steele, Lea and Flood, OOPSLA 2014, figure 16)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def _mixed(word: int) -> int:
-    """`_mix` of one word, taken modulo 2**64."""
+    """Return `_mix` of one word, taken modulo 2**64."""
     word &= _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -124,10 +124,10 @@ _WORD = 64
 
 
 class Draws:
-    """A stream of draws of its own for every (seed, purpose, number).
+    """A separate stream of random draws for every (seed, purpose, number).
 
     Philox4x64-10 (Salmon et al., SC 2011) with the seed and a hash of the purpose as key and the number in the
-    counter's upper half. What is drawn are functions of whole words, so that no version of numpy changes them.
+    counter's upper half. All draws are functions of whole words, so that no version of numpy changes them.
 
     seed, number: at least 0, below 2**64.
     """
@@ -140,30 +140,31 @@ class Draws:
         self._block: list[int] = []
 
     def words(self, count: int) -> Words:
-        """Uniform 64-bit words, uint64 [count]."""
+        """Return uniform 64-bit words, uint64 [count]."""
         found: Words = self._philox.random_raw(count)
         return found
 
     def below(self, bound: int) -> int:
-        """A whole number from 0 to bound - 1, each as likely but for a part in 2**64 / bound."""
+        """Return a whole number from 0 to bound - 1; their probabilities differ by at most one part in 2**64 /
+        bound."""
         return self._next() * bound >> _WORD
 
     def chance(self, probability: float) -> bool:
-        """True with this probability, at least 0 and at most 1."""
+        """Return True with this probability, at least 0 and at most 1."""
         return self._next() < probability * 2.0**_WORD
 
     def heads(self, tosses: int) -> int:
-        """How many of so many tosses of a fair coin show heads."""
+        """Return the number of heads in `tosses` tosses of a fair coin."""
         words = (self._next() for _ in range(-(-tosses // _WORD)))
         left = [min(_WORD, tosses - start) for start in range(0, tosses, _WORD)]
         return sum((word & ((1 << bits) - 1)).bit_count() for word, bits in zip(words, left, strict=True))
 
     def fractions(self, count: int) -> NDArray[np.float64]:
-        """Multiples of 2**-53 in [0, 1), float64 [count]."""
+        """Return uniform multiples of 2**-53 in [0, 1), float64 [count]."""
         return (self.words(count) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
     def order(self, count: int) -> NDArray[np.int64]:
-        """The numbers 0 to count - 1 in random order, int64 [count]."""
+        """Return the numbers 0 to count - 1 in random order, int64 [count]."""
         return np.argsort(self.words(count), kind="stable").astype(np.int64)
 
     def _next(self) -> int:

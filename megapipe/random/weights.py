@@ -1,10 +1,10 @@
-"""Initial weights as a function of the seed, the global name and the global index, of nothing else.
+"""Initial weights as a function of only the seed, the global name and the global index.
 
 Whatever part of a tensor a rank owns, it holds the values that the whole tensor has there, bit for bit, on every
 machine. Random words: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-Standard normal numbers have the same bits on every machine: Box and Muller's transform (1958) in float64, built from
-`+ - * /` and sqrt alone. IEEE 754 rounds these five one way only, whereas the log, sin and cos of a C library or of
+Standard normal numbers have the same bits on every machine: Box and Muller's transform (1958) in float64, built only
+from `+ - * /` and sqrt. IEEE 754 defines how these five are rounded, whereas the log, sin and cos of a C library or of
 numpy's vector units differ in the last bit between processors.
 """
 
@@ -32,11 +32,11 @@ COSINE = tuple((-1) ** k / math.factorial(2 * k) for k in reversed(range(9)))
 
 
 def normals(words: Words) -> Floats:
-    """As many independent standard normal numbers as there are random words; their number must be even.
+    """Return an independent standard normal number for each random word; the number of words must be even.
 
-    Words 2i and 2i + 1 give numbers 2i and 2i + 1: the first word the radius, the second the angle. The top 52 bits
-    of a word are its position in the unit interval, the last two bits of an angle its quadrant. Absolute values are
-    below 8.5.
+    Words 2i and 2i + 1 give numbers 2i and 2i + 1: the first word gives the radius, the second the angle. The top 52
+    bits of a word are its position in the unit interval; the last two bits of an angle's word are its quadrant.
+    Absolute values are below 8.5.
     """
     fractions = ((words >> np.uint64(12)) | EXPONENT_OF_ONE).view(np.float64)  # [1, 2)
     radius = np.sqrt(_minus_log(2.0 - fractions[0::2]))  # of the normal pair, over sqrt 2
@@ -55,7 +55,7 @@ def normals(words: Words) -> Floats:
 
 
 def _minus_log(numbers: Floats) -> Floats:
-    """-log(x) for x in (0, 1], to about 1e-15; never below 0."""
+    """Return -log(x) for x in (0, 1], to about 1e-15; never below 0."""
     mantissa, exponent = np.frexp(numbers)
     ratio = (mantissa - SQRT_HALF) / (mantissa + SQRT_HALF)  # log m = log sqrt(1/2) + 2 artanh(ratio)
     series = _polynomial(ratio * ratio, ARTANH) * ratio
@@ -63,7 +63,7 @@ def _minus_log(numbers: Floats) -> Floats:
 
 
 def _polynomial(x: Floats, coefficients: tuple[float, ...]) -> Floats:
-    """Horner's rule, highest power first."""
+    """Evaluate a polynomial by Horner's rule; the coefficient of the highest power is first."""
     total = x * coefficients[0]
     total += coefficients[1]
     for coefficient in coefficients[2:]:
@@ -99,13 +99,13 @@ class InitLike(Protocol):
 def fill_box(
     name: str, shape: tuple[int, ...], box: BoxLike, init: InitLike, seed: int, dtype: DTypeLike = np.float32
 ) -> NDArray[Any]:
-    """The initial values of one box of the tensor `name` of global `shape`; an array of the box's shape.
+    """Return the initial values of a box of the tensor `name` of global `shape`, as an array of the box's shape.
 
     The element of flat (row-major) global index i is normal number i of the stream that the seed and the name key,
     times `init.std`, rounded from float64 to `dtype` once. Words 4k to 4k + 3 of the stream are Philox of counter
     k + 1, as numpy counts. Needs about 2 MB in addition to the result.
 
-    Raises ValueError for a box that leaves the tensor, an unknown kind, or a seed outside 0 .. 2**64 - 1.
+    Raises ValueError for a box that reaches outside the tensor, an unknown kind, or a seed outside 0 .. 2**64 - 1.
     """
     _check(name, shape, box, seed)
     box_shape = tuple(stop - start for start, stop in zip(box.starts, box.stops, strict=True))
@@ -132,13 +132,13 @@ def _check(name: str, shape: tuple[int, ...], box: BoxLike, seed: int) -> None:
 
 
 def _key(name: str, seed: int) -> Words:
-    """Two words: the seed, and a hash of the name that no Python version or process changes."""
+    """Return two words: the seed, and a hash of the name that is the same in all Python versions and processes."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
 
 
 def _runs(shape: tuple[int, ...], box: BoxLike) -> Iterator[tuple[int, int]]:
-    """The box's flat index ranges (start, stop) in order, each contiguous and at most BLOCK long."""
+    """Yield the box's flat index ranges (start, stop) in order, each contiguous and at most BLOCK long."""
     lengths = list(zip(box.starts, box.stops, shape, strict=True))
     cut = max((axis for axis, (start, stop, length) in enumerate(lengths) if stop - start != length), default=0)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -177,7 +177,8 @@ def _fill_normal(values: NDArray[Any], runs: Iterator[tuple[int, int]], key: Wor
 
 
 def _write(values: NDArray[Any], position: int, words: list[Words], spans: list[tuple[int, int]], std: float) -> int:
-    """Transform the gathered words, write their spans from `position` on, empty both lists; the next position."""
+    """Transform the gathered words, write their spans from `position` on, and empty both lists. Return the next
+    position."""
     if words:
         numbers = normals(words[0] if len(words) == 1 else np.concatenate(words))
         numbers *= std

@@ -1,5 +1,5 @@
-"""The ops of attention: projections, what is between them, its exchanges between context ranks, and the path it takes:
-fused, or through its weights, which it then keeps for the backward."""
+"""The ops of attention: the projections, attention itself, and its exchanges between context ranks. Attention takes
+one of two paths: fused kernels, or the unfused path, which keeps the attention weights for the backward."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -38,14 +38,15 @@ from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.spec.token_order import TokenOrder, Visibility, order_of, pieces, slice_pieces
 
 CAUSAL_SHARE = 0.5
-"""Share of all pairs of tokens that a causal mask leaves and a fused kernel computes."""
+"""Fraction of all pairs of tokens that a causal mask leaves visible, and that a fused kernel computes."""
 
 
 def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
-    """Yield the projections and what is between them. handed: gradient of the output.
+    """Yield the ops of the projections and of attention itself. source: their input. handed: gradient of the output.
 
-    qkv has, per kv group, the group's query heads, then its key, then its value. An attention of context ranks is a
-    ring (keys and values go round, in the backward with their gradients in fp32), or exchanges heads for tokens.
+    The rows of `qkv` are, for each kv group, the group's query heads, then its key, then its value. Context ranks form
+    a ring (keys and values pass around it, in the backward with their gradients in fp32), or exchange heads for
+    tokens.
     """
     model, tensor = shape.model, shape.tensor
     latent = model.kv_latent_size is not None
@@ -85,7 +86,7 @@ def _projection(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
 
 
 def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
-    """Return attention itself, and what the output projection reads."""
+    """Return the op of attention itself, and the tensor that the output projection reads."""
     model, tensor, width = shape.model, shape.tensor, shape.width
     head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
     changed = model.qk_norm or model.positions == "rotary"
@@ -102,24 +103,24 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         whole = model.qk_norm_over == "projection"
         statistics = Value("head norm statistics", (2 * shape.tokens if whole else rows) * FULL_BYTES)
         saves.append(statistics)
-        # Attention in pieces returns gradients of keys and values in one tensor, an exchange also those of queries.
-        # Only a rotation, or a sum over copies of keys, makes tensors of their own for the norms.
+        # Attention in pieces returns the gradients of keys and values in one tensor, and an exchange adds those of
+        # queries to it. The norms get separate tensors only from a rotation, or from a sum over copies of keys.
         joint = (exchanged or _in_pieces(shape)) and copies == 1 and model.positions != "rotary"
         held = shape.tokens * keys if joint else 0
         needs = before, statistics, gradient("normalised heads", (rows + held) * head_dim * width)
-        if tensor > 1 and whole:  # sums over the heads of all ranks, of queries and of keys
+        if tensor > 1 and whole:  # sums over the heads of all ranks, for queries and for keys
             collectives.append(Collective("tensor", "all_reduce", shape.tokens, FULL_BYTES, 2, 2))
-        elif tensor > 1 and not shape.sequence_parallel:  # of two weights that every rank applies to its own heads
+        elif tensor > 1 and not shape.sequence_parallel:  # two weights that every rank applies to its own heads
             collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
     result = Value("attention result", shape.tokens * heads * model.value_dim * width)
     if exchanged:
         copied = keys * copies
         chunk, own = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
-        # Heads arrive rotated and normalised, so that attention itself is that of a model without either.
+        # Heads arrive rotated and normalised, so attention saves the same tensors as in a model without either.
         saves += _attended(shape, shape.micro_size * chunks, chunk, *own, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
-        if not _is_unfused(shape):  # its backward reads the result as it was before the exchange
+        if not _is_unfused(shape):  # the fused backward reads the result from before the exchange
             saves.append(Value("result of whole samples", shape.tokens * heads * head_dim * width))
         for channels in ((heads + 2 * copied) * head_dim, heads * model.value_dim):
             collectives.append(Collective("context", "all_to_all", shape.tokens * channels, width, 1, 1))
@@ -153,7 +154,8 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
 
 
 def _norm_weights(model: ModelConfig) -> Iterator[ParameterSpec]:
-    """Yield the weights of the norms of queries and keys: one for every head, or one for each channel of all heads."""
+    """Yield the weights of the norms of queries and keys: one vector for all heads, or one weight per channel of all
+    heads."""
     whole = model.qk_norm_over == "projection"
     init = Init("ones") if whole else norm_init(model.head_norm_kind)
     query = (model.kv_heads, model.num_heads // model.kv_heads)
@@ -172,12 +174,13 @@ def _attended(
     changed: bool,
     keeps_projected: bool,
 ) -> list[Value]:
-    """Return the tensors that attention of these local heads saves, without its result: query, key and value, as
-    projected (all three in one tensor) and as multiplied if that differs, and log-sums, or the weights of the unfused
-    path.
+    """Return the tensors that attention saves, without its result: query, key and value, as projected (all three in
+    one tensor) and as multiplied if that differs; and the log-sums, or the weights of the unfused path. heads, keys:
+    number of query heads and of kv heads on this rank. changed: queries and keys are normalised or rotated before the
+    product. keeps_projected: the projected tensor is saved for the norms.
 
-    Bringing rows together copies them: the unfused path does so by kv head, unless there is one sample or one such
-    head; grouped queries come out of their groups.
+    Making rows contiguous copies them: the unfused path copies rows by kv head, unless there is only one sample or one
+    kv head; grouped queries are copied out of their groups.
     """
     model, unfused = shape.model, _is_unfused(shape)
     query, key = (micro_size * length * count * model.head_dim for count in (heads, keys))
@@ -211,8 +214,8 @@ def _is_unfused(shape: MicrobatchShape) -> bool:
 
 
 def _in_pieces(shape: MicrobatchShape) -> bool:
-    """Return whether attention computes its weights piece by piece and keeps none: in a ring, in slices, and where the
-    model asks for it."""
+    """Return whether attention computes its weights piece by piece and keeps none: in a ring, in slices, and if the
+    model requires it."""
     return _is_ring(shape) or bool(shape.slices) or shape.model.why_pieces is not None
 
 
@@ -221,10 +224,10 @@ def _is_ring(shape: MicrobatchShape) -> bool:
 
 
 def _masks(shape: MicrobatchShape) -> Iterator[Value]:
-    """Yield what attention saves to leave tokens out: of other documents, or padding.
+    """Yield the tensors that attention saves to hide padding and other documents: masks and rotary tables.
 
-    Positions within documents differ from sample to sample, so the rotary tables, two for queries and two for keys,
-    are the micro-batch's own. Attention in pieces recomputes its masks.
+    Positions within documents differ from sample to sample, so each micro-batch has its own rotary tables: two for
+    queries and two for keys. Attention in pieces recomputes its masks.
     """
     model, width, in_pieces = shape.model, shape.width, _in_pieces(shape)
     if shape.isolate_documents:
@@ -243,7 +246,7 @@ def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     """Return the passes that rotate and normalise heads."""
     model = shape.model
     rotates, partly = model.positions == "rotary", model.rotary_dim < model.head_dim
-    # A partial rotation is a pass over the rotated channels, and one over all that puts them together with the others.
+    # A partial rotation is a pass over the rotated channels, and a pass over all channels that joins both parts.
     channels = model.head_dim * (model.qk_norm + (rotates and not partly))
     channels += (model.head_dim + model.rotary_dim) * (rotates and partly)
     rows = shape.tokens * (model.num_heads + model.kv_heads) // shape.tensor
@@ -280,12 +283,12 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
         return
     causal = not isinstance(model, BertModelConfig) and keys == shape.sequence_length // shape.num_chunks
     share = CAUSAL_SHARE if causal else 1.0
-    if causal and shape.slices:  # all earlier keys, and half of its own
+    if causal and shape.slices:  # all keys of earlier slices, and half of its own
         places = shape.slices[shape.slice]
         share = (places.start + CAUSAL_SHARE * len(places)) / keys
     query = shape.tokens * (model.num_heads // shape.tensor) * model.head_dim * shape.width
     moved = 2 * query + 2 * (query * model.kv_heads // model.num_heads)
-    # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, one of them the scores again.
+    # Dao 2023, arXiv 2307.08691, section 2.3: two products forward, five backward, of which one recomputes the scores.
     fused = scores._replace(name="fused attention", moved=moved, compute=2 * share)
     yield fused
     yield fused._replace(phase="backward_input", moved=2 * moved, compute=5 * share)
@@ -309,8 +312,8 @@ def _attention_uses(shape: MicrobatchShape) -> tuple[KernelUse, ...]:
 
 
 def _num_pieces(shape: MicrobatchShape) -> int:
-    """Return the pieces that attention has on this rank. Dropout drops the weights of each one; a backward recomputes
-    them and drops their gradients too."""
+    """Return the number of pieces that attention has on this rank. Dropout is applied to the weights of each piece; a
+    backward recomputes them, and applies it to their gradients too."""
     bert = isinstance(shape.model, BertModelConfig)
     order: TokenOrder = order_of("ring", causal=not bert)
     size, rank = shape.context, shape.context_rank
@@ -326,10 +329,11 @@ def _num_pieces(shape: MicrobatchShape) -> int:
 
 
 def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
-    """Return how often all_to_all sends each key and value head of a tensor rank: once if they divide over the ranks.
+    """Return how often all_to_all sends each key and value head of a tensor rank: once if the ranks divide them
+    evenly.
 
     heads_each: query heads of a key head; each copy of a key head serves a part of them.
-    Raises ValueError if the query heads do not divide either.
+    Raises ValueError if the ranks do not divide the query heads evenly either.
     """
     if kv_heads * heads_each % context_size:
         raise ValueError(
@@ -339,7 +343,7 @@ def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:
 
 
 def _seen_keys(shape: MicrobatchShape) -> int:
-    """Return the most keys that a query sees."""
+    """Return the largest number of keys that a query sees."""
     window, length = shape.model.attention_reach.tokens, shape.sequence_length
     if window is None:
         return length
@@ -347,19 +351,20 @@ def _seen_keys(shape: MicrobatchShape) -> int:
 
 
 LEAST_HEAD_DIM = 16
-"""Channels of a head that flex_attention's kernels need."""
+"""Smallest number of channels per head that flex_attention's kernels support."""
 WITH_AMX = 512
 WITHOUT_AMX = 128
-"""Tokens up to which the unfused path is faster in 16 bits on a CPU."""
+"""Largest number of tokens for which the unfused path is faster in 16 bits on a CPU without AMX."""
 
 
 def faster_path(device: str, half: bool, num_tokens: int, amx: bool) -> AttentionPath:
-    """Return the faster path, forward and backward, on this device type.
+    """Return the faster path, for forward and backward together, on this device type.
 
-    half: 16 bits a number. amx: the CPU has matrix instructions for bf16.
+    half: numbers have 16 bits. amx: the CPU has matrix instructions for bf16.
 
-    Measured on one CPU thread, 4 heads of 64 channels: in fp32 the two are level up to 256 tokens and SDPA is ahead
-    from 512 on. In bf16 unfused is ahead up to 512 tokens with AMX (by 2.6 at 256) and up to 128 without.
+    Measured on one CPU thread, 4 heads of 64 channels: in fp32 the two are equally fast up to 256 tokens and SDPA is
+    faster from 512 on. In bf16 the unfused path is faster up to 512 tokens with AMX (by a factor of 2.6 at 256) and up
+    to 128 without.
     """
     if device != "cpu" or not half:
         return "sdpa"
@@ -369,7 +374,7 @@ def faster_path(device: str, half: bool, num_tokens: int, amx: bool) -> Attentio
 def attention_path(
     model: ModelConfig, precision: Precision, device: str, num_tokens: int, amx: bool = False
 ) -> AttentionPath:
-    """Return the path of a model: the configured one, else the faster one that supports its dropout."""
+    """Return the path of a model: the configured one, or else the faster one among those that support the model."""
     if model.attention != "auto":
         return "unfused" if model.attention == "unfused" else "sdpa"
     if model.why_unfused is not None:
@@ -380,7 +385,7 @@ def attention_path(
 
 
 def why_a_mask(model: ModelConfig, device: str) -> str | None:
-    """Return why attention within documents takes a mask on this device type; None if it takes blocks."""
+    """Return why attention within documents uses a mask on this device type; None if it uses blocks."""
     if model.attention in ("sdpa", "unfused"):
         return f"model.attention is {model.attention}"
     if model.why_unfused is not None:

@@ -1,4 +1,4 @@
-"""What the families of decoders like Llama have in common: sizes, rotary positions, names of tensors."""
+"""Common parts of the families of decoders like Llama: sizes, rotary positions, names of tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ GATED = {
     "relu2": "reglu_squared",
     **{word: ours.replace("gelu", "geglu") for word, ours in GELU.items()},
 }
-"""Words of transformers for an activation function of one matrix, and for one of a gate -> ours."""
+"""transformers' words for the activation function of an MLP without a gate, and of an MLP with a gate -> our words."""
 SIZES = {
     "vocab_size": "vocabulary_size",
     "num_hidden_layers": "num_layers",
@@ -31,7 +31,8 @@ TIED = {"tie_word_embeddings": "tie_embeddings"}
 EXPERTS = {"normalize_expert_shares": True, "expert_balance_rate": 0.0}
 ROUTER_OUTPUT = keys("output_router_logits router_aux_loss_coef")
 UNUSED_BIASES = ("rotary_emb.inv_freq", "e_score_correction_bias")
-"""Ends of names that a model may not use: biases of experts, if every token uses all experts."""
+"""Ends of names of tensors that a model may leave unused: frequencies of rotary positions, and biases of experts if
+every token uses all experts."""
 _ATTENTION = "model.layers.{layer}.self_attn"
 QKV = Tensors((f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"), ("query_key_value",))
 NAMES: Mapping[str, str | Tensors] = {
@@ -56,8 +57,9 @@ Fields = dict[str, Any]
 
 
 def expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str | Tensors]:
-    """Return the names of router and experts. Files have experts one by one: transformers stacks them when it reads
-    them. module: of a layer."""
+    """Return the names of the router and the experts. module: name of the module that has them in a layer; the other
+    arguments are names of its matrices. Files store experts one by one; transformers stacks them when it reads
+    them."""
     prefix = f"model.layers.{{layer}}.{module}"
     experts = prefix + ".experts.{expert}"
     return {
@@ -89,7 +91,8 @@ def all_rotated(fields: Fields) -> Fields:
 
 
 def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:
-    """Return the fields of one kind of rotary positions, which `rope` describes; `config` has what it lacks."""
+    """Return the fields of one kind of rotary positions. `rope` describes it; keys that it lacks are read from
+    `config`."""
     unknown = [key for key in rope if key not in _ROPE_KEYS and rope[key] is not None]
     if unknown:
         raise FamilyError(f"the rotary parameters have {unknown[0]!r}, which the model configuration cannot express")
@@ -116,7 +119,7 @@ def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:
 
 
 def rope_scaling(model: ModelConfig) -> Fields | None:
-    """Return transformers' description of a model's RoPE scaling, None without one."""
+    """Return transformers' description of a model's RoPE scaling; None if the model has no scaling."""
     scaling = model.rope_scaling
     if scaling.kind == "none":
         return None
@@ -143,11 +146,12 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
-    """Return the fields of blocks that differ: the kind of each, and the fields of each kind; other kinds have none.
-    Fields of a kind that all blocks have are the model's."""
+    """Return the fields for blocks of different kinds. kinds: the kind of each block. fields: the fields of each kind;
+    kinds that are not listed have no fields. If all blocks have the same kind, its fields become those of the
+    model."""
     if len(set(kinds)) == 1 or not any(fields.get(kind) for kind in kinds):
         own = dict(fields.get(kinds[0], {}))
-        if "rope_scaling" in own:  # all of its fields: none of those of other kinds of layers may remain
+        if "rope_scaling" in own:  # all of its fields, because no field of another kind of layer may remain
             scaling = vars(RopeScaling(**own.pop("rope_scaling")))
             own |= {f"rope_scaling.{name}": each for name, each in scaling.items()}
         return own
@@ -159,8 +163,8 @@ def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
 
 
 def _period(values: Sequence[str]) -> int:
-    """Return after how many values they repeat; their number if they do not. Files decide how many there are, so this
-    takes linear time (prefix function of Knuth, Morris and Pratt)."""
+    """Return the period of the values, or their number if they do not repeat. A file decides how many values there
+    are, so this takes linear time (prefix function of Knuth, Morris and Pratt)."""
     borders = [0]
     for value in values[1:]:
         border = borders[-1]
@@ -171,8 +175,8 @@ def _period(values: Sequence[str]) -> int:
 
 
 def windowed_layers(default: Callable[[Mapping[str, Any]], list[str]], **sliding: Any) -> Callable[..., Fields]:
-    """Return a function for `more` that reads layer_types. default: layer types of a config.json without them.
-    sliding: further fields of blocks with a window."""
+    """Return a function for `Family.more` that reads layer_types. default: returns the types for a config.json without
+    layer_types. sliding: further fields of blocks with a window."""
 
     def fields(config: Mapping[str, Any]) -> Fields:
         kinds = listed_layers(config, default)
@@ -188,7 +192,8 @@ def windowed_layers(default: Callable[[Mapping[str, Any]], list[str]], **sliding
 
 
 def listed_layers(config: Mapping[str, Any], default: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
-    """Return the type of every layer. default: those of a config.json without layer_types. Raises FamilyError."""
+    """Return the type of every layer. default: returns the types for a config.json without layer_types. Raises
+    FamilyError."""
     kinds, number = config.get("layer_types") or default(config), config["num_hidden_layers"]
     unknown = set(kinds) - {SLIDING, FULL}
     if unknown or len(kinds) < number:
@@ -198,9 +203,10 @@ def listed_layers(config: Mapping[str, Any], default: Callable[[Mapping[str, Any
 
 
 def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> tuple[Fields, Fields]:
-    """Return the fields of rotary positions of a model, and those that its layers with a window have instead.
+    """Return the fields of rotary positions of a model, and the fields that its layers with a window have instead.
 
-    rope_parameters has them by type of layer; whole, local: what a config.json without it has. Raises FamilyError.
+    They are read from rope_parameters, by type of layer. whole, local: values for keys that rope_parameters lacks, for
+    layers without and with a window. Raises FamilyError.
     """
     rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
     if set(rope) != {FULL, SLIDING}:
@@ -223,7 +229,8 @@ def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> t
 
 
 def rope_parameters(model: ModelConfig) -> Fields:
-    """Return transformers' description of rotary positions by type of layer, of which a model may lack one."""
+    """Return transformers' description of rotary positions by type of layer, with a default for a type that the model
+    lacks."""
     found: Fields = {FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}
     for each in reversed(blocks(model)):
         kind = FULL if each.sliding_window is None else SLIDING
@@ -243,7 +250,7 @@ def dense_size(model: ModelConfig) -> int:
 
 
 def num_shared(model: ModelConfig) -> int:
-    """Return how many of a model's experts its shared ones are as wide as together."""
+    """Return the number of shared experts: the width of all of them over the width of an expert."""
     return (model.shared_expert_size or 0) // model.ffn_size
 
 
@@ -258,7 +265,7 @@ def window_of(model: ModelConfig) -> int | None:
 
 
 WINDOWS: dict[str, Any] = {"layer_types": layer_types, "sliding_window": window_of}
-"""Keys to write for models whose layers have a window or not."""
+"""Keys to write for models whose layers may have a window."""
 
 
 def _qwen_layers(config: Mapping[str, Any]) -> list[str]:
@@ -283,11 +290,11 @@ QWEN: dict[str, Any] = {
         ),
     },
 }
-"""Entries of Qwen's families."""
+"""Entries that Qwen's families have in common."""
 
 
 def bias_fields(config: Mapping[str, Any]) -> Fields:
-    """Return the biases of a config.json with attention_bias and mlp_bias, of which it may lack the second."""
+    """Return the field `bias` for the keys attention_bias and mlp_bias of a config.json, which may lack mlp_bias."""
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention:
         return {"bias": "all" if mlp else "attention"}
@@ -300,7 +307,7 @@ BIASES: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": lambda model: model.has_
 
 
 def with_additions(entries: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of families, each with the one of the same name that is taken out of `changes`."""
+    """Return entries of a family, each merged with the entry of the same name in `changes`, which is removed there."""
     return {name: each | changes.pop(name, type(each)()) for name, each in entries.items()}
 
 
@@ -314,7 +321,8 @@ def decoder(
     activation: str = "hidden_act",
     **changes: Any,
 ) -> Family:
-    """Register the family of a decoder like Llama. changes: additions to Llama's entries, or other words."""
+    """Register the family of a decoder like Llama. changes: additions to Llama's entries, or other arguments of
+    `Family`."""
     entries: dict[str, Any] = {
         "fields": {
             **SIZES,

@@ -1,4 +1,4 @@
-"""What the families of encoders like BERT have in common: sizes, dropout, names of tensors."""
+"""Common parts of the families of encoders like BERT: sizes, dropout, names of tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,14 +30,15 @@ _BODY = {
 
 
 def token_types(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return no further fields. Raises FamilyError for a table that transformers has no row of."""
+    """Return no fields, but check type_vocab_size. Raises FamilyError if the table of token types would have no
+    row."""
     if not isinstance(config["type_vocab_size"], int) or config["type_vocab_size"] < 1:
         raise FamilyError(f"type_vocab_size is {config['type_vocab_size']!r}; it must be at least 1")
     return {}
 
 
 def same_activation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the activation of the head for hidden tokens, which is that of the blocks."""
+    """Return the activation of the masked-token head, which is the activation of the blocks."""
     return {"transform_activation": known_word(UNGATED, config["hidden_act"], "hidden_act ")}
 
 
@@ -47,8 +48,8 @@ def encoder(
     """Register the family of an encoder like BERT.
 
     name: prefix of transformers' classes. body: prefix of the names of `norms` and of all others outside the heads.
-    norms: names of the norms, and those that differ from BERT's. head: complete names, of the masked-token head.
-    changes: additions to BERT's entries, or other words.
+    norms: names of the norms, and of other modules whose names differ from BERT's. head: names of modules in the
+    heads, which get no prefix. changes: additions to BERT's entries, or other arguments of `Family`.
     """
 
     def architectures(model: ModelConfig) -> list[str]:

@@ -39,19 +39,20 @@ class Tensors(NamedTuple):
     """Tensors of a family that hold one of our parameters.
 
     names: without `.weight` and `.bias`. `{layer}` is the number of the block; with `{expert}` the names are repeated
-    for every expert. steps: how ours is made of theirs, in order; then leading axes are split as ours has them.
+    for every expert. steps: how our tensor is made from theirs, in order; after that, leading axes are split as in our
+    shape.
 
     - transposed: matrices have their input on axis 0.
-    - query_key_value: rows of query, key and value, in three tensors or in one after the other; ours has them by key
-      and value head.
-    - rotary_pairs: after the step before, channels 2i and 2i + 1 of queries and keys rotate together, not i and
-      i + head_dim / 2.
+    - query_key_value: the rows of query, key and value are in three tensors, or one after the other in one tensor; our
+      tensor groups them by key and value head.
+    - rotary_pairs: in the result of the previous step, channels 2i and 2i + 1 of queries and keys rotate together,
+      instead of i and i + head_dim / 2.
     - rotary_last: rotated channels are the last ones of each head, or after the latent of keys and values, and
       channels 2i and 2i + 1 of them rotate together; ours are the first ones of each head, and i and i + half do.
-    - stacked: several tensors along a new leading axis.
+    - stacked: several tensors are stacked along a new leading axis.
     - row: a vector is stored as a matrix with one row.
     - input_first: matrices of all experts, in one tensor, have their input on the axis before the last one.
-    - interleaved: in a tensor of all experts, each row of the gate is followed by that of `up`.
+    - interleaved: in a tensor of all experts, each row of the gate is followed by the same row of `up`.
     """
 
     names: tuple[str, ...]
@@ -63,8 +64,8 @@ class Tensors(NamedTuple):
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter is in a family's files: the full names of its tensors, and the steps of `Tensors`. model: that
-    of its layer."""
+    """Where a parameter is in a family's files: the full names of its tensors, and the steps of `Tensors`. model:
+    configuration of its layer."""
 
     spec: ParameterSpec
     model: ModelConfig
@@ -109,7 +110,8 @@ _QUANTIZED = {
     "fp8": "FineGrainedFP8Config",
     "compressed-tensors": "CompressedTensorsConfig",
 }
-"""Number format of weights, as quantization_config names it -> transformers' class that can convert them to others."""
+"""Number format of weights, as quantization_config names it -> transformers' class that can convert such weights to
+other formats."""
 _OF_A_RUN = keys(
     "max_positions embedding_dropout attention_dropout hidden_dropout init_std scale_residual_init attention family "
     "mtp_layers mtp_loss_weight"
@@ -157,25 +159,27 @@ class Family:
         fields: key of config.json -> our field, one to one.
         activation: key of the activation function, which `words` translates to ours.
         aliases: other name of a key -> the key that exports write.
-        needs: our field -> the value that all such models have. Fields that nothing names have our default.
-        reads: further keys, from which each function of `more` returns fields. Raises FamilyError if it cannot.
-        writes: further key -> one of our fields, a function of the model, or a value to write; not OMITTED ones.
+        needs: our field -> the value that all such models have. Fields that no entry names have our default.
+        reads: further keys, from which each function of `more` returns fields. A function raises FamilyError if it
+            cannot.
+        writes: further key -> one of our fields, a function of the model, or a value to write. OMITTED values are not
+            written.
         ignored: keys that do not affect logits.
         fixed: key -> the values that our model configuration can express.
         defaults: values that transformers uses for missing keys; other keys are required.
-        tensors: module of ours -> module of theirs or `Tensors`. A path that begins with `blocks.` has no number; one
-            that begins with `experts.` is that of a block with experts, if it differs from other blocks. A key may
+        tensors: module of ours -> module of theirs or `Tensors`. A path that starts with `blocks.` has no number; a
+            path that starts with `experts.` is for blocks with experts, if they differ from other blocks. A key may
             also be the path of a parameter, if its names differ from those of its module; its names are then complete.
-        body: prefix of all names but those of `heads`; files of a model without a head lack it.
+        body: prefix of all names except names in `heads`; files of a model without a head lack it.
         heads: prefixes of names of heads.
         buffers: ends of names of tensors that the model does not use.
-        old_ends: ends of names in older files -> today's.
+        old_ends: ends of names in older files -> current ends.
         repeats: name of a tensor -> the name of the tensor that it repeats.
         optional: our field -> prefixes of the tensors that a model has if the field is true.
         more_layers: whether files may have layers after the last one, which predict further tokens. They are ignored
             unless model.mtp_layers has a number.
-        mtp: module of ours that predicts a further token, but for its block -> module of theirs. Exports to families
-            without them leave these parameters out.
+        mtp: module of ours in the prediction of a further token, except its block -> module of theirs. Exports to
+            families without `mtp` leave out all parameters of this prediction.
         order: among families that fit a model, an export takes the one with the lowest order, then the first by name.
     """
 
@@ -258,7 +262,8 @@ class Family:
         return {"family": self.model_type, **{ours: config[key] for key, ours in both.items() if key in config}}
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
-        """Return a config.json for a model. The caller compares its `model_fields`: the model may not fit."""
+        """Return a config.json for a model. The caller must compare its `model_fields` with the model, which may not
+        fit."""
         values = model_values(model)
         theirs = {ours: word for word, ours in reversed(list(self.words.items()))}
         written = {key: values[ours] for key, ours in self.fields.items()}
@@ -317,7 +322,8 @@ class Family:
             yield ParameterPlace(spec, own, names, tensors.steps)
 
     def _tensors(self, path: str, spec: ParameterSpec | None = None) -> Tensors:
-        """Return the tensors, by their names with leaf, of a parameter by its path without a block's number."""
+        """Return the tensors that hold a parameter, by their full names. path: of the parameter, without a block's
+        number."""
         module, _, leaf = path.rpartition(".")
         whole, known = self.tensors.get(path), self.tensors.get(module)
         if whole is not None:
@@ -456,7 +462,7 @@ _UNREADABLE = "its family has no configuration like this"
 
 
 def _export_problems(model: ModelConfig, family: Family) -> list[str]:
-    """Return what a family cannot express of a model."""
+    """Return the differences between a model and what a family can express of it, one message each."""
     present = [prefix for flag, parts in family.optional.items() if vars(model)[flag] for prefix in parts]
     try:
         return field_differences(model, family.model_fields(family.config(model), present))
@@ -465,7 +471,8 @@ def _export_problems(model: ModelConfig, family: Family) -> list[str]:
 
 
 def model_values(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model by name, with optional sizes resolved, those of RoPE scaling by `rope_scaling.`."""
+    """Return the fields of a model by name, with optional sizes resolved; those of RoPE scaling start with
+    `rope_scaling.`."""
     sizes = {"num_kv_heads": model.kv_heads, "head_size": model.own_head_size, "ffn_hidden_size": model.ffn_size}
     if model.kv_latent_size is not None:
         sizes["value_head_size"] = model.value_dim
@@ -476,7 +483,7 @@ def model_values(model: ModelConfig) -> dict[str, Any]:
 
 
 def _defaults(kind: str) -> dict[str, Any]:
-    """Return the default of every field that affects logits and has no size."""
+    """Return the default of every field that affects logits, without the fields that every family sets."""
     values = model_values(BertModelConfig() if kind == "bert" else ModelConfig())
     return {name: value for name, value in values.items() if name not in _OF_A_RUN | _SIZES}
 
@@ -496,7 +503,8 @@ def field_differences(model: ModelConfig, wanted: Mapping[str, Any]) -> list[str
 
 
 def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return fields of `model`, or of one that it is compared with, in one of several forms that mean the same."""
+    """Return fields of `model`, or of a model that it is compared with, in one form for all values that mean the
+    same."""
     values = dict(fields)
     if values["attention_scale"] == model.head_dim**-0.5:
         values["attention_scale"] = None  # the usual one
@@ -516,7 +524,8 @@ def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
 
 
 def _without_effect(name: str, actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Return whether a field changes nothing in both models: it is one of experts or rotations that neither has."""
+    """Return whether a field changes nothing in both models: it is about experts or rotations, and neither model has
+    them."""
     if name.startswith(("expert", "router_", "shared_expert", "normalize_expert")):
         return actual["num_experts"] is None and wanted["num_experts"] is None
     rotates = "rotary" in (actual["positions"], wanted["positions"])
@@ -531,7 +540,7 @@ def _without_effect(name: str, actual: Mapping[str, Any], wanted: Mapping[str, A
 
 
 def _how_to_convert(quantization: Any) -> str:
-    """Return why quantized weights cannot be read, and how to make others of them."""
+    """Return why quantized weights cannot be read, and how to convert them."""
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if method not in _QUANTIZED:
         return "its weights are quantized; use the model that they were made from"

@@ -37,14 +37,14 @@ from megapipe.spec.parameters import ParameterSpec
 from megapipe.spec.transformer import INDEX_BYTES, block_ops, lookup_kernels, norm, word_collectives
 
 LOSS_STATISTICS = 3
-"""Numbers per row by which tensor ranks find the softmax over all columns: maximum, sum, the label's logit."""
+"""Numbers per row from which tensor ranks compute the softmax over all columns: maximum, sum, the label's logit."""
 SENTENCE_CLASSES = 2
-"""The second part follows the first one in the text, or not."""
+"""Classes of a sentence pair: the second part follows the first one in the text, or not."""
 
 
 def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of a GPT's head: the last norm, and the output matrix with its loss; then those of the blocks that
-    predict further tokens."""
+    """Yield the ops of a GPT's head: the last norm, and the output matrix with its loss; then the ops of the blocks
+    that predict further tokens."""
     normalised = Value("head norm", shape.own_stream)
     yield norm(shape, "norm", Value("input", shape.own_stream))
     terms = 1 + bool(shape.model.mtp_layers)
@@ -60,7 +60,7 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
     """Yield the ops of one depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
     output matrix are those of the model.
 
-    As a part of the head it recomputes nothing. hidden: normalised hidden states of the depth before.
+    It is a part of the head, so it recomputes nothing. hidden: normalised hidden states of the previous depth.
     """
     prefix = f"mtp.{depth}."
     shape = replace(shape, recompute=frozenset())
@@ -80,7 +80,7 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
         kernels=partial(lookup_kernels, shape),
         moments=partial(table_moments, shape, (words,)),
     )
-    # The gradients of both norms are views of that of their results, side by side.
+    # The gradients of both norms' results are views of one tensor, which has the two side by side.
     norms = (
         each._replace(weight_needs=(*each.weight_needs[:-1], gradient("joined", joined.bytes)))
         for each in (
@@ -106,7 +106,7 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
     kept = (*output.saves, weights, *((labels,) if shape.recompute_logits else ()))
     output = output._replace(saves=kept, weight_needs=(*output.weight_needs, weights), weights=())
     last = norm(shape, "norm", Value("output", stream))
-    # The backward has freed the last ops' tensors by then, and started with the gradient of the block's output.
+    # When the block's backward starts, the tensors of the last ops have been freed, and its output's gradient exists.
     freed = sum(value.bytes for value in output.saves if value != normalised)
     block = [each._replace(moments=partial(_held_more, each, stream - freed)) for each in block]
     for op in (lookup, *norms, join, *block, last, output):
@@ -114,12 +114,13 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
 
 
 def _held_more(op: Op, more: int) -> tuple[Moment, ...]:
-    """Return the moments of an op before whose backward a rank holds more than before that of its layer."""
+    """Return an op's moments plus `more` bytes: those held before the op's backward but not before its layer's
+    backward."""
     return tuple(each._replace(bytes=each.bytes + more) for each in op.moments())
 
 
 def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
-    """Return an op with a prefix to the names of its weights and of its values, but for those of all depths."""
+    """Return an op with a prefix to the names of its weights and values. same: values that keep their names."""
 
     def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(each if each in same else Value(prefix + each.name, each.bytes) for each in values)
@@ -134,7 +135,7 @@ def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
 
 
 def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
-    """Return the output matrix of a GPT with its loss. normalised: what it reads. scale: gradient of the loss."""
+    """Return the op of a GPT's output matrix with its loss. normalised: its input. scale: gradient of the loss."""
     model, tokens, tensor = shape.model, shape.tokens, shape.tensor
     collectives = _loss_collectives(shape, tokens)
     elements = tokens * model.hidden_size
@@ -169,8 +170,8 @@ def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the op of an output matrix that all pipeline ranks share, with its loss.
 
     shape: its tensor ranks are all ranks that share the matrix. They get the last hidden states by a broadcast, and
-    sum their gradient. Statistics of all ranks come between forward and backward. If the backward is split, its
-    forward leaves the product of the softmax of its own columns and the matrix.
+    sum the gradients of these. Statistics of all ranks arrive between forward and backward. If the backward is split,
+    the forward saves the product of the softmax over the rank's own columns and the matrix.
     """
     _, output, *_ = gpt_head_ops(shape)
     group: GroupName = "pipeline+tensor"
@@ -193,7 +194,8 @@ def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
 def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of a BERT's heads: masked tokens' `transform` and `output`, sentences' `pooler` and `sentence`.
 
-    Under sequence parallelism every rank does the same from the gathered tokens on, and keeps its own gradient.
+    Under sequence parallelism every rank does the same work after the tokens are gathered, and keeps the gradient of
+    its own tokens.
     """
     model = shape.model
     assert isinstance(model, BertModelConfig)
@@ -285,8 +287,8 @@ def _loss_collectives(shape: MicrobatchShape, rows: int) -> tuple[Collective, ..
 
 
 def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
-    """Return the calls for the loss of so many rows: of their statistics, and of the gradients of logits. A rank whose
-    columns are all padding has no logits.
+    """Return the kernel calls for the loss of `rows` rows: for their statistics, and for the gradients of logits. A
+    rank whose columns are all padding has no logits.
 
     A GPT's forward leaves the gradient in place of the logits; tensor ranks exchange statistics before that. A BERT's
     backward computes it. If the backward recomputes logits, both directions proceed in chunks of rows.
@@ -306,7 +308,8 @@ def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
 
 def _shared_output_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
     """Yield the kernels of an output matrix that all pipeline ranks share. A pass over the logits completes their
-    gradient; if the backward is split, the forward has multiplied what it had of it by the matrix."""
+    gradient; if the backward is split, the forward has already multiplied the gradient from its own columns by the
+    matrix."""
     for each in _output_kernels(shape):
         early = shape.splits_loss and each.phase == "backward_input"
         yield each._replace(phase="forward") if early else each
@@ -315,7 +318,7 @@ def _shared_output_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
 
 
 def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:
-    """Return the output matrix, unless it is the embedding's."""
+    """Return the output matrix; nothing if it is tied to the embedding."""
     model = shape.model
     return () if model.tie_embeddings else (table(model, "output.weight", model.vocabulary_size, padded=True),)
 
@@ -331,8 +334,8 @@ def _columns(shape: MicrobatchShape) -> int:
 
 
 def _output_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
-    """Return the output matrix's products and the loss, which reads its logits twice, for the sum and for the gradient
-    that it leaves in their place."""
+    """Return the output matrix's products and the loss, which reads the logits twice: for the sum, and for the
+    gradient that it writes in their place."""
     rows, columns, again = shape.rows, _columns(shape), shape.recompute_logits
     return (
         *linear_kernels(

@@ -19,7 +19,8 @@ from megapipe.spec.ops import Collective, KernelUse, MicrobatchShape, Op, Value,
 
 
 def latent_projections(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
-    """Yield what makes queries, keys and values of the input `source`. Latents are made of a rank's own tokens."""
+    """Yield the ops that compute queries, keys and values from `source`. Each rank computes latents of its own
+    tokens."""
     model, rotated, heads = shape.model, shape.model.rotary_dim, shape.model.num_heads
     query_latent, latent = model.query_latent_size, model.kv_latent_size or 0
     if query_latent is None:
@@ -39,8 +40,9 @@ def _own(shape: MicrobatchShape, channels: int) -> int:
 
 
 def _latent(shape: MicrobatchShape, source: Value, name: str, channels: int, normalised: int) -> Iterator[Op]:
-    """Yield a matrix to `channels`, which every tensor rank has whole, and the norm of the first of them. The others,
-    of the shared key, are exchanged as the heads of all ranks need them."""
+    """Yield a matrix with `channels` outputs, which every tensor rank has whole, and the norm of the first
+    `normalised` ones. The other outputs are the shared key; ranks exchange it, because the heads of every rank need
+    it."""
     model = shape.model
     path, norm, moved = f"attention.{name}_down", f"{name}_latent_norm", _own(shape, normalised)
     down = matrix(f"{path}.weight", (channels, model.hidden_size), None, model.init_std)
@@ -83,7 +85,7 @@ def _shared_key(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]
 
 
 def _heads(shape: MicrobatchShape, path: str, rows: int, channels: int, source: Value) -> Op:
-    """Return a matrix whose rows, those of heads, tensor ranks shard."""
+    """Return the op of a matrix whose rows belong to heads, which tensor ranks shard."""
     weight = matrix(f"attention.{path}.weight", (rows, channels), 0, shape.model.init_std)
     return Op(
         path,
@@ -97,10 +99,10 @@ def _heads(shape: MicrobatchShape, path: str, rows: int, channels: int, source: 
 
 
 def operand_elements(model: ModelConfig, rows: int, *, unfused: bool, copied: bool) -> int:
-    """Return the elements of queries, keys and values of so many rows of all heads as attention multiplies them.
+    """Return the number of elements of queries, keys and values as attention multiplies them. rows: of all heads.
 
-    Values are a part of what they were projected with, unless bringing heads together copies them, or they are widened
-    to the channels of queries, which fused kernels need.
+    Values are views of the projection's output, unless making heads contiguous copies them (copied), or fused kernels
+    need them widened to the channels of queries.
     """
     if copied:
         values = model.value_dim

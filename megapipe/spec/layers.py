@@ -1,4 +1,4 @@
-"""The layers of a model in order, with every parameter declared once, and what a layer's ops amount to."""
+"""The layers of a model in order, with every parameter declared once, and sums over a layer's ops."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -101,8 +101,8 @@ def layer_flops(
 def model_flops_per_token(
     model: ModelConfig, layers: tuple[LayerSpec, ...], sequence_length: int, predictions: int | None = None
 ) -> int:
-    """Return the FLOPs of forward and backward per trained token: times tokens per second, over the devices' peak,
-    gives MFU."""
+    """Return the FLOPs of forward and backward per trained token. MFU is this number times the tokens per second,
+    divided by the devices' peak."""
     per_sample = sum(layer_flops(model, layer, 1, sequence_length, predictions).total for layer in layers)
     return per_sample // sequence_length
 
@@ -116,7 +116,8 @@ def one_of_each(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
 
 
 def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
-    """Return the parameters that one token uses, tied ones once: all but those of experts that it does not choose."""
+    """Return the number of parameters that one token uses, without experts that it does not choose; tied ones count
+    once."""
     used = {}
     for layer in layers:
         own = model.of_kind(layer.variant)
@@ -128,11 +129,12 @@ def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
 
 
 def load_variations(model: ModelConfig, squared_loads: Sequence[float], tokens: int) -> list[float]:
-    """Return for each block whose experts are balanced the standard deviation over the mean of their token counts.
+    """Return, for each block with balanced experts, the standard deviation of their token counts over the mean.
 
-    It is 0 where all experts got the same number; the one that got most has at most 1 + variation x sqrt(experts - 1)
-    times the mean. squared_loads: of each block the sum over its experts of squared loads, a load being what an expert
-    got beyond the mean, times the number of experts. tokens: tokens that the experts shared.
+    It is 0 if all experts got the same number of tokens; the expert with the most got at most 1 + variation x
+    sqrt(experts - 1) times the mean. squared_loads: for each block, the sum of its experts' squared loads. A load is
+    the number of tokens that an expert got beyond the mean, times the number of experts. tokens: number of tokens that
+    the experts processed.
     """
     kinds = model.kinds_of_layers
     blocks = [kinds[model.kind_of_layer(index)] for index in range(model.num_layers)]
@@ -163,7 +165,7 @@ def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
 
 
 def _sharded_lengths(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield name and length of each axis of a block that tensor ranks share."""
+    """Yield the name and length of each axis of a block that tensor ranks shard."""
     yield "model.num_heads", model.num_heads
     if model.num_experts is None:
         yield "model.ffn_hidden_size", model.ffn_size
@@ -176,6 +178,6 @@ def _sharded_lengths(model: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def _layer(name: str, kind: LayerKind, index: int, ops: Iterable[Op], variant: str = BASE_KIND) -> LayerSpec:
-    """Return a layer of the parameters of its ops, with its name in front of their global names."""
+    """Return a layer with the parameters of its ops, whose global names start with the layer's name."""
     parameters = {spec.name: replace(spec, name=f"{name}.{spec.name}") for op in ops for spec in op.weights}
     return LayerSpec(name, kind, index, parameters, variant)

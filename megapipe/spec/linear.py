@@ -16,11 +16,11 @@ from megapipe.spec.parameters import Init, ParameterSpec
 
 ZEROS = Init("zeros")
 CHUNK_BYTES = 2**28
-"""Bytes of the logits that are computed at a time where the backward recomputes them."""
+"""Maximum bytes of logits that are computed at a time if the backward recomputes them."""
 
 
 def norm_init(kind: NormKind) -> Init:
-    """Return how the weight of a norm starts."""
+    """Return how the weight of a norm is initialised."""
     return Init(kind.initial)
 
 
@@ -33,8 +33,8 @@ def norm_weights(model: ModelConfig, path: str) -> tuple[ParameterSpec, ...]:
 
 
 def table(model: ModelConfig, path: str, rows: int, *, padded: bool) -> ParameterSpec:
-    """Return a lookup table or the output projection: decayed, yet no matrix for optimizers that orthogonalise
-    matrices."""
+    """Return a lookup table or the output projection. It is decayed, but optimizers that orthogonalise matrices do not
+    treat it as a matrix."""
     axis = 0 if padded else None
     init = Init("normal", model.init_std)
     return ParameterSpec(path, (rows, model.hidden_size), axis, init, decay=True, matrix=False, padded=padded)
@@ -48,7 +48,7 @@ def matrix(path: str, shape: tuple[int, ...], axis: int | None, std: float) -> P
 
 @lru_cache(maxsize=256)
 def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> ParameterSpec:
-    """Return a bias or a norm's weight: never decayed."""
+    """Return a bias or a norm's weight, which is never decayed."""
     return ParameterSpec(path, shape, axis, init, decay=False, matrix=False)
 
 
@@ -67,7 +67,7 @@ OUTPUT_GRADIENT = "gradient of the layer's output"
 
 
 def gradient(name: str, size: int) -> Value:
-    """Return the gradient of a tensor, by its name."""
+    """Return the gradient of the tensor `name`."""
     return Value(f"gradient of {name}", size)
 
 
@@ -85,7 +85,8 @@ def all_tokens(shape: MicrobatchShape) -> int:
 
 def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:
     """Return the exchanges around a pair of matrices: before the one whose rows and after the one whose columns the
-    tensor ranks shard. Each sends the residual stream: 8 b s h (t - 1) / t elements a block (section 3.2)."""
+    tensor ranks shard. Each sends the residual stream: 8 b s h (t - 1) / t elements per block (Narayanan et al. 2021,
+    arXiv 2104.04473, section 3.2)."""
     elements = shape.tokens * shape.model.hidden_size
     if shape.tensor == 1:
         return ()
@@ -106,7 +107,7 @@ def gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
 
 
 def column_exchanges(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
-    """Return the exchanges of the input, of these channels, of a matrix whose rows tensor ranks shard."""
+    """Return the exchanges of the input of a matrix whose rows tensor ranks shard. channels: of the input."""
     elements, chunks = shape.tokens * channels, shape.sequence_chunks
     if shape.tensor == 1:
         return ()

@@ -41,7 +41,7 @@ def _is_described(name: str) -> bool:
 
 
 def _flags(flag: str, path: Path) -> list[str]:
-    """Return the flags of a folder's fields. flag: that named it, for messages."""
+    """Return the flags for a folder's fields. flag: the one that named the folder, for messages."""
     file = path if path.name == CONFIG and path.is_file() else path / CONFIG
     config = read_json(file, ConfigError)
     try:
@@ -54,7 +54,7 @@ def _flags(flag: str, path: Path) -> list[str]:
 
 
 def model_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a model by a config.json alone. What its tensors would decide, its class decides.
+    """Return the fields of a model from its config.json. Its architectures decide what its tensors would decide.
 
     Raises FamilyError as `Family.model_fields` does.
     """

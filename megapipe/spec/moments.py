@@ -1,7 +1,7 @@
 """Moments of a backward: peak bytes within it that an op declares, beyond what the rank held when it started.
 
 A matrix's gradient is computed in the compute dtype, and a second copy of it in fp32 exists while it is added to its
-accumulator; the gradients of the operation's inputs and the tensors that the forward saved are there at the same time.
+accumulator; the gradients of the operation's inputs and the tensors that the forward saved exist at the same time.
 So the peak of a step is within an action, not after it. `layout.walk` adds these bytes to what each action starts
 with. Forwards need less than the backward of the same layer, and are not counted.
 """
@@ -28,8 +28,8 @@ def peaks_within(ops: Sequence[Op], shape: MicrobatchShape) -> dict[BackwardPhas
 
 
 def table_moments(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[Moment, ...]:
-    """Return those of an embedding. Rows of its gradient are summed in fp32; tensor ranks mask those of others' tokens
-    in a copy."""
+    """Return the moments of an embedding's lookup. Rows of a table's gradient are summed in fp32. Tensor ranks copy
+    the output's gradient, to mask the rows of tokens that other ranks hold."""
     largest = max(_elements(shape, spec) for spec in tables)
     masked = shape.tensor > 1 and any(spec.padded for spec in tables)
     needed = FULL_BYTES * largest + _gathered(shape) + (shape.stream if masked else 0)
@@ -39,14 +39,14 @@ def table_moments(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tu
 
 
 def projection_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
-    """Return those of the projection of the embeddings: the gradients of its input and of its matrix."""
+    """Return the moments of the projection of the embeddings: the gradients of its input and of its matrix."""
     source = shape.of_embedding.own_stream
     return Moment("backward", source + _gradient(shape, _elements(shape, weight))), Moment("input half", source)
 
 
 def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
-    """Return those of a head: gradients of the last hidden states and of the output matrix, which the logits' gradient
-    makes. columns: of the logits on this rank."""
+    """Return the moments of a head's output matrix: the gradients of the last hidden states and of the matrix,
+    computed from the logits' gradient. columns: number of columns of the logits on this rank."""
     rows, elements = shape.rows, columns * shape.model.hidden_size
     hidden = rows * shape.model.hidden_size * shape.width
     if shape.recompute_logits:
@@ -64,11 +64,13 @@ def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
 
 
 class _FeedForward(NamedTuple):
-    """Bytes of tensors of a block's MLP, experts, or shared expert, which the backward of a block starts with.
+    """Bytes of tensors in the backward of an MLP, of experts, or of a shared expert; a block's backward starts with
+    these.
 
-    hidden, inner: a tensor of its output and of its activation. outer: the activation's input. freed: what later
-    operations saved, freed when the gradient of `down` starts. activated: what the gradient of `down` frees. again: a
-    recomputed activation. beside: the input's gradient that the shared expert's backward, the first, leaves meanwhile.
+    hidden: the output. inner: the activation's output. outer: the activation's input. freed: tensors that later
+    operations saved, freed before the gradient of `down` is computed. activated: tensors that the gradient of `down`
+    frees. again: a recomputed activation. beside: the input's gradient from the shared expert's backward, which runs
+    first; the backward of the experts holds it.
     """
 
     hidden: int
@@ -81,7 +83,7 @@ class _FeedForward(NamedTuple):
 
 
 def _feed_forward(shape: MicrobatchShape, *, whole: bool, shared: bool = False) -> _FeedForward:
-    """Return the sizes for a whole backward, or for the input half, which leaves what was saved to the other half."""
+    """Return the sizes for a whole backward, or for the input half, which leaves saved tensors to the weight half."""
     model, experts = shape.model, shape.model.num_experts is not None and not shared
     rows = shape.expert_rows if experts else shape.tokens
     ffn = (model.shared_expert_size or 0) if shared else model.ffn_size
@@ -107,8 +109,8 @@ def _feed_forward(shape: MicrobatchShape, *, whole: bool, shared: bool = False) 
 
 
 def down_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[Moment, ...]:
-    """Return those of an MLP's second matrix. A product's output gradient is freed before its weight's gradient is
-    cast, unless it is the residual stream's."""
+    """Return the moments of an MLP's second matrix. A product's output gradient is freed before its weight's gradient
+    is cast, unless it is the gradient of the residual stream."""
     model = shape.model
     experts = model.num_experts is not None and not shared
     keeps = experts or model.changes_updates or (shared and model.shared_expert_gate)
@@ -123,7 +125,7 @@ def down_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool 
 
 
 def activation_moments(shape: MicrobatchShape, *, shared: bool = False) -> tuple[Moment, ...]:
-    """Return those of an MLP's activation: the gradients of its result and of its input."""
+    """Return the moments of an MLP's activation: the gradients of its result and of its input."""
 
     def of(whole: bool) -> int:
         sizes = _feed_forward(shape, whole=whole, shared=shared)
@@ -133,7 +135,7 @@ def activation_moments(shape: MicrobatchShape, *, shared: bool = False) -> tuple
 
 
 def up_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[Moment, ...]:
-    """Return those of an MLP's first matrix."""
+    """Return the moments of an MLP's first matrix."""
 
     def of(whole: bool) -> int:
         sizes = _feed_forward(shape, whole=whole, shared=shared)
@@ -146,13 +148,15 @@ def up_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = 
 
 
 def gate_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
-    """Return those of a shared expert's gate: the gradient of the result, and the gate's before it is summed."""
+    """Return the moments of a shared expert's gate: the gradients of the result and of the gate, the latter before its
+    sum."""
     return _both(lambda whole: 2 * shape.own_stream)
 
 
 def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
-    """Return those of attention without a fused kernel: the weights and mixed values if recomputed, and the weights'
-    gradients before and after the softmax. It comes after the MLP's ops, which have freed what they saved."""
+    """Return the moments of attention without a fused kernel: the weights and mixed values if recomputed, and the
+    weights' gradients before and after the softmax. Its backward follows that of the MLP, which has freed its saved
+    tensors."""
     if shape.attention != "unfused":
         return ()
     rows = shape.tokens * shape.model.num_heads // shape.tensor
@@ -161,7 +165,7 @@ def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
         needed = 3 * weights + shape.stream // shape.tensor
     elif shape.model.attention_dropout:  # the dropped weights have been freed
         needed = weights
-    else:  # so have what the second norm and its product saved
+    else:  # the tensors that the second norm and its product saved have been freed too
         needed = 2 * (weights - shape.stream // shape.shards)
 
     def of(whole: bool) -> int:
@@ -172,7 +176,8 @@ def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
 
 
 def _both(of: Callable[[bool], int]) -> tuple[Moment, ...]:
-    """Return the moments of a whole backward and of the input half. of: bytes, given whether the backward is whole."""
+    """Return the moments of a whole backward and of the input half. of: returns the bytes; its argument is whether the
+    backward is whole."""
     return Moment("backward", of(True)), Moment("input half", of(False))
 
 
@@ -181,7 +186,8 @@ def _elements(shape: MicrobatchShape, spec: ParameterSpec) -> int:
 
 
 def _gathered(shape: MicrobatchShape) -> int:
-    """Return the bytes of tokens that tensor ranks gather: what a matrix product reads while they shard the tokens."""
+    """Return the bytes of the tokens that tensor ranks gather for a matrix product; 0 if they do not shard the
+    tokens."""
     return shape.stream if shape.sequence_parallel and shape.tensor > 1 else 0
 
 

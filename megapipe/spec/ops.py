@@ -24,20 +24,21 @@ KernelPhase = Literal["forward", "backward_input", "backward_weight", "recompute
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """One micro-batch on one rank of a layout: what the sizes of a layer's ops depend on.
+    """One micro-batch on one rank of a layout: the numbers on which the sizes of a layer's ops depend.
 
-    micro_size: samples of a micro-batch. sequence_length: tokens of a whole sample. attention: its path. tensor:
-    tensor ranks. alignment: rows of a padded vocabulary shard are multiples of it. sequence_parallel: tensor ranks
-    shard the tokens between matrix products, in sequence_chunks pieces. context: ranks that shard each sample, by
-    context_attention. predictions: masked tokens of a sample that a BERT's head predicts on this rank; None for all
-    tokens. recompute: parts of a block that the backward recomputes. recompute_logits: the head saves no logits.
-    splits_loss: the backward of an output layer that pipeline ranks share is split.
-    isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a mask.
+    micro_size: samples of a micro-batch. sequence_length: tokens of a whole sample. attention: path of attention.
+    tensor: number of tensor ranks. alignment: rows of a padded vocabulary shard are multiples of it.
+    sequence_parallel: tensor ranks shard the tokens between matrix products, in sequence_chunks pieces. context:
+    number of ranks that shard each sample, by context_attention. predictions: masked tokens of a sample that a BERT's
+    head predicts on this rank; None for all tokens. recompute: parts of a block that the backward recomputes.
+    recompute_logits: the head saves no logits. splits_loss: the backward of an output layer that pipeline ranks share
+    is split. isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a
+    mask.
     fp8: matrix products of blocks are in fp8; tensorwise_fp8: with scales that the tensor ranks agree on.
     stored_masks: dropout keeps its mask for the backward (on a GPU the kernels recompute it). repeats_keys: attention
     needs a key and value head for each query head. slices: places of the tokens of each slice of a sample, () for
-    whole samples; slice: the number of this one. tensor_rank, context_rank: this rank's place among those ranks, on
-    which only kernel calls depend.
+    whole samples; slice: number of this slice. tensor_rank, context_rank: this rank's number among the tensor and the
+    context ranks, on which only kernel calls depend.
     """
 
     model: ModelConfig = field(hash=False)
@@ -84,7 +85,7 @@ class MicrobatchShape:
 
     @property
     def passing_length(self) -> int:
-        """Tokens of a sample that pass together: all, or those of the slice."""
+        """Tokens of a sample that pass through a layer together: all, or those of the slice."""
         return len(self.slices[self.slice]) if self.slices else self.sequence_length
 
     @cached_property
@@ -109,7 +110,7 @@ class MicrobatchShape:
 
     @cached_property
     def of_embedding(self) -> "MicrobatchShape":
-        """The same as wide as the model's embeddings."""
+        """This shape for the model of the embeddings, which may be narrower than the residual stream."""
         narrow = self.model.of_embedding
         return self if narrow is self.model else replace(self, model=narrow)
 
@@ -131,8 +132,8 @@ class MicrobatchShape:
 class Value(NamedTuple):
     """A tensor that a forward leaves for the backward, or the input half of a backward for the weight half.
 
-    bytes: of its whole storage on this rank; a view counts as the tensor that it keeps alive. part: what
-    recompute.parts calls the part of the block that can recompute it, from `sources`.
+    bytes: of its whole storage on this rank; a view counts as the tensor that it keeps alive. part: the part of the
+    block, as recompute.parts names it, that can recompute it from `sources`.
     """
 
     name: str
@@ -168,10 +169,10 @@ class Kernel(NamedTuple):
     """Executed work: a matrix product, or a pass over memory.
 
     product: rows, inner size, columns and number of such products, all on this rank; None for a pass. moved: bytes
-    read and written, where these are not the product's operands and result. dtype: number format of the product where
-    the device has it. out_bytes: of an element of the product's result. compute: factor of the product's FLOPs (causal
-    attention computes half of all pairs). times: factor of everything. mask: further bytes where dropout masks are
-    stored.
+    read and written, if these are not the product's operands and result. dtype: number format of the product, if the
+    device supports it. out_bytes: bytes per element of the product's result. compute: factor of the product's FLOPs
+    (causal attention computes half of all pairs). times: factor of everything. mask: further bytes if dropout masks
+    are stored.
     """
 
     name: str
@@ -218,10 +219,11 @@ class Flops(NamedTuple):
     A product of [m, k] by [k, n] counts 2 m k n. Not counted are norms, activations, softmax, dropout, biases,
     rotations, table look-ups and the recomputation inside fused attention: these are the model's FLOPs (Narayanan et
     al., 2021, arXiv 2104.04473, equation 3), the numerator of MFU. Causal attention counts in full, as that paper
-    does: every query meets all keys of the sequence, or all of its sliding window. Experts count that a token goes to.
+    does: every query meets all keys of the sequence, or all of its sliding window. Only the experts to which a token
+    goes are counted.
 
     backward_input: gradients of activations. backward_weight: gradients of weights. A whole backward is their sum and
-    what is `recomputed` of the forward.
+    the `recomputed` FLOPs of the forward.
     """
 
     forward: int = 0
@@ -244,24 +246,25 @@ NO_FLOPS = Flops()
 
 
 def no_kernels() -> tuple[Kernel, ...]:
-    """Return no kernel: those of an op that others' kernels do, or whose time is not counted."""
+    """Return no kernels, for an op whose work other ops' kernels do, or whose time is not counted."""
     return ()
 
 
 def no_moments() -> tuple[Moment, ...]:
-    """Return no moment: those of an op whose backward needs less than others of its layer."""
+    """Return no moments, for an op whose backward needs less memory than other ops of its layer."""
     return ()
 
 
 class Op(NamedTuple):
     """One op of a layer.
 
-    weights: parameters, named by their path in the layer. gathered: its weights that tensor ranks hold whole see the
-    tokens of all of them also under sequence parallelism, so that their gradients need no sum. saves: what its
-    backward reads. weight_needs: what the weight half of a split backward reads, gradients included. copies: what the
-    forward copies for that half. handed, handed_gradient: what later slices of the sample read until the backward, and
-    its gradient, which they add to. kernels: returns its executed work, which only estimates of time ask for. uses:
-    calls of ops of the kernel registry. moments: returns the peaks of tensors that exist only within its backward.
+    weights: parameters, named by their path in the layer. gathered: weights that every tensor rank holds whole see the
+    tokens of all tensor ranks, even under sequence parallelism, so that their gradients need no sum. saves: tensors
+    that its backward reads. weight_needs: tensors that the weight half of a split backward reads, gradients included.
+    copies: tensors that the forward copies for that half. handed: bytes that later slices of the sample read until the
+    backward. handed_gradient: bytes of the gradient of these, to which later slices add. kernels: returns its executed
+    work, which only estimates of time ask for. uses: calls of ops of the kernel registry. moments: returns the peaks
+    of tensors that exist only within its backward.
     """
 
     name: str
@@ -283,8 +286,8 @@ class Exchange(NamedTuple):
     """One kind of call that all members of a group make.
 
     elements: of the whole buffer, over all members: what an all-reduce sums, what an all-gather returns, what a
-    reduce-scatter starts from; of an all-to-all what each member gives; of a send the message. element_bytes: bytes of
-    one. calls: number of calls.
+    reduce-scatter starts from, what each member of an all-to-all gives, the message of a send. element_bytes: bytes of
+    an element. calls: number of calls.
     """
 
     operation: Operation
@@ -298,7 +301,7 @@ class Exchange(NamedTuple):
         return self.elements * self.element_bytes * self.calls
 
     def sent(self, members: int) -> float:
-        """Return the bytes that each of `members` ranks sends, by rings, which send least.
+        """Return the bytes that each of `members` ranks sends in a ring algorithm, which sends the fewest bytes.
 
         An all-reduce is a reduce-scatter and an all-gather, (members - 1) / members of the buffer each.
         """
@@ -309,7 +312,8 @@ class Exchange(NamedTuple):
 
 
 def saved_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = (), *, split: bool = False) -> int:
-    """Return the bytes that a micro-batch's forward leaves on one rank for the backward. split: it has two halves.
+    """Return the bytes that a micro-batch's forward leaves on a rank for the backward. split: the backward has two
+    halves.
 
     Not counted: tables that all micro-batches share, and the micro-batch's own tokens, labels and loss mask.
     """
@@ -320,14 +324,14 @@ def saved_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = (), *, 
 def weight_half_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = ()) -> int:
     """Return the bytes that the input half of a split backward leaves on one rank for the weight half.
 
-    Of a GPT block's matrix products that is the 32 s b h bytes in half precision of Qi et al. (2023, arXiv 2401.10241,
-    table 1), who leave the norms out.
+    For the matrix products of a GPT block these are 32 s b h bytes in half precision, as in Qi et al. (2023, arXiv
+    2401.10241, table 1), who leave the norms out.
     """
     return _distinct_bytes((value for op in ops for value in op.weight_needs + op.copies), recompute)
 
 
 def _distinct_bytes(values: Iterable[Value], recompute: Iterable[RecomputedPart]) -> int:
-    """Sum the storages: each once, and the sources of a recomputed value in its place."""
+    """Return the sum of the storages: each counts once, and the sources of a recomputed value replace it."""
     held: dict[str, int] = {}
     waiting = list(values)
     while waiting:
@@ -345,7 +349,8 @@ def total_flops(ops: Iterable[Op]) -> Flops:
 
 
 def exchanges(ops: Iterable[Op], *, forwards: int = 1, split: bool = False) -> dict[str, list[Exchange]]:
-    """Return by group what one micro-batch exchanges in `forwards` forwards and one backward; split: in two halves."""
+    """Return the exchanges of one micro-batch by group, for `forwards` forwards and one backward. split: the backward
+    has two halves."""
     found: dict[str, list[Exchange]] = {}
     for op in ops:
         for each in op.collectives:
@@ -363,7 +368,7 @@ def partial_weights(ops: Iterable[Op]) -> list[ParameterSpec]:
 
 
 def linear_flops(rows: int, elements: int, recomputed: bool = False) -> Flops:
-    """Return the FLOPs of a matrix of so many elements that multiplies `rows` rows."""
+    """Return the FLOPs of a product of `rows` rows and a matrix of `elements` elements."""
     once = 2 * rows * elements
     return Flops(once, once, once, once if recomputed else 0)
 
@@ -371,7 +376,8 @@ def linear_flops(rows: int, elements: int, recomputed: bool = False) -> Flops:
 def linear_kernels(
     name: str, rows: int, inner: int, columns: int, *, dtype: str, width: int, times: float = 1.0, again: bool = False
 ) -> tuple[Kernel, ...]:
-    """Return a linear layer's three products, and the first one again if the backward recomputes it."""
+    """Return a linear layer's three products. again: the backward recomputes the first one, which is then listed
+    twice."""
     forward = Kernel(name, "forward", (rows, inner, columns, 1), dtype=dtype, out_bytes=width, times=times)
     return (
         forward,
@@ -390,7 +396,8 @@ def linear_kernels(
 
 
 def passes(name: str, forward: float, backward: float, *, again: bool = False, mask: int = 0) -> tuple[Kernel, ...]:
-    """Return a kernel that only reads and writes so many bytes, forward and backward."""
+    """Return the kernels of an op that only reads and writes memory: `forward` bytes, and in the backward `backward`
+    bytes."""
     first = Kernel(name, "forward", moved=forward, mask=mask)
     return (
         first,

@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: `normal` with standard deviation `std`, or a constant `zeros` / `ones`."""
+    """How a parameter is initialised: `normal` with standard deviation `std`, or a constant `zeros` / `ones`."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
@@ -47,15 +47,15 @@ class ParameterSpec:
 
     name: global name, unique in the model, e.g. `blocks.3.attention.qkv.weight`. A tied weight has one name.
     shape: global canonical shape, in which every tensor-parallel shard is one box.
-    partition_axis: axis that tensor ranks share; None when every rank holds the whole.
-    init: how it starts. decay: weight decay applies. matrix: a matrix for optimizers that treat matrices apart.
+    partition_axis: axis that tensor ranks shard; None if every rank holds the whole parameter.
+    init: initial values. decay: weight decay applies. matrix: optimizers for matrices treat it as a matrix.
     padded: the partition axis may be indivisible (vocabulary): shards are of equal padded size, axis 0 only.
-    state_unit: which of its layer's state units has it, where there are several; the layer's own by default.
-    balance_rate: above 0 for what the loss does not train: its gradient is how much more than their share experts were
-    given, and an update moves it by this much the other way.
-    shards: ranks that share the partition axis for each tensor rank: pipeline ranks that share the vocabulary.
-    one_accumulator: all uses of a tied weight on a rank add to one gradient, not each to its own, which sums of the
-    same bits on any stages would need.
+    state_unit: the one of its layer's state units that has it, if there are several; by default the layer's own.
+    balance_rate: above 0 for biases that balance experts, which the loss does not train: their gradient says how much
+    more than an even share each expert got, and an update moves them by this rate against its sign. shards: number of
+    ranks that shard the partition axis for each tensor rank: pipeline ranks that share a vocabulary. one_accumulator:
+    all uses of a tied weight on a rank add to one gradient. Otherwise each use has its own gradient, which is needed
+    for sums with the same bits on any division into stages.
     """
 
     name: str
@@ -79,7 +79,7 @@ class ParameterSpec:
         """Return the shape of one shard as stored, padding included.
 
         A padded spec's shards have ceil(n / (tensor_size x shards)) rows rounded up to `alignment`.
-        Raises ValueError when an unpadded partition axis does not divide.
+        Raises ValueError if the ranks do not divide an unpadded partition axis evenly.
         """
         if self.partition_axis is None:
             return self.shape
@@ -97,9 +97,10 @@ class ParameterSpec:
         return (*self.shape[:axis], share, *self.shape[axis + 1 :])
 
     def box(self, tensor_rank: int, tensor_size: int, alignment: int = 1) -> Box:
-        """Return the part of the global tensor that a tensor rank owns, without padding; the last ranks' may be empty.
+        """Return the part of the global tensor that a tensor rank owns, without padding; it may be empty on the last
+        ranks.
 
-        tensor_rank: among all ranks that share the tensor, tensor_size x shards.
+        tensor_rank: number of the rank among all tensor_size x shards ranks that shard the tensor.
 
         The owned elements are the leading ones of the stored shard: padding is only at the end of axis 0.
         """
@@ -116,10 +117,10 @@ class ParameterSpec:
 class LayerSpec:
     """One layer of a model: the smallest piece that a stage boundary can respect.
 
-    name: global name (`embedding`, `blocks.3`, `head`). kind: what models/ builds from it.
+    name: global name (`embedding`, `blocks.3`, `head`). kind: kind of module that models/ builds.
     parameters: attribute path within the layer's module -> ParameterSpec. Two layers whose entries share a
     spec *name* use one tied weight. variant: name in model.layer_kinds of the fields that a block has instead of the
-    model's. Layers of the same kind and variant are alike.
+    model's. Layers of the same kind and variant have equal shapes and ops.
     """
 
     name: str

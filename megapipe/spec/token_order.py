@@ -16,11 +16,11 @@ TokenOrder = Literal["head_tail", "contiguous"]
 PieceKind = Literal["full", "causal", "masked"]
 
 STRIP = 1024
-"""Most queries of a masked piece, so that its scores never take the square of a long sample."""
+"""Maximum number of queries of a masked piece, so that the size of its scores is not quadratic in a long sample."""
 
 
 def order_of(attention: ContextAttention, causal: bool) -> TokenOrder:
-    """The order that balances the work: head_tail for a ring under a causal mask.
+    """Return the order that balances the work: head_tail for a ring under a causal mask.
 
     Otherwise chunks are in rank order: all_to_all distributes heads, which cost the same, and without a causal mask
     tokens cost the same too.
@@ -29,19 +29,20 @@ def order_of(attention: ContextAttention, causal: bool) -> TokenOrder:
 
 
 def chunks_per_rank(order: TokenOrder) -> int:
-    """Stretches of neighbouring tokens that a rank holds."""
+    """Return the number of chunks of adjacent tokens that a rank holds."""
     return 2 if order == "head_tail" else 1
 
 
 def chunks_of(order: TokenOrder, rank: int, size: int) -> tuple[int, ...]:
-    """Numbers of the chunks of rank `rank` of `size`, of chunks_per_rank x size in all: i and 2 size - 1 - i, or i."""
+    """Return the numbers of the chunks of rank i = `rank` of `size`: i and 2 size - 1 - i for head_tail, or else i."""
     return (rank, 2 * size - 1 - rank) if order == "head_tail" else (rank,)
 
 
 def token_numbers(order: TokenOrder, rank: int, size: int, length: int) -> np.ndarray:
-    """int64 [length / size], ascending: places in a sample of `length` tokens of those that a rank holds.
+    """Return the positions of the tokens that a rank holds of a sample of `length` tokens: int64 [length / size],
+    ascending.
 
-    Raises ValueError where the chunks do not come out even.
+    Raises ValueError if the chunks do not have equal lengths.
     """
     parts = chunks_per_rank(order) * size
     if length % parts:
@@ -64,7 +65,7 @@ class Share:
     size: int
 
     def numbers(self, length: int) -> np.ndarray:
-        """As `token_numbers`, of samples of `length` tokens."""
+        """Return `token_numbers` of this rank for samples of `length` tokens."""
         return token_numbers(self.order, self.rank, self.size, length)
 
 
@@ -89,11 +90,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Visibility:
-    """The rules of visibility that hold for every sample.
+    """The rules that decide which tokens a token sees, in every sample.
 
-    causal: no token sees later ones. window: each sees itself and this many minus one before it, and without a causal
-    mask after it. masked: the samples
-    decide too, by documents or padding.
+    causal: no token sees later ones. window: each token sees itself and the window - 1 tokens before it, and without a
+    causal mask also those after it. masked: what a token sees also depends on the sample, by documents or padding.
     """
 
     causal: bool
@@ -104,7 +104,7 @@ class Visibility:
 def pieces(
     visibility: Visibility, order: TokenOrder, query_rank: int, key_rank: int, size: int, num_local: int
 ) -> list[Piece]:
-    """The work of rank `query_rank` on the keys of `key_rank`, each holding num_local tokens of a sample.
+    """Return the work of rank `query_rank` on the keys of `key_rank`, each holding num_local tokens of a sample.
 
     Chunks that the causal mask or the window hides are left out, and neighbouring rectangles joined.
     """
@@ -122,7 +122,8 @@ def pieces(
 
 
 def slice_pieces(visibility: Visibility, queries: range, keys: range) -> list[Piece]:
-    """The work of one slice of a sample on the keys of the same or an earlier one; both are places in the sample."""
+    """Return the work of one slice of a sample on the keys of the same or an earlier slice. queries, keys: positions
+    in the sample."""
     kind = _kind(visibility, queries, keys)
     if kind is None:
         return []
@@ -130,12 +131,12 @@ def slice_pieces(visibility: Visibility, queries: range, keys: range) -> list[Pi
 
 
 def _cuts(visibility: Visibility, length: int) -> bool:
-    """Whether anything but the causal mask hides tokens."""
+    """Return whether anything but the causal mask hides tokens."""
     return visibility.masked or (visibility.window is not None and visibility.window < length)
 
 
 def _kind(visibility: Visibility, queries: range, keys: range) -> PieceKind | None:
-    """How one chunk of queries sees another or the same one of keys; None: not at all."""
+    """Return how a chunk of queries sees a chunk of keys, which may be the same one; None if it sees no key."""
     window, first, last = visibility.window, *sorted((queries, keys), key=lambda places: places.start)
     if visibility.causal and keys.start > queries.start:
         return None
@@ -149,7 +150,7 @@ def _kind(visibility: Visibility, queries: range, keys: range) -> PieceKind | No
 
 
 def _joined(found: Sequence[Piece]) -> list[Piece]:
-    """Join adjacent pieces of one kind; causal ones stay separate."""
+    """Join adjacent pieces of the same kind; causal ones stay separate."""
     joined: list[Piece] = []
     for piece in found:
         last = joined[-1] if joined else None

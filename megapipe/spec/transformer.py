@@ -1,10 +1,10 @@
-"""The ops of GPT and BERT layers: blocks and embeddings; `spec.heads` has those of heads.
+"""The ops of GPT and BERT layers: blocks and embeddings; `spec.heads` has the ops of heads.
 
 Letters as in Narayanan et al. (2021, arXiv 2104.04473, section 3.2): b samples of a micro-batch, s tokens of a sample,
 h hidden size, t tensor ranks. The order of ops is the order of their parameters, which the flat buffers of a unit
-keep; where a norm comes after a residual sum (post-norm BERT) it is not the order of execution. With dropout, layer
-norm, GELU and the unfused path a block saves what Korthikanti et al. (2022, arXiv 2205.05198, section 4, table 2)
-count, and the statistics of its norms, which they leave out.
+keep. It is not the order of execution if a norm follows a residual sum (post-norm BERT). With dropout, layer norm,
+GELU and the unfused path a block saves what Korthikanti et al. (2022, arXiv 2205.05198, section 4, table 2) count, and
+the statistics of its norms, which they leave out.
 """
 
 import math
@@ -58,9 +58,9 @@ from megapipe.spec.ops import (
 from megapipe.spec.parameters import ParameterSpec
 
 ROUTER = "mlp.router.weight"
-"""Path of the matrix that chooses a token's experts, in blocks that have some."""
+"""Path of the matrix that chooses a token's experts, in blocks with experts."""
 INDEX_BYTES = 8
-"""Bytes of the number of a token, a row or an expert."""
+"""Bytes of an index of a token, a row or an expert."""
 
 
 def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
@@ -81,7 +81,7 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
         reads = (layer_input, second)
     elif position != "output":
         yield norm(shape, "attention_norm", first_input, part="norms")
-    # Only sums that nothing else reads hand the gradient of the block's output on.
+    # A residual sum passes on the gradient of the block's output itself only if nothing else reads the sum.
     first_handed, second_handed = (
         gradient(name, shape.own_stream) if changed else Value(OUTPUT_GRADIENT, shape.own_stream)
         for name, changed in (
@@ -103,7 +103,7 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 
 def _output_norm(shape: MicrobatchShape, half: Literal["attention", "mlp"]) -> Iterator[Op]:
-    """Yield the norm of the output of attention or MLP, if the model has one. Nothing keeps its result."""
+    """Yield the norm of the output of attention or MLP, if the model has one. Its result is not saved."""
     model, stream = shape.model, shape.own_stream
     if not model.normalizes_outputs:
         return
@@ -117,8 +117,9 @@ def norm(
     shape: MicrobatchShape, path: str, source: Value, *, part: RecomputedPart | None = None, kernels: bool = True
 ) -> Op:
     """Return a norm of the residual stream. Its kernel reads and writes the stream once; the backward reads the input
-    and two gradients and writes one. part: whose recomputation calls it again: no backward of a block needs the result
-    of its last norm, where that comes after the residual sum."""
+    and two gradients and writes one. part: the part of a block whose recomputation calls the kernel again. It is None
+    for the last norm of a block with norms after the residual sums, because the block's backward does not need that
+    norm's result."""
     model, stream = shape.model, shape.own_stream
     statistics = Value(f"{path} statistics", shape.statistics(shape.tokens // shape.shards))
     again = path in ("attention_norm", "mlp_norm") and "norms" in shape.recompute
@@ -185,7 +186,8 @@ def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = 
 def _activation(
     shape: MicrobatchShape, source: Value, inner: int, channels: int, *, biased: bool, shared: bool = False
 ) -> Op:
-    """Return the activation, with its bias one kernel. inner: bytes of its result, which has so many channels."""
+    """Return the op of an activation, whose kernel also adds the bias. inner: bytes of its result. channels: of its
+    result. biased: there is a bias."""
     kind = shape.model.activation_kind
     inputs, op = 1 + kind.gated, (kind.biased if biased else None) or kind.op
     return Op(
@@ -206,9 +208,9 @@ def _of_experts(spec: ParameterSpec) -> ParameterSpec:
 def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
     """Yield the ops of a mixture of experts whose tensor ranks each hold some experts whole.
 
-    Every rank picks the rows of its own experts from all tokens. Which experts tokens choose the data decides; counted
-    are rows that are spread evenly, k tokens' rows over t ranks. A rank whose experts are chosen more often keeps more
-    and computes longer by the same ratio. Under swiglu axis 1 of `up` is (gate, up).
+    Every rank picks the rows of its own experts from all tokens. Which experts tokens choose depends on the data; the
+    counts assume that rows are spread evenly: k rows per token over t ranks. A rank whose experts are chosen more
+    often saves more and computes longer by the same ratio. If the activation is gated, axis 1 of `up` is (gate, up).
     """
     model, hidden, ffn = shape.model, shape.model.hidden_size, shape.model.ffn_size
     number, gate = model.num_experts or 1, 1 + model.activation_kind.gated
@@ -277,7 +279,8 @@ def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op
 
 
 def _shared_sum(shape: MicrobatchShape, source: Value) -> Op:
-    """Return the sum of the shared expert's result and that of the chosen ones, with the shared one's gate."""
+    """Return the op that adds the results of the shared expert and of the chosen experts, with the shared expert's
+    gate."""
     model, stream = shape.model, shape.own_stream
     if not model.shared_expert_gate:
         return Op("shared sum", kernels=partial(passes, "shared sum", 3 * stream, 0))
@@ -295,15 +298,16 @@ def _shared_sum(shape: MicrobatchShape, source: Value) -> Op:
 
 
 def _share_bytes(shape: MicrobatchShape) -> int:
-    """Return the bytes that the shares of all tokens keep besides scores: values of the chosen experts and, where
-    sigmoids are normalized, their sums. A softmax over all scores keeps its result in their place."""
+    """Return the bytes that are saved for the shares of all tokens in addition to scores: values of the chosen experts
+    and, if sigmoids are normalized, their sums. A softmax over all scores saves its result in place of the scores."""
     normalized, sigmoid = shape.model.normalize_expert_shares, shape.model.router_scores == "sigmoid"
     kept = shape.model.experts_per_token * (normalized or sigmoid) + (normalized and sigmoid)
     return shape.tokens * kept * FULL_BYTES
 
 
 def _choice_collectives(shape: MicrobatchShape, choices: int) -> tuple[Collective, ...]:
-    """Return the exchanges of what tokens chose, and of gradients of shares, each from the rank of its expert."""
+    """Return the exchanges of the tokens' choices of experts, and of the gradients of shares, each of which is
+    computed on the rank of its expert."""
     if shape.tensor == 1:
         return ()
     if not shape.sequence_parallel:
@@ -322,7 +326,7 @@ def _expert_flops(shape: MicrobatchShape, spec: ParameterSpec) -> Flops:
 
 
 def _expert_products(shape: MicrobatchShape, spec: ParameterSpec) -> tuple[Kernel, ...]:
-    """Return the products of one expert after the other, each with an even share of the rows."""
+    """Return the products of all experts, one after another, each with an equal part of the rows."""
     number, *local = spec.shape
     rows = max(1, shape.tokens * shape.model.experts_per_token // number)
     return linear_kernels(
@@ -337,7 +341,7 @@ def _expert_products(shape: MicrobatchShape, spec: ParameterSpec) -> tuple[Kerne
 
 
 def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
-    """Return the passes over memory in which rows of experts are picked, weighed and put together."""
+    """Return the passes over memory in which rows of experts are picked, weighted and summed."""
     row = shape.model.hidden_size * shape.width
     own, all_rows = shape.expert_rows * row, shape.tokens * shape.model.experts_per_token * row
     picked, summed = 2 * own, 2 * own + 3 * all_rows + shape.tokens * row
@@ -360,8 +364,8 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     elements = shape.tokens * model.hidden_size
     masked = elements // shape.shards if model.embedding_dropout else 0
     # Sequence parallelism gathers the gradient of the word embeddings, and their scale changes it; other tables read
-    # that of their shard of the sum, and positions its sum over samples, unless they count from the starts of
-    # documents, which differ between samples.
+    # the gradient of the rank's shard of the sum. The table of positions reads the sum of this gradient over samples,
+    # unless positions count from the starts of documents, which differ between samples.
     projected = whole is not shape
     changed = normalized or model.embedding_dropout > 0 or projected
     words_apart = shape.sequence_parallel or model.embedding_scale != 1
@@ -389,9 +393,9 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 
 def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the ops of a GPT's embedding after the lookup of words, where all pipeline ranks share these: positions,
-    dropout, and a norm if the model has one. The sum that arrives is kept until its gradient, unless it leaves as it
-    came."""
+    """Yield the ops of a GPT's embedding after the lookup of words, for a table of words that all pipeline ranks
+    share: positions, dropout, and a norm if the model has one. The sum of looked-up words that arrives is kept until
+    its gradient comes, unless it leaves unchanged."""
     model, stream = shape.model, shape.own_stream
     learned, normalized = model.positions == "learned", model.normalizes_embeddings
     changed = normalized or model.embedding_dropout > 0

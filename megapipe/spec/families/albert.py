@@ -1,4 +1,4 @@
-"""ALBERT (Lan et al. 2019, arXiv 1909.11942): a BERT whose blocks share the weights of one, and whose embeddings are
+"""ALBERT (Lan et al. 2019, arXiv 1909.11942): a BERT whose blocks all share the same weights, and whose embeddings are
 narrower than its hidden states."""
 
 from megapipe.spec.encoder_family import encoder

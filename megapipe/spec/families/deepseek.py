@@ -63,8 +63,8 @@ def _rotary_fields(config: Mapping[str, Any]) -> Fields:
 
 
 def _layers(config: Mapping[str, Any]) -> Fields:
-    """Return the fields of the first layers, which have no experts, and those of the others: the width of all shared
-    experts, and biases, which the experts of some tokens do not have."""
+    """Return the fields of the first layers, which have no experts, and of the other layers: the total width of their
+    shared experts, and their biases, which routed experts lack."""
     first, number = config["first_k_dense_replace"], config["num_hidden_layers"]
     shared = config["n_shared_experts"]
     if not isinstance(shared, int) or shared < 1:

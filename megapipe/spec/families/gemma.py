@@ -39,7 +39,7 @@ def _attention_scale(config: Mapping[str, Any]) -> Fields:
 
 
 def _query_scalar(model: ModelConfig) -> float:
-    """Return the number whose root divides the scores: a whole one in all published models."""
+    """Return the number whose square root divides the scores. It is a whole number in all published models."""
     scalar = model.head_dim if model.attention_scale is None else model.attention_scale**-2
     return round(scalar) if round(scalar) ** -0.5 == model.attention_scale else scalar
 

@@ -15,7 +15,7 @@ def _matrix(name: str, *steps: str) -> Tensors:
 
 
 def _scales(config: Mapping[str, Any]) -> Fields:
-    """Return the scale of scores: that of other models, or 1, and in each block divided by its number from 1."""
+    """Return the scale of scores: the usual one or 1, which each block may divide by its number, counted from 1."""
     first = (config["n_embd"] // config["n_head"]) ** -0.5 if config["scale_attn_weights"] else 1.0
     numbers = range(1, config["n_layer"] + 1) if config["scale_attn_by_inverse_layer_idx"] else (1,)
     scales = {f"divided_by_{number}": {"attention_scale": first / number} for number in numbers}

@@ -34,7 +34,7 @@ def _rotary(config: Mapping[str, Any]) -> Fields:
 
 
 def _rope_scaling(model: ModelConfig) -> Fields:
-    """Return rotary parameters also of a model without scaling: transformers' default has it."""
+    """Return rotary parameters, also for a model without scaling, because transformers' default has scaling."""
     return rope_scaling(model) or {"rope_type": "default"}
 
 

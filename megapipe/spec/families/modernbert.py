@@ -1,5 +1,5 @@
-"""ModernBERT (Warner et al. 2024, arXiv 2412.13663): an encoder with rotary positions, of whose layers most attend to
-the tokens nearby."""
+"""ModernBERT (Warner et al. 2024, arXiv 2412.13663): an encoder with rotary positions, in which most layers attend
+only to nearby tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ def _types(config: Mapping[str, Any]) -> list[str]:
 
 
 def _layers(config: Mapping[str, Any]) -> Fields:
-    """Return rotary positions, windows, and the norms of attention, which the first layer has not. Raises
+    """Return rotary positions, windows, and the norms of attention, which the first layer lacks. Raises
     FamilyError."""
     for key, least in (("local_attention", 0), ("global_attn_every_n_layers", 1)):
         if type(config[key]) is not int or config[key] < least:

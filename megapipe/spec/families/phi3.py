@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv 2404.14219): matrices of one input are one."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv 2404.14219): matrices that read the same input are stored as one."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -28,8 +28,9 @@ _MLP = "model.layers.{layer}.mlp"
 
 
 def _layers(default: Callable[[Mapping[str, Any]], list[str]]) -> Callable[[Mapping[str, Any]], Fields]:
-    """Return a function that reads layers without experts, which are those of mlp_only_layers and all but every
-    decoder_sparse_step, and windows. default: types of the layers of a config.json without layer_types."""
+    """Return a function for `Family.more` that reads which layers have windows and which have no experts. The latter
+    are those in mlp_only_layers, and all but every decoder_sparse_step-th layer. default: returns the types of layers
+    for a config.json without layer_types."""
 
     def fields(config: Mapping[str, Any]) -> Fields:
         step, alone = config["decoder_sparse_step"], config["mlp_only_layers"] or []
@@ -49,13 +50,13 @@ def _layers(default: Callable[[Mapping[str, Any]], list[str]]) -> Callable[[Mapp
 
 
 def _alternating(config: Mapping[str, Any]) -> list[str]:
-    """Return the types of Qwen2's layers: every second one of the first max_window_layers has a window."""
+    """Return the types of Qwen2's layers: every second layer among the first max_window_layers has a window."""
     first = config["max_window_layers"] if config["use_sliding_window"] else 0
     return [FULL if index % 2 or index >= first else SLIDING for index in range(config["num_hidden_layers"])]
 
 
 def _alike(config: Mapping[str, Any]) -> list[str]:
-    """Return the types of Qwen3's layers, which are all alike."""
+    """Return the types of Qwen3's layers, which are all the same."""
     local = config["use_sliding_window"] and config["sliding_window"] is not None
     return [SLIDING if local else FULL] * config["num_hidden_layers"]
 

@@ -1,5 +1,5 @@
 """RoBERTa (Liu et al. 2019, arXiv 1907.11692) and XLM-RoBERTa (Conneau et al. 2019, arXiv 1911.02116): BERT without
-sentence pairs, whose positions count from the row after that of its padding."""
+sentence pairs. Positions count from the row after the row for padding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ for _model_type, _name in (("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta")
         heads=("lm_head.",),
         norms=POST_NORMS,
         head=_HEAD,
-        # The head for hidden tokens has the exact GELU, whatever the blocks have.
+        # The masked-token head has the exact GELU, whatever the blocks have.
         needs={"sentence_head": False, "transform_activation": "gelu"},
         reads=keys("pad_token_id max_position_embeddings"),
         more=(token_types, _positions),
@@ -44,7 +44,7 @@ for _model_type, _name in (("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta")
         },
         ignored=keys("output_past"),
         defaults={"pad_token_id": 1},
-        # The published files have a pooler, which no head for hidden tokens reads.
+        # The published files have a pooler, which the masked-token head does not read.
         buffers=("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"),
         repeats={"lm_head.decoder.bias": "lm_head.bias"},
     )
