@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,6 +172,7 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         mesh = _join(rank, count, device_type, store)
         pipe.send((True, function(mesh, *args)))
@@ -178,6 +180,14 @@ def _work(
         shutdown()
     except Exception:
         pipe.send((False, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that started it ends; nothing else ends it if that process was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _join(rank: int, count: int, device_type: str, store: str) -> Mesh:
