@@ -299,12 +299,14 @@ class Checkpointer:
         durable. A step that is already saved is not saved again.
 
         Args:
-            losses: the last (step, loss) pairs. skipped: as in RunState. last: `finish` is the next call, so nothing
-            is copied. within: seconds after which that `finish` abandons the save.
+            losses: the last (step, loss) pairs.
+            skipped: as in RunState.
+            last: `finish` is the next call, so nothing is copied.
+            within: seconds after which that `finish` abandons the save.
 
         Raises:
             CheckpointError: the checkpoint could not be written. Older checkpoints are untouched, and the run may
-            continue.
+                continue.
         """
         if self._saved_step == step:
             self.saves.give_up_after(within)

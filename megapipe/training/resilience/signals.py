@@ -14,8 +14,7 @@ _END_SIGNAL = 44
 
 
 class ExitCode(IntEnum):
-    """Exit status of a rank's process. torchrun prints the status of the first rank that fails, and itself exits with
-    1.
+    """Exit status of a rank's process. torchrun prints the status of the first rank that fails, and exits with 1.
 
     docs/reliability.md explains each status.
     """
