@@ -27,7 +27,7 @@ class ActivationKind:
 
     op: name of an op of the kernel registry, whose function `apply` takes the tensor and `arguments`. gated: the first
     matrix gives two halves, the gate first. biased: name of an op whose `apply` also adds the bias of the first
-    matrix; None if there is no such op. fields: fields of the model whose values are further arguments.
+    matrix, or None. fields: fields of the model whose values are further arguments.
     """
 
     op: str

@@ -37,25 +37,24 @@ class SkippingPlan:
         self.ranges = tuple(sorted(set(ranges)))
 
     def begin(self, consumed: int) -> int:
-        """Return the first sample of the step that follows after `consumed` samples."""
+        """Return the first sample of the step that follows `consumed` samples."""
         for first, stop in self.ranges:
             if consumed < stop and consumed + self._plan.size(consumed) > first:
                 consumed = stop
         return consumed
 
     def end(self, consumed: int) -> int:
-        """Return the number of samples consumed after the step that `begin` starts, including those skipped before
-        it."""
+        """Return the number of samples consumed after the step that follows `consumed` samples, including skipped
+        ones."""
         begin = self.begin(consumed)
         return begin + self._plan.size(begin)
 
     def size(self, consumed: int) -> int:
-        """Return the number of samples of the step that `begin` starts."""
+        """Return the number of samples of the step that follows `consumed` samples."""
         return self._plan.size(self.begin(consumed))
 
     def cursors(self, consumed: int) -> Iterator[int]:
-        """Yield the first sample of the step that follows after `consumed` samples, and of all later steps,
-        endlessly."""
+        """Yield the first sample of the step that follows `consumed` samples, and of all later steps, endlessly."""
         while True:
             begin = self.begin(consumed)
             yield begin
