@@ -138,7 +138,7 @@ class ParameterLocation:
     def shards(self, divided: bool) -> ParameterSpec:
         """Return `piece` with the axis that is divided over tensor ranks.
 
-        divided: whether the implementation of the layers is one of `self.divided`.
+        divided: whether tensor ranks divide the rows, which they only do for a parameter with `self.divided`.
         """
         return replace(self.piece, partition_axis=0) if divided and self.divided else self.piece
 

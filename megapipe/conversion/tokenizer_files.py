@@ -153,7 +153,8 @@ def spelled(token: bytes) -> str:
 
 
 def _merge(token: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the two tokens that remain of `token` after all earlier merges; an empty list if more than two remain."""
+    """Return a list with the pair of tokens that remains of `token` after all earlier merges; an empty list if more
+    than two tokens remain."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [ranks.get(parts[place] + parts[place + 1]) for place in range(len(parts) - 1)]
