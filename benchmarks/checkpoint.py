@@ -1,10 +1,11 @@
-"""Saving and loading one state by megapipe, torch.save and torch's distributed checkpoints, in one run.
+"""Compare megapipe, torch.save and torch.distributed.checkpoint in saving and loading one state.
 
-Two ranks over gloo hold halves of fp32 matrices with two moments. Contestants take turns, so that a change of the
-machine's load meets all of them; a time is that of the slower rank, and what is loaded is compared with what was
-saved. Loads come from the page cache. A second part sleeps through steps with `checkpoint.every auto` on disks of
-three speeds. A third part delays steps by copies that sleep: before the step, and in its background
-(`checkpoint.snapshot`), with the simulator's prediction. The last line of the output is one JSON object.
+Two ranks over gloo hold halves of fp32 matrices with two moments. The contestants take turns, so that a change of the
+machine's load affects all of them. A time is the time of the slower rank. What is loaded is compared with what was
+saved. Loads read from the page cache. A second part measures the overhead of `checkpoint.every auto`, with steps that
+sleep, on disks of three speeds. A third part measures how long copies of the state delay a step, before the step and
+in its background (`checkpoint.snapshot`), and compares this with the simulator's prediction; steps and copies sleep.
+The last line of the output is one JSON object.
 
     python benchmarks/checkpoint.py --write table.md
 """
@@ -23,7 +24,7 @@ from checkpoint_contest.throttled import SPEEDS, STEP_SECONDS, overhead
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.2, help="of the state, over both ranks")
     parser.add_argument("--rounds", type=int, default=5)
@@ -43,7 +44,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the tables, end with one JSON object."""
+    """Measure, print the tables, and print one JSON object at the end."""
     chosen, text = arguments(), ""
     facts = {"benchmark": "checkpoint", "torch": torch.__version__, "rounds": chosen.rounds}
     if not chosen.no_race:

@@ -1,9 +1,10 @@
-"""Kills and flipped bits, on checkpoints of megapipe and of torch.distributed.checkpoint (DCP) side by side.
+"""Compare checkpoints of megapipe and of torch.distributed.checkpoint (DCP) after kills and flipped bits.
 
-A save of step 2 beside or over step 1 is killed (SIGKILL) ahead of every operation that changes the disk, in a write
-after half of it, with each rank as the victim; then the checkpoint is loaded and compared with what either step saved.
-After an undisturbed save single bits are flipped over each file of step 2. Both write the same rows of the same
-matrices, and operations are counted at each one's own interface to the disk. What is printed are counts, not times.
+A save of step 2, to another folder than step 1 or over it, is killed (SIGKILL) before every operation that changes the
+disk, or after half of it if it is a write. Each rank in turn is the victim. Then the checkpoint is loaded and compared
+with what both steps saved. After an undisturbed save, single bits are flipped in each file of step 2. Both systems
+write the same rows of the same matrices, and operations are counted at each system's interface to the disk. The
+results are counts, not times.
 
     python benchmarks/checkpoint_faults.py --ranks 1 2 --flips 20
 """
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_faults_contest.systems import NAMES, SYSTEMS, TIMEOUT_SECONDS, Death, System, whole
 
-# A process a kill: cheap, since this one has imported all that they need and started no thread.
+# Each kill needs a process. Forks are cheap, because this process has imported all that they need. It has no threads.
 PROCESSES = multiprocessing.get_context("fork")
 
 
@@ -38,7 +39,10 @@ def _saving(
     steps: Sequence[int],
     at: int | None,
 ) -> None:
-    """One rank of saves of `steps`, which dies at an operation of the last one; answers with how many that has."""
+    """Save `steps` on one rank, and send the number of operations of the last save.
+
+    at: operation of the last save at which the process is killed; None for none.
+    """
     _quiet()
     files = dist.FileStore(store, ranks)
     dist.init_process_group(
@@ -52,13 +56,13 @@ def _saving(
 
 
 def _quiet() -> None:
-    """What a process says of a dead peer or of a damaged file is no part of the table."""
+    """Use one thread, and drop messages about lost peers and damaged files, which would interrupt the table."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _loading(pipe: Connection, system: System, directory: Path) -> None:
-    """Answers with what a load gave: old, new, mixed or unreadable."""
+    """Load the checkpoint, and send the result: old, new, mixed or unreadable."""
     _quiet()
     try:
         found = system.load(directory)
@@ -74,7 +78,7 @@ def _loading(pipe: Connection, system: System, directory: Path) -> None:
 
 
 def _answers(jobs: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[Any]:
-    """Run each job in a process of its own, all at once; None for one that died."""
+    """Run all jobs at the same time, each in its own process, and return their answers; None for a job that died."""
     pipes = [PROCESSES.Pipe() for _ in jobs]
     processes = [
         PROCESSES.Process(target=function, args=(theirs, *args), daemon=True)
@@ -97,7 +101,10 @@ def _answers(jobs: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> lis
 def saved(
     system: System, ranks: int, directory: Path, steps: Sequence[int], at: Sequence[int | None] | None = None
 ) -> list[int | None]:
-    """Save on all ranks; the operations of each that lived. at: where each rank dies, None for nowhere."""
+    """Save on all ranks, and return the number of operations of each rank; None for a rank that was killed.
+
+    at: for each rank, the operation at which it is killed, or None.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         deaths = [None] * ranks if at is None else at
@@ -106,13 +113,13 @@ def saved(
 
 
 def loaded(system: System, directory: Path) -> str:
-    """What a load gives. A process that dies over it has read nothing."""
+    """Return the result of a load, see `_loading`. A process that dies in the load counts as unreadable."""
     (answer,) = _answers([(_loading, (system, directory))])
     return answer or "unreadable"
 
 
 def kills(system: System, ranks: int, scratch: Path) -> Counter[str]:
-    """What is loaded after every possible kill of one rank."""
+    """Count the results of loads after every possible kill of one rank."""
     found: Counter[str] = Counter()
     template, directory = scratch / "template", scratch / "run"
     saved(system, ranks, template, (1,))
@@ -128,7 +135,8 @@ def kills(system: System, ranks: int, scratch: Path) -> Counter[str]:
 
 
 def flips(system: System, ranks: int, scratch: Path, count: int) -> Counter[str]:
-    """What is loaded after one flipped bit, `count` times over each file of the newest checkpoint."""
+    """Count the results of loads after one flipped bit, with `count` positions in each file of the newest
+    checkpoint."""
     found: Counter[str] = Counter()
     template, directory = scratch / "undisturbed", scratch / "run"
     for file in sorted(system.newest(template).iterdir()):

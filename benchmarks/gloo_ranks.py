@@ -1,4 +1,4 @@
-"""Contestants in one world: processes of this host that speak gloo, one thread each, and what rank 0 measured."""
+"""Run a function in several processes of this host, which are connected by gloo and have one thread each."""
 
 import multiprocessing
 import tempfile
@@ -17,10 +17,10 @@ TIMEOUT = timedelta(seconds=600)
 
 
 def in_ranks(number: int, work: Callable[..., T], *arguments: Any) -> T:
-    """Call `work(rank, *arguments)` on so many ranks, and return what it returned on rank 0.
+    """Call `work(rank, *arguments)` on `number` ranks, and return what it returned on rank 0.
 
-    work: a function of a module, so that a new process finds it. Raises RuntimeError when a rank ended early; what it
-    says of that stands on stderr.
+    work: a function at the top level of a module, so that a new process can import it. Raises RuntimeError if a rank
+    ends early; the rank prints its error to stderr.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +46,7 @@ def in_ranks(number: int, work: Callable[..., T], *arguments: Any) -> T:
 
 @contextmanager
 def joined(rank: int, number: int, store: str) -> Iterator[None]:
-    """This process as a rank of a world of so many, within the block. store: a file by which ranks find each other."""
+    """Within the block, make this process one of `number` ranks. store: file with which ranks find each other."""
     torch.set_num_threads(1)
     files = dist.FileStore(store, number)
     dist.init_process_group("cpu:gloo", store=files, rank=rank, world_size=number, timeout=TIMEOUT)

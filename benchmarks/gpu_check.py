@@ -1,15 +1,15 @@
-"""Everything that needs a GPU, in one go: the tests marked `gpu`, the benchmarks, what ranks do together, a report.
+"""Run everything that needs a GPU, and write a report: tests marked `gpu`, benchmarks, and checks of several ranks.
 
-One GPU takes under eight minutes; with two or more, checks of links, groups, schedules and layouts follow, one run of
-torchrun each. Each part has a time limit; what one leaves over goes to the next. A part that exceeds its limit is
-stopped, and what it had printed by then is reported. What parts print goes to files, and the report is rewritten after
-each of them. csrc/ is built first, alongside the first tests, if nvcc is there and the library is not.
+This takes under eight minutes on one GPU. With two or more, checks of links, groups, schedules and layouts follow,
+each in a run of torchrun. Each part has a time limit; time that a part does not use is available to later parts. A
+part that exceeds its limit is stopped, and its output so far is reported. The report is rewritten after each part.
+csrc/ is built alongside the first tests, if nvcc exists and the library does not.
 
 The results of finished parts are kept: a second start continues after the last of them, also after a crash of the
-machine. A part that failed, was stopped, or was running when the check ended is not run again without --again. Results
-of another device, revision, or version of torch, and of before apex or nvcc was installed, are not used.
+machine. A part that failed, was stopped, or was running when the check ended is only repeated with --again. Results of
+another device, revision, or version of torch, and of before apex or nvcc was installed, are not used.
 
-Exit status 1 when a part failed or was stopped, 2 without a GPU.
+The exit status is 1 if a part failed or was stopped, and 2 without a GPU.
 
     python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --again                  # what did not pass; --again all: everything
@@ -50,11 +50,11 @@ from megapipe.kernels.preferences import MeasuredPreference, Preferences  # noqa
 
 RESULTS = ROOT / "benchmarks/results"
 ALL_SECONDS = 460.0
-"""For all parts that need one GPU."""
+"""Seconds for all parts that need one GPU."""
 RANKS_SECONDS = 60.0
-"""For each part that needs two or more."""
+"""Seconds for each part that needs two or more GPUs."""
 FAILED_LINES = 60
-"""Lines of output that the report gives of a part that did not pass."""
+"""Number of last lines of output that the report shows for a part that did not pass."""
 ALL_SIZES_SECONDS = 1500.0
 KERNELS = "kernel_speed"
 RUNNING, OK, FAILED, STOPPED = "running", "ok", "FAILED", "stopped"
@@ -62,14 +62,15 @@ PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprov
 BUILD = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
 OF_CSRC = "tests/gpu/test_cuda_kernels.py"
 TIMED = ("tests/gpu/test_kernel_clock.py", "tests/gpu/test_trace.py")
-"""These ask how long the GPU takes, and need it for themselves."""
+"""Tests that measure times of the GPU, so no other test may run at the same time."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Commands that run at once, in the repository's root, and the seconds that they may take.
+    """Commands that run at the same time, in the root of the repository, and the seconds that they may take.
 
-    `{seconds}` in an argument becomes the limit less `spare`: what is begun by then has the rest to end in.
+    `{seconds}` in an argument is replaced by the limit minus `spare`, the seconds that remain to finish what has
+    started.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part. output: what its commands printed."""
+    """Outcome of a part. output: output of its commands."""
 
     name: str
     result: str
@@ -93,7 +94,7 @@ class Outcome:
 
 
 def tests_parts() -> list[Part]:
-    """The tests that need a GPU, a process for each file: most of their time is the compiling of kernels."""
+    """Return the tests that need a GPU, with a process for each file, because they mostly wait for compilers."""
     marked = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8"))
     files = [str(path.relative_to(ROOT)) for path in marked]
     commands = {file: [*PYTEST, file] for file in files}
@@ -104,19 +105,19 @@ def tests_parts() -> list[Part]:
 
 
 def build_is_due() -> bool:
-    """Whether csrc/ is not built and can be."""
+    """Return whether csrc/ is not built but can be built."""
     return not library.PATH.exists() and build.find_nvcc() is not None
 
 
 def benchmark_parts(device: str, results: Path | None, all_sizes: bool = False) -> list[Part]:
-    """The benchmarks; the largest model, which an aim is set for, before the others.
+    """Return the benchmarks. The largest model, which has an aim, comes before the others.
 
-    all_sizes: of every op, for `ALL_SIZES_SECONDS`, instead of one.
+    all_sizes: measure all sizes of every op, for `ALL_SIZES_SECONDS`, instead of one size.
     """
     on_gpu = device == "cuda"
     kernels = ["--json", "--seconds", "{seconds}", *([] if on_gpu else ["--ops", "rms_norm", "softmax"])]
     kernels += [] if all_sizes else ["--quick"]
-    if results is not None:  # the default without its path, as the command is part of that file
+    if results is not None:  # the default folder needs no path, because the file contains the command
         kernels += ["--write", *([] if results == RESULTS else [str(results)])]
     kernel_seconds = ALL_SIZES_SECONDS if all_sizes else 110
     parts = [Part(KERNELS, [_script("kernel_speed", device, kernels)], kernel_seconds, spare=30)]
@@ -144,7 +145,7 @@ def ranks_parts(device: str) -> list[Part]:
 
 
 def _environment() -> dict[str, str]:
-    """For programs that import megapipe from here."""
+    """Return the environment of programs that import megapipe from this repository."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -154,14 +155,14 @@ def _script(name: str, device: str, flags: Sequence[str]) -> list[str]:
 
 
 def run(part: Part, limit: float) -> Outcome:
-    """Run a part's commands at once; their output goes to the terminal when they have ended."""
+    """Run a part's commands at the same time, and print their output when they have ended."""
     start = time.monotonic()
     own = f"{max(limit - part.spare, 1.0):.0f}"
     details, results, outputs = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         running = []
         for number, command in enumerate(part.commands):
-            log = Path(folder, str(number))  # a pipe would be full one day, and its process wait until it is read
+            log = Path(folder, str(number))  # not a pipe, because a process waits when its pipe is full
             with log.open("wb") as file:
                 process = subprocess.Popen(
                     [argument.replace("{seconds}", own) for argument in command],
@@ -169,7 +170,7 @@ def run(part: Part, limit: float) -> Outcome:
                     env=_environment(),
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that a compiler's own processes can be stopped with it
+                    start_new_session=True,  # so that processes of a compiler can be stopped too
                 )
             running.append((process, log))
         for process, log in running:
@@ -190,10 +191,10 @@ def run(part: Part, limit: float) -> Outcome:
 
 
 def _kill(process: int) -> None:
-    """Kill a process, its group, and all that they started: the ranks of torchrun are in sessions of their own."""
+    """Kill a process, its group, and all processes that they started: the ranks of torchrun are in other sessions."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended
             parents[int(path.parent.name)] = int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
     started = {process}
     while more := {child for child, parent in parents.items() if parent in started} - started:
@@ -205,13 +206,13 @@ def _kill(process: int) -> None:
 
 
 def detail(output: str) -> str:
-    """A benchmark's own summary from its last JSON line, or the last line of all."""
+    """Return the summary in a benchmark's last JSON line, or else the last line of the output."""
     lines = output.strip().splitlines() or [""]
     for line in reversed(lines):
         if line.startswith("{"):
             try:
                 return str(json.loads(line)["summary"])
-            except (ValueError, KeyError):  # cut off, or another program's
+            except (ValueError, KeyError):  # the line is cut off, or from another program
                 continue
     return lines[-1]
 
@@ -219,7 +220,8 @@ def detail(output: str) -> str:
 class Progress:
     """The outcomes of finished parts in a file, so that a later start of the same check continues after them.
 
-    setting: device, versions and revision; a file of another setting is not used. note: why, or None.
+    setting: device, versions and revision; a file with another setting is not used. note: the reason why earlier
+    results are not used, or None.
     """
 
     def __init__(self, path: Path, setting: Mapping[str, str]) -> None:
@@ -246,14 +248,17 @@ class Progress:
             self._outcomes[name] = crashed if outcome.result == RUNNING else outcome
 
     def finished(self, name: str, again: str | None) -> Outcome | None:
-        """Return the results of an earlier start without those to run again: `failed` ones, or `all` of them."""
+        """Return the outcome of a part in an earlier start; None if the part has to run.
+
+        again: repeat `failed` parts or `all` parts; None repeats none.
+        """
         outcome = self._outcomes.get(name)
         if outcome is None or again == "all" or (again == "failed" and outcome.result != OK):
             return None
         return outcome
 
     def note_down(self, outcome: Outcome) -> None:
-        """Keep an outcome. The file is replaced as a whole."""
+        """Store an outcome. The file is replaced as a whole."""
         self._outcomes[outcome.name] = outcome
         parts = {name: asdict(each) for name, each in self._outcomes.items()}
         written = self.path.with_suffix(".new")
@@ -268,9 +273,10 @@ def run_all(
     progress: Progress | None = None,
     again: str | None = None,
 ) -> list[Outcome]:
-    """One after the other. A part may use what those before it left over, and gets less once they took too much.
+    """Run the parts in order. A part may use time that earlier parts left, and gets less if they took too much.
 
-    report: file that is rewritten after each. progress: earlier outcomes, which are not repeated but as `again` says.
+    report: file that is rewritten after each part. progress: outcomes of earlier starts, which are only repeated as
+    `again` says.
     """
     earlier = {} if progress is None else {part.name: progress.finished(part.name, again) for part in parts}
     waiting = [part for part in parts if earlier.get(part.name) is None]
@@ -304,10 +310,11 @@ def _run_within(part: Part, limit: float, progress: Progress | None) -> Outcome:
 
 
 def measured_preferences(output: str, device: str) -> Preferences | None:
-    """The fastest backends by the figures that kernel_speed.py printed; None where no two were measured.
+    """Return the order of backends by the figures that kernel_speed.py printed; None if no op has two measured
+    backends.
 
-    Times with the backward count where there are any. Cases of one op and width are added up; a backend that failed or
-    is missing in one of them, or that is never chosen by itself, is left out.
+    If there are times with the backward, they are used. The times of all cases of an op and width are added. A backend
+    is left out if it failed or is missing in one of the cases, or if it is only used on request.
     """
     lines = [line for line in output.splitlines() if line.startswith('{"benchmark": "kernel_speed"')]
     figures: list[dict[str, Any]] = json.loads(lines[-1])["figures"] if lines else []
@@ -317,7 +324,7 @@ def measured_preferences(output: str, device: str) -> Preferences | None:
         if figure["contestant"] in allowed[figure["op"]]:
             dtype, width = figure["picked"]
             cases = races.setdefault((figure["op"], dtype, width), {})
-            # A figure with the backward comes after the one of the forward alone.
+            # The figure with the backward comes after the figure of the forward, and replaces it.
             cases.setdefault((figure["case"], figure["rows"]), {})[figure["contestant"]] = figure["seconds"]
     rows = []
     for (op, dtype, width), cases in sorted(races.items()):
@@ -336,7 +343,7 @@ def measured_preferences(output: str, device: str) -> Preferences | None:
 
 
 def device_name() -> str:
-    """The GPU's own name."""
+    """Return the name of the GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU; the figures mean nothing"
 
 
@@ -349,7 +356,8 @@ def versions() -> str:
 
 
 def revision() -> str:
-    """The commit of this repository, `changed` if files differ from it, results apart; `unknown` without git."""
+    """Return the commit of this repository, with `changed` if files other than results differ; `unknown` without
+    git."""
     own = ["--", ".", ":(exclude)benchmarks/results", ":(exclude)kernels/measured"]
     try:
         commit, changes = (
@@ -362,7 +370,7 @@ def revision() -> str:
 
 
 def setting() -> dict[str, str]:
-    """Return everything that results depend on; results with another key are not used."""
+    """Return everything that results depend on; earlier results with other values are not used."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "device": device_name(),
@@ -375,7 +383,7 @@ def setting() -> dict[str, str]:
 
 
 def machine() -> list[str]:
-    """Lines about the GPUs and what was built for them."""
+    """Return lines about the GPUs, and about what is built for them."""
     lines = [f"{key}: {value}" for key, value in setting().items()]
     if torch.cuda.is_available():
         lines.append(f"compute capability: {'.'.join(map(str, torch.cuda.get_device_capability()))}")
@@ -390,7 +398,7 @@ def machine() -> list[str]:
 
 
 def anonymous(text: str) -> str:
-    """The text without paths, names of people and of hosts."""
+    """Return the text without paths and without names of users and hosts."""
     private = {str(ROOT): ".", sys.prefix: "<python>", sys.base_prefix: "<python>", str(Path.home()): "~"}
     private |= {tempfile.gettempdir(): "<tmp>", socket.gethostname(): "<host>"}
     with suppress(OSError, KeyError):
@@ -402,9 +410,9 @@ def anonymous(text: str) -> str:
 
 
 def document(outcomes: Sequence[Outcome]) -> str:
-    """The report in Markdown: the machine, a table, what training printed, and the ends of failed parts' output.
+    """Return the report in Markdown: the machine, a table, the output of training, and the last lines of failed parts.
 
-    Kernels have a file of their own.
+    The results of kernels are in a separate file.
     """
     table = "\n".join(str(outcome) for outcome in outcomes)
     command = shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]])
@@ -462,7 +470,8 @@ def main() -> int:
 
 
 def write_preferences(outcomes: Sequence[Outcome], path: Path | None, results: Path) -> None:
-    """Write what the kernels' part measured. path: where every run finds it; None: to the folder of results."""
+    """Write the measured preferences of kernels. path: file that every run reads; None writes to the folder
+    `results`."""
     found = [measured_preferences(outcome.output, device_name()) for outcome in outcomes if outcome.name == KERNELS]
     if not found or found[0] is None:
         return

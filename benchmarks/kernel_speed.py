@@ -1,7 +1,7 @@
-"""How near to the memory's speed the kernels come, beside torch, torch.compile, apex and Liger in one run.
+"""Compare the speed of kernels with the speed of memory, and with torch, torch.compile, apex and Liger.
 
-For every op of the registry, bf16, forward alone and with the backward: bytes that the op has to move by its
-definition over the time taken, as a share of the device's measured copy speed.
+Every op of the registry is measured in bf16, forward only and with the backward. The bytes that the op must move by
+its definition, divided by its time, are reported as a fraction of the device's measured copy speed.
 
     python benchmarks/kernel_speed.py --write               # every size, some 20 minutes, on a GPU
     python benchmarks/kernel_speed.py --quick               # one size of each op, three minutes at most
@@ -28,7 +28,7 @@ QUICK_SECONDS = 170.0
 
 
 def sizes_of(case: Case, device: torch.device, quick: bool) -> Sequence[Size]:
-    """What a run measures of a case; a processor gets a size that it manages."""
+    """Return the sizes of a case that a run measures; on a CPU only a tiny one."""
     if device.type != "cuda":
         return [case.tiny]
     return [case.quick] if quick else case.sizes
@@ -40,9 +40,9 @@ def measure(
     chosen: argparse.Namespace,
     keep: Callable[[Findings], object] = lambda findings: None,
 ) -> Findings:
-    """Race after race until all are run or the time is up; each is told as it ends.
+    """Run all races, or until the time is up, and print the figures of each race when it ends.
 
-    keep: gets what is found so far after each.
+    keep: called after each race with the findings so far.
     """
     deadline = time.monotonic() + chosen.seconds
     clock = Clock(device)
@@ -61,7 +61,7 @@ def measure(
             except torch.OutOfMemoryError:
                 left_out.append(f"{place}: its inputs need more memory than the device has")
                 continue
-            except Exception as error:  # whatever one race dies of, the others run on, and the document tells
+            except Exception as error:  # the other races continue, and the document reports the failure
                 left_out.append(f"{place}: {failure_of(error)}")
                 continue
             figures += found
@@ -73,14 +73,14 @@ def measure(
 
 
 def told(figure: Figure) -> str:
-    """A figure as a line."""
+    """Return a figure as a line of text."""
     result = figure.failure if figure.share is None else f"{figure.share:.0%} of the ceiling"
     place = f"{figure.case}, {figure.rows} x {figure.width}, {figure.direction}"
     return f"{place:<60}{figure.contestant:<15}{result}"
 
 
 def arguments(names: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ops", nargs="+", choices=names, default=names, metavar="OP", help=", ".join(names))
@@ -107,7 +107,7 @@ def arguments(names: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the tables, end with JSON if asked to."""
+    """Measure, print the tables, and print a JSON object at the end if it is requested."""
     chosen = arguments(list(dict.fromkeys(case.op for case in CASES)))
     device = torch.device(chosen.device)
     cases = [case for case in CASES if case.op in chosen.ops]

@@ -1,8 +1,8 @@
-"""Cost of one message between two ranks of this host: shared-memory links beside gloo links, in one run.
+"""Compare the cost of a message between two ranks of this host over shared-memory links and over gloo links.
 
-Round trips give the latency of a message and back; one-way streams give what a sender that runs ahead achieves. CPU
-seconds are those of both ranks, since on a busy host they are taken from the computation. The last line of the output
-is one JSON object.
+Round trips give the latency of a message and its answer. One-way streams give the throughput of a sender that does not
+wait for answers. CPU seconds are summed over both ranks, because on a busy host they are not available for
+computation. The last line of the output is one JSON object.
 
     python benchmarks/link_speed.py --kilobytes 256
 """
@@ -29,7 +29,7 @@ KINDS: tuple[LinkKind, ...] = ("shared_memory", "gloo")
 
 
 def round_trips(rank: int, there: LinkEnd, back: LinkEnd, tensor: torch.Tensor, count: int) -> None:
-    """A message from rank 0 to rank 1 and back, `count` times."""
+    """Send a message from rank 0 to rank 1 and back, `count` times."""
     for _ in range(count):
         if rank == 0:
             there.send(tensor).wait()
@@ -40,7 +40,8 @@ def round_trips(rank: int, there: LinkEnd, back: LinkEnd, tensor: torch.Tensor, 
 
 
 def stream(rank: int, there: LinkEnd, back: LinkEnd, tensor: torch.Tensor, count: int) -> None:
-    """`count` messages from rank 0 to rank 1, two receives posted ahead, and an answer to the last."""
+    """Send `count` messages from rank 0 to rank 1, with two receives posted in advance, and an answer to the last
+    one."""
     if rank == 0:
         for transfer in [there.send(tensor) for _ in range(count)]:
             transfer.wait()
@@ -56,7 +57,7 @@ def stream(rank: int, there: LinkEnd, back: LinkEnd, tensor: torch.Tensor, count
 
 
 def measure(rank: int, store: str, num_bytes: int, count: int, repeats: int, pipe: Connection) -> None:
-    """Both kinds in turn, `repeats` times, so that a change of the host's load meets both."""
+    """Measure both kinds of links in turn, `repeats` times, so that a change of the host's load affects both."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=120)
@@ -65,7 +66,7 @@ def measure(rank: int, store: str, num_bytes: int, count: int, repeats: int, pip
     edges = [Edge(0, 1, num_bytes), Edge(1, 0, num_bytes)]
     links = {kind: make_links(mesh, edges, kind, timeout=60) for kind in KINDS}
     tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-    for _ in range(repeats + 1):  # the first, which warms up, is dropped by whoever reads
+    for _ in range(repeats + 1):  # the first round is a warm-up, which `summary` drops
         for kind in KINDS:
             for work in (round_trips, stream):
                 mesh.world.barrier()
@@ -78,7 +79,7 @@ def measure(rank: int, store: str, num_bytes: int, count: int, repeats: int, pip
 
 
 def summary(rows: list[list[tuple[str, str, float, float]]], count: int, num_bytes: int) -> dict[str, float]:
-    """Medians over the repeats, per message."""
+    """Return the medians over the repeats, per message."""
     figures: dict[str, float] = {}
     for kind in KINDS:
         for work, messages in (("round_trips", 2 * count), ("stream", count)):

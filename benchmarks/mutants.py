@@ -38,13 +38,13 @@ TIERS = {
     "exhaustive": ["-m", "(exhaustive or hypothesis) and not gpu", "--all-examples"],
     "any": ["-m", "not gpu"],
 }
-"""The choice of tests of `make test`, `make test-slow` and `make test-exhaustive`, and all of them at once."""
+"""The selection of tests in `make test`, `make test-slow` and `make test-exhaustive`, and all of them together."""
 PACKAGES = ("training", "checkpoint", "data", "conversion")
 SHARE_UNCHANGED = 0.75
-"""Largest share of the time limit that tests may take on the unchanged copy, so that a timeout means a hang."""
+"""Largest fraction of the time limit that tests may take on the unchanged copy, so that a timeout means a hang."""
 TIMEOUT = "timeout"
 NO_TESTS = 5
-"""pytest's exit status when no test was chosen."""
+"""Exit status of pytest if no test was selected."""
 BEGIN, END = "<!-- table: benchmarks/mutants.py -->", "<!-- end of table -->"
 HEADER = ("| package | line | change | from and to | caught by | seconds |", "|---|---|---|---|---|---|")
 _COMPARISONS = {
@@ -56,7 +56,7 @@ _ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: the characters [start, end) of a file replaced."""
+    """One change: the characters [start, end) of a file are replaced by `after`."""
 
     path: str
     line: int
@@ -73,7 +73,7 @@ class Mutant:
 
 
 class Source:
-    """A Python file of the product, and changes of its nodes."""
+    """A Python file of the repository, and changes of its syntax nodes."""
 
     def __init__(self, root: Path, path: str) -> None:
         self.path, self.text = path, (root / path).read_text()
@@ -85,7 +85,7 @@ class Source:
         self._encoded = [line.encode() for line in lines]
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Return the first character of a node, and the one behind it."""
+        """Return the position of the first character of a node, and the position after its last character."""
         ends = ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
         start, end = (self._starts[line - 1] + len(self._encoded[line - 1][:column].decode()) for line, column in ends)
         return start, end
@@ -100,7 +100,7 @@ class Source:
 
 
 def mutants_of(root: Path, path: str) -> Iterator[Mutant]:
-    """Every change that the general operators can make in a Python file."""
+    """Yield every change that the general operators can make in a Python file."""
     source = Source(root, path)
     annotations = {
         id(inner)
@@ -139,7 +139,7 @@ _ORDERED = {"send", "receive", "isend", "irecv", "record_event", "reduce_into_pa
 
 
 def gpu_mutants_of(root: Path, path: str) -> Iterator[Mutant]:
-    """Every change that the operators of --gpu can make in a Python, Triton or CUDA file."""
+    """Yield every change that the operators of --gpu can make in a Python, Triton or CUDA file."""
     if not path.endswith(".py"):
         yield from _cuda_mutants_of(root, path)
         return
@@ -190,7 +190,7 @@ def _cuda_mutants_of(root: Path, path: str) -> Iterator[Mutant]:
 
 
 def _reordered(source: Source, body: list[ast.stmt]) -> Iterator[Mutant]:
-    """Swap neighbouring statements that start or await work on another stream."""
+    """Yield swaps of neighbouring statements that start or await work on another stream."""
 
     def is_ordered(statement: ast.stmt) -> bool:
         calls = (each for each in ast.walk(statement) if isinstance(each, ast.Call))
@@ -208,7 +208,11 @@ def _reordered(source: Source, body: list[ast.stmt]) -> Iterator[Mutant]:
 
 @dataclass(frozen=True)
 class Area:
-    """Files to change, by patterns, the tests that must notice, and the changes."""
+    """An area to change.
+
+    sources: patterns of its files. tests: tests that must notice the changes. mutants_of: yields the changes of a
+    file.
+    """
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
@@ -216,8 +220,8 @@ class Area:
 
     @classmethod
     def of_package(cls, package: str) -> "Area":
-        """Return the area of a package or of one inside it, such as `schedules/simulation`, with the tests of the
-        nearest package that has a folder of its own there."""
+        """Return the area of a package, such as `schedules/simulation`, with the tests in its folder of tests, or in
+        the folder of the nearest package around it."""
         folders = (ROOT / "tests" / package, *(ROOT / "tests" / package).parents)
         tests = next(each for each in folders if each.is_dir()).relative_to(ROOT)
         return cls((f"megapipe/{package}/**/*.py",), (str(tests),), mutants_of)
@@ -247,7 +251,7 @@ GPU_AREAS = {
 
 
 def chosen(areas: dict[str, Area], count: int, seed: str) -> list[tuple[str, Mutant]]:
-    """Return `count` mutants: the same number of each area and, where it can be, of each operator in an area."""
+    """Return `count` mutants: the same number for each area and, if possible, for each operator in an area."""
     generator = random.Random(seed)
     picked = []
     for number, (name, area) in enumerate(areas.items()):
@@ -270,7 +274,7 @@ class Catch:
 
 
 def catching(root: Path, tests: Sequence[str], tiers: list[str], seconds: float) -> Catch | None:
-    """Return the first tier with a failing test; one that exceeds its time fails, as in CI."""
+    """Run the tiers in order until a test fails, and return that tier and test. A tier that exceeds its time fails."""
     environment = os.environ | {"PYTHONPATH": str(root)}  # programs that tests start import the changed copy too
     for tier in tiers:
         command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-n", "0", *TIERS[tier]]
@@ -315,7 +319,7 @@ def tested(name: str, area: Area, mutant: Mutant, tiers: list[str], seconds: flo
 
 
 def _code(text: str) -> str:
-    """Return the beginning of a piece of code as a cell of a table shows it."""
+    """Return the beginning of a piece of code for the cell of a table."""
     return f"`{' '.join(text.split())[:60]}`".replace("|", "\\|")
 
 
@@ -326,7 +330,7 @@ def summary(rows: Sequence[dict[str, object]], tiers: Sequence[str]) -> str:
 
 
 def write_page(page: Path, lines: Sequence[str]) -> None:
-    """Replace the table of a page, between its two marks."""
+    """Replace the table of a page, which is between the marks BEGIN and END."""
     before, rest = page.read_text().split(BEGIN)
     page.write_text("\n".join([before + BEGIN, "", *lines, "", END + rest.split(END)[1]]))
 

@@ -1,8 +1,8 @@
-"""Seconds of a data-parallel step: megapipe beside torch's DDP and FSDP2 on the same GPT, weights and batches.
+"""Compare a data-parallel step of megapipe with torch's DDP and FSDP2, on the same GPT, weights and batches.
 
-Ranks are processes over gloo with one thread each, megapipe's as its trainer sets them up, torch's as plain torch
-does. All contestants take turns, so that a change of the machine's load meets all of them; a time is that of the
-slower rank. Losses have to agree. The last line of the output is one JSON object.
+Ranks are processes with one thread each, connected by gloo. megapipe's processes are set up as its trainer does, and
+torch's have torch's defaults. The contestants take turns, so that a change of the machine's load affects all of them.
+A time is the time of the slower rank. The losses must agree. The last line of the output is one JSON object.
 
     python benchmarks/parallel.py --write table.md
 """
@@ -19,7 +19,7 @@ from parallel_contest.setting import SIZES
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="12m")
     parser.add_argument("--ranks", type=int, default=2)
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print the table, end with one JSON object."""
+    """Measure, print the table, and print one JSON object at the end."""
     chosen = arguments()
     setting, count = SIZES[chosen.size], num_parameters(chosen.size)
     figures = race(chosen.size, chosen.ranks, chosen.repeats)

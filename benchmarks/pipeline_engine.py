@@ -1,13 +1,13 @@
-"""What a pipeline runtime costs: megapipe's engine beside torch.distributed.pipelining and bare loops, in one run.
+"""Compare the overhead of megapipe's engine with torch.distributed.pipelining and with bare loops.
 
-Stages sleep, so that eight processes fit on two cores: forward t, backward 2t (each half t), no arithmetic. All
-contestants run the same kind of stage in the same order, over messages of the same size, one thread a rank, in turns;
-medians of the repeats.
+Stages sleep instead of computing, so that eight processes fit on two cores: the forward sleeps t, the backward 2t
+(each half t). All contestants run the same kind of stage in the same order, with messages of the same size and one
+thread per rank. They take turns, and times are medians of the repeats.
 
-excess: step time over what the schedule's order allows if only stages took time, less what a rank overslept, percent.
-cpu: microseconds of a rank's thread for an action (forward, backward or a half of it, send, receive), stage callables
-excluded; "autograd alone" is what the graph of the stages costs without any pipeline. gloo copies on a thread of its
-own, which is not counted; shared-memory links copy on the rank's.
+excess: percent by which a step takes longer than the schedule's order allows if only stages took time, after the time
+that a rank overslept is subtracted. cpu: microseconds of a rank's thread per action (forward, backward or a half of
+it, send, receive), without stage callables; "autograd alone" is the cost of the stages' graph without a pipeline. gloo
+copies in a separate thread, which is not counted; shared-memory links copy in the rank's thread.
 
     python benchmarks/pipeline_engine.py             # 4 ranks, 8 micro-batches
     python benchmarks/pipeline_engine.py --full      # 2, 4 and 8 ranks, 2p and 4p micro-batches
@@ -39,9 +39,10 @@ from megapipe.parallel.launch import connected_mesh
 
 @dataclass(frozen=True)
 class Programme:
-    """What the ranks of one pipeline run.
+    """The measurements of one pipeline.
 
-    races: sleeping stages. bubble: 2bw beside one rank alone. gpt: real stages, which need a core for each rank.
+    races: whether to race with sleeping stages. bubble: whether to compare 2bw with a single rank. gpt: whether to
+    race with real stages, which need a core for each rank.
     """
 
     num_ranks: int
@@ -53,7 +54,7 @@ class Programme:
 
 
 def run_rank(rank: int, store: str, programme: Programme, pipe: Connection) -> None:
-    """One rank through the whole programme; rank 0 sends the figures."""
+    """Run all measurements on one rank; rank 0 sends the figures."""
     torch.set_num_threads(1)
     files, world_size = dist.FileStore(store, programme.num_ranks), programme.num_ranks
     dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timedelta(seconds=300))
@@ -79,7 +80,7 @@ def _tell(rank: int, pipe: Connection, figures: object) -> None:
 
 
 def run(programme: Programme) -> list[dict[str, Any]]:
-    """Start the ranks, print each table as it comes, and return all figures."""
+    """Start the ranks, print each table when it is ready, and return all figures."""
     context = multiprocessing.get_context("spawn")
     facts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +113,7 @@ def _show(found: object) -> list[dict[str, Any]]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="2, 4 and 8 ranks, 2p and 4p micro-batches")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="pipeline ranks")

@@ -1,5 +1,5 @@
-"""A GPT as one would write it in plain torch, for benchmarks/train_step.py to stand beside: pre-norm blocks, fused
-attention, tied head, torch's cross entropy."""
+"""A GPT as it is usually written in plain torch, as a peer of megapipe: pre-norm blocks, fused attention, tied head,
+torch's cross entropy."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual."""
+    """Attention and MLP, each with a LayerNorm before it and a residual connection around it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to the same."""
+        """Return the output [b, s, hidden] for the input [b, s, hidden]."""
         b, s, hidden = x.shape
         heads = (b, s, self.num_heads, hidden // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).split(hidden, dim=2))
@@ -54,7 +54,7 @@ class PlainGpt(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy of labels [b, s] given tokens [b, s]."""
+        """Return the mean cross entropy of labels [b, s] for tokens [b, s]."""
         x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

@@ -1,22 +1,22 @@
-"""How long plan searches take on one core, and how many layouts they looked at; JSON on standard output.
+"""Measure the time of plan searches on one core, and the number of layouts that they examine.
 
-1. `tools/plan.py search` as a whole, from its flags to the last printed line and the written configuration, with the
-   page of pictures and with the advice layer by layer: 39.1B and 20B parameters on 64 devices, 1T on 3,072. Each
-   command runs in a process of its own, so that its caches start out empty: `processor_s` leaves the start of Python
-   and of imports out, `whole_processor_s` counts all of the process.
-2. GPTs of table 1 of Narayanan et al. (2021, arXiv 2104.04473) on A100s: 39.1B on 64, 1008B on 3,072. Each search is
-   timed with more and more of what it answers: the best alone by estimates, the ranking by simulation besides, the
-   Pareto front besides, and the alternatives. All run in one process, and the first includes caches that start out
-   empty.
-3. The layout that the authors chose beside the best one, by the same cost model, and what differs in words.
-4. PipeDream-2BW's own planner for its 2.2B and 3.8B models on 64 V100s.
+1. The command `tools/plan.py search`, from its flags to the last printed line and the written configuration; also with
+   the page of pictures, and with advice layer by layer. The models have 39.1B and 20B parameters on 64 devices, and 1T
+   on 3,072. Each command runs in a separate process, so that its caches are empty at the start. `processor_s` excludes
+   the start of Python and the imports, and `whole_processor_s` is the time of the whole process.
+2. GPTs of table 1 of Narayanan et al. (2021, arXiv 2104.04473) on A100s: 39.1B on 64, 1008B on 3,072. The searches
+   return more and more: only the best layout by estimates; also the ranking by simulation; also the Pareto front; and
+   also the alternatives. All of them run in one process, and only the first starts with empty caches.
+3. The layout of the authors compared with the best one by the same cost model, with their differences in words.
+4. The planner of PipeDream-2BW for its 2.2B and 3.8B models on 64 V100s.
 
-Seconds are the processor's, whatever else the machine does; where it is busy, they are longer all the same.
+Times are processor seconds. On a busy machine, they are also longer. The output is JSON.
 
     python benchmarks/plan_search.py --rows 39.1B:64 1008B:3072
 
-With `--against FOLDER`, a checkout of another commit, it only compares whole commands of both: the requests of
-`tests/golden`, each command in a process of its own, in turns, and the median of their times and of the ratio.
+`--against FOLDER`, with a checkout of another commit, only compares commands of both checkouts: the requests of
+`tests/golden`. The checkouts take turns, each command runs in a separate process, and the medians of the times and of
+their ratio are reported.
 """
 
 import argparse
@@ -48,7 +48,7 @@ PARTS = {
     "with_front": Effort(alternatives=False, hints=False),
     "everything": Effort(),
 }
-"""What a search may do, each with all that the one before it does."""
+"""Efforts of a search. Each one includes the work of those before it."""
 ROOT = Path(__file__).parents[1]
 PAGE = "--html"
 COMMANDS = (
@@ -68,9 +68,9 @@ GOLDEN = (
     "--model llama2_13b --hardware a100-40 --devices 24 --batch.global_size 480",
     "--model megatron_1t --hardware a100-80 --devices 3072 --batch.global_size 3072",
 )
-"""Searches of `tests/golden`, and the largest one."""
+"""Searches of `tests/golden`, and the largest search."""
 PAIRS = 5
-"""Runs of each command, each right after one of the other checkout."""
+"""Number of runs of each command in each checkout. The two checkouts take turns."""
 TIMED = """
 import gc, sys, time
 gc.disable()
@@ -84,12 +84,12 @@ if status == 0:
     print(time.process_time() - start, time.process_time(), file=sys.stderr)
 sys.exit(status)
 """
-"""As tools/plan.py starts a command; on standard error its processor seconds once all that it imports is there, and
-those of the whole process."""
+"""Program that starts a command as tools/plan.py does. It prints two numbers on standard error: the processor seconds
+after all imports, and those of the whole process."""
 
 
 def timed(base: PretrainConfig, hardware: Hardware, devices: int, effort: Effort) -> dict[str, Any]:
-    """One search: processor seconds, layouts, the best."""
+    """Run one search; return its processor seconds, its numbers of layouts, and the best layout."""
     processor = time.process_time()
     found = search_speed(base, hardware, devices, effort=effort)
     return {
@@ -104,7 +104,8 @@ def timed(base: PretrainConfig, hardware: Hardware, devices: int, effort: Effort
 
 
 def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
-    """A row's model on a number of devices, with the authors' layout where that is their number."""
+    """Search a layout for a published model with every effort. If the authors used this number of devices, compare the
+    best layout with theirs."""
     hardware = load_hardware("a100-80")
     base = next(run.candidates())
     base = replace(base, parallel=replace(base.parallel, data=None, layers_per_stage=None))
@@ -121,7 +122,8 @@ def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
 
 
 def command(arguments: list[str], root: Path = ROOT) -> dict[str, Any]:
-    """One command of a checkout in a process of its own. Raises RuntimeError with what it says where it fails."""
+    """Run a command of a checkout in a separate process, and return its times. Raises RuntimeError with its error
+    output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         written = [f"--write_config={folder}/plan.yaml"]
         written += [f"--html={folder}/plan.html"] if PAGE in arguments else []
@@ -140,7 +142,7 @@ def command(arguments: list[str], root: Path = ROOT) -> dict[str, Any]:
 
 
 def commands() -> list[dict[str, Any]]:
-    """The whole command for each of `COMMANDS`, bare and with what flags add."""
+    """Run each of `COMMANDS`, without more flags and with each additional flag."""
     return [
         command(["search", *flags.split(), *more])
         for flags in COMMANDS
@@ -150,7 +152,7 @@ def commands() -> list[dict[str, Any]]:
 
 
 def compared(flags: str, other: Path) -> dict[str, Any]:
-    """One command of this checkout and of another one, in turns."""
+    """Compare the times of a command in this checkout and in another one, which take turns."""
     pairs = []
     for turn in range(PAIRS):
         order = [ROOT, other] if turn % 2 else [other, ROOT]
@@ -162,7 +164,7 @@ def compared(flags: str, other: Path) -> dict[str, Any]:
 
 
 def two_buffered(billions: float, hidden: int) -> dict[str, Any]:
-    """The planner of PipeDream-2BW."""
+    """Measure the planner of PipeDream-2BW for one model."""
     model = ModelConfig(vocabulary_size=51200, num_layers=32, hidden_size=hidden, num_heads=32, max_positions=512)
     config = PretrainConfig(
         model=model,

@@ -1,10 +1,10 @@
 """Compare predictions of the planner with measured steps: profile this machine, predict layouts, and train them.
 
-Every layout is predicted by `megapipe.planner.cost.model.predict` from the profile alone and then trained: the real
-engine and optimizer, on processes over gloo and shared memory with one thread each, on random tokens. A step's time is
-the median over its steps on rank 0, over several starts that alternate with those of the other layouts, because a
-start's memory and the machine's load at the time change it by a few percent. The last line of the output is one JSON
-object.
+`megapipe.planner.cost.model.predict` predicts every layout from the profile only. Then the layout is trained with the
+real engine and optimizer on random tokens, in processes with one thread each, which are connected by gloo and shared
+memory. A step's time is the median over its steps on rank 0, over several starts that alternate with those of the
+other layouts, because the memory of a start and the load of the machine change the time by a few percent. The last
+line of the output is one JSON object.
 
     python benchmarks/plan_truth.py --write table.md
     python benchmarks/plan_truth.py --hardware machine.yaml --layouts "tensor 2" "pipeline 2, 1f1b"
@@ -43,7 +43,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "quickstart.yaml"
 WARM_UP = 2
 RANKS = 4
 MEASURED = {"tensor_sizes": (1, 2), "micro_sizes": (1, 2, 4), "context_sizes": (1, 2)}
-"""What is profiled: all that the layouts have."""
+"""Sizes to profile: those that the layouts use."""
 
 Changes = dict[str, dict[str, Any]]
 LAYOUTS: dict[str, Changes] = {
@@ -70,7 +70,10 @@ LAYOUTS: dict[str, Changes] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One layout: seconds of a step, and what the prediction says they are made of."""
+    """Predicted and measured seconds of a step of one layout, and the terms of the prediction.
+
+    terms: predicted seconds of each term. source: origin of the times of compute.
+    """
 
     name: str
     predicted: float
@@ -80,24 +83,24 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a part of the measured."""
+        """Relative error of the prediction; 0.1 means 10% above the measured time."""
         return self.predicted / self.measured - 1.0
 
 
 def base_config() -> PretrainConfig:
-    """The quickstart's model and batch in fp32."""
+    """Return the configuration of the quickstart, in fp32."""
     return parse_as(PretrainConfig, ["--config", str(EXAMPLE), "--training.precision", "fp32"])
 
 
 def config_of(name: str) -> PretrainConfig:
-    """The run of a layout, with every parallel size given."""
+    """Return the configuration of a layout, with all parallel sizes set."""
     changes = {**LAYOUTS[name], "parallel": {"data": 1, "device": "cpu", **LAYOUTS[name].get("parallel", {})}}
     config = base_config()
     return replace(config, **{group: replace(getattr(config, group), **made) for group, made in changes.items()})
 
 
 def sizes_of(config: PretrainConfig) -> dict[str, int]:
-    """Ranks along each dimension."""
+    """Return the number of ranks along each dimension."""
     return {dimension: getattr(config.parallel, dimension) for dimension in DIMENSIONS}
 
 
@@ -119,7 +122,7 @@ def train(mesh: Mesh, config: PretrainConfig, steps: int) -> list[float]:
 
 
 def measured(names: list[str], steps: int, starts: int) -> dict[str, float]:
-    """Median seconds of a step of each layout."""
+    """Train each layout `starts` times, and return its median seconds of a step."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(starts):
         for name in names:
@@ -131,7 +134,7 @@ def measured(names: list[str], steps: int, starts: int) -> dict[str, float]:
 
 
 def figure(name: str, found: Prediction, seconds: float) -> Figure:
-    """Prediction and measurement side by side."""
+    """Return the figure of a layout from its prediction and the measured seconds."""
     terms: dict[str, float] = {}
     for term in found.estimate.terms:
         terms[term.name] = terms.get(term.name, 0.0) + term.seconds
@@ -140,13 +143,13 @@ def figure(name: str, found: Prediction, seconds: float) -> Figure:
 
 
 def rank_correlation(one: list[float], two: list[float]) -> float:
-    """Spearman's, without ties."""
+    """Return Spearman's rank correlation, for numbers without ties."""
     ranks = [np.argsort(np.argsort(each)).astype(float) for each in (one, two)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def table(figures: list[Figure]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = ["| layout | predicted s | measured s | error | layers' times |", "|---|---|---|---|---|"]
     for each in figures:
         times = f"{each.predicted:.3f} | {each.measured:.3f} | {each.error:+.1%}"
@@ -163,7 +166,7 @@ def summary(figures: list[Figure]) -> dict[str, float]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(f'"{name}"' for name in LAYOUTS)
     parser.add_argument(
@@ -190,7 +193,7 @@ def arguments() -> argparse.Namespace:
 
 
 def machine(chosen: argparse.Namespace) -> Hardware:
-    """The profile that predictions are made from."""
+    """Return the profile for the predictions: that of --hardware, or a new one."""
     if chosen.hardware:
         return load_hardware(chosen.hardware)
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +202,7 @@ def machine(chosen: argparse.Namespace) -> Hardware:
 
 
 def main() -> None:
-    """Profile, predict and measure, print the table, end with one JSON object."""
+    """Profile, predict and measure, print the table, and print one JSON object at the end."""
     chosen = arguments()
     try:
         hardware = machine(chosen)

@@ -1,4 +1,4 @@
-"""What a precision, or an optimizer, does to a model's losses: a small GPT over bytes, one picture for each question.
+"""Measure how precisions and optimizers change the losses of a small GPT over bytes, and draw a picture for each.
 
 Every run starts from the same weights on the same batches in one process on a CPU, where bf16, fp16 and fp8 round as
 they do on a GPU (fp8 is emulated) but save no time. The data are those of examples/gpt_tiny.yaml.
@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
 
 
 def train(name: str, options: list[str], arguments: argparse.Namespace) -> Path:
-    """One run; returns its folder."""
+    """Train one run and return its folder."""
     folder: Path = arguments.folder / name.replace(", ", "_").replace(" ", "_")
     if not arguments.prefix.with_suffix(".bin").is_file():
         sys.exit(f"{arguments.prefix}.bin is not there; examples/gpt_tiny.yaml says how to make it, or use --prefix")
@@ -75,11 +75,11 @@ def main() -> None:
     folders: dict[str, dict[str, Path]] = {picture: {} for picture in PICTURES}
     for picture, runs in PICTURES.items():
         for name, options in runs.items():
-            if tuple(options) not in done:  # fp32 is in both
+            if tuple(options) not in done:  # fp32 is in both pictures
                 done[tuple(options)] = train(name, options, arguments)
             folders[picture][name] = done[tuple(options)]
 
-    # Not before the runs: torch takes a second to import, and bad arguments are told by then.
+    # Imported after the runs, because torch takes a second, and wrong arguments should be reported without this delay.
     from megapipe.config.load import parse as parse_config
     from megapipe.training.loop.batches import reference_losses, split_samples
     from megapipe.training.observe.metrics import METRICS, LossHistory, draw_loss_curves, read_losses

@@ -1,7 +1,7 @@
-"""Speed and memory of tools/preprocess.py beside a pool with one writer (Megatron-LM's design) and datasets.map.
+"""Compare tools/preprocess.py with a pool with one writer (Megatron-LM's design) and datasets.map: speed and memory.
 
-All encode the same JSON lines with the same byte-level BPE of 32,000 tokens; each runs as a process of its own and is
-timed from its start to its end. The ids of the pool and of megapipe are compared byte for byte. The last line of the
+All encode the same JSON lines with the same byte-level BPE of 32,000 tokens. Each runs in a separate process, and its
+time is that of the whole process. The ids of the pool and of megapipe are compared byte for byte. The last line of the
 output is one JSON object.
 
     python benchmarks/preprocess.py --megabytes 100 --workers 1 2
@@ -29,7 +29,7 @@ PEER_NAMES = {"pool": "Pool.imap, tokenizers", "map": "datasets.map, tokenizers"
 
 
 def timed(command: list[str], log: Path) -> tuple[float, float]:
-    """(seconds, peak resident MB of the largest process) of a command. Raises for one that fails."""
+    """Run a command; return (seconds, peak resident MB of its largest process). Raises SystemExit if it fails."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with log.open("w") as output:
         start = time.perf_counter()

@@ -1,11 +1,12 @@
-"""Check what ranks do together on this machine: links, groups, every schedule and layout against one device.
+"""Check the communication of ranks on this machine: links, groups, and all schedules and layouts against one device.
 
-Part of gpu_check.py for two or more GPUs; gloo ranks on a CPU run the same code. Every check is one run:
+gpu_check.py runs these checks on two or more GPUs. Ranks on a CPU, which use gloo, run the same code. Each command is
+one run:
 
     torchrun --nproc-per-node 2 benchmarks/ranks_check.py --checks links groups
     torchrun --nproc-per-node 2 benchmarks/ranks_check.py --device cpu --checks all
 
-Rank 0 prints a line for each check, and one JSON object after it. A rank that fails prints one, and ends the run.
+Rank 0 prints a line and a JSON object for each check. A rank that fails prints a JSON object and ends the run.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from megapipe.training.loop.replica import Replica
 
 STEPS = 2
 TOLERANCE = 1e-5
-"""Relative, of losses and gradient norms in fp32; sums over ranks have another order than sums on one device."""
+"""Largest relative difference of losses and gradient norms in fp32. Ranks sum in another order than one device."""
 TIMEOUT = 120.0
 
 Results = list[tuple[float, float]]
@@ -49,12 +50,15 @@ Results = list[tuple[float, float]]
 
 
 class Different(RuntimeError):
-    """The ranks found something else than they had to."""
+    """The results of the ranks differ from the expected results."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its name, the mesh that it needs, and what runs on every rank, which returns a line for the report."""
+    """A check.
+
+    sizes: sizes of the mesh that it needs. run: runs the check on every rank, and returns a line for the report.
+    """
 
     name: str
     sizes: dict[str, int]
@@ -62,7 +66,7 @@ class Check:
 
 
 def checks(ranks: int) -> list[Check]:
-    """Every check for this number of ranks, the simplest first."""
+    """Return all checks for this number of ranks, the simplest first."""
     grid = {"data": 2, "pipeline": ranks // 2} if ranks % 2 == 0 and ranks > 2 else {"pipeline": ranks}
     found = [Check("links", {"pipeline": ranks}, check_links), Check("groups", grid, check_groups)]
     for name in (each for each in GENERATORS if len(GENERATORS[each].placed(2, {}).routes) == 1):
@@ -112,7 +116,7 @@ def check_links(mesh: Mesh) -> str:
 
 
 def check_groups(mesh: Mesh) -> str:
-    """Run every collective in the world and in each group of the mesh, at one element a rank and at 4 MB."""
+    """Run every collective in the world and in each group of the mesh, with one element per rank and with 4 MB."""
     dimensions = [group for group in map(mesh.group, DIMENSIONS) if group.size > 1 and group is not mesh.world]
     groups = [mesh.world, mesh.second_world(), *dimensions]
     for group in groups:
@@ -123,7 +127,10 @@ def check_groups(mesh: Mesh) -> str:
 
 
 def _check_group(group: Group, size: int, device: torch.device) -> None:
-    """size: elements a member. Member r has numbers that start at r, so every sum and order is known."""
+    """Check all collectives of a group. Rank r has numbers that start at r, so that every result is known.
+
+    size: number of elements of each rank.
+    """
     numbers = torch.arange(size, device=device, dtype=torch.float32)
     own, place, count = numbers + group.rank, group.rank, group.size
     everyone = torch.stack([numbers + rank for rank in range(count)])
@@ -158,7 +165,10 @@ def _same(what: str, found: Tensor, wanted: Tensor) -> None:
 
 
 def _training(groups: dict[str, dict[str, Any]]) -> Callable[[Mesh], str]:
-    """Train on the ranks and on one device, and compare."""
+    """Return a check that trains on the ranks and on one device, and compares the results.
+
+    groups: fields of the configuration to change, by group.
+    """
 
     def run(mesh: Mesh) -> str:
         with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +202,7 @@ def configuration(mesh: Mesh, folder: str, groups: dict[str, dict[str, Any]]) ->
 
 
 def trained(mesh: Mesh, config: PretrainConfig) -> Results:
-    """Loss and gradient norm of two steps on this rank."""
+    """Run STEPS steps, and return their losses and gradient norms on this rank."""
     config = replace(config, parallel=replace(config.parallel, **mesh.shape.sizes))
     replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
@@ -206,9 +216,9 @@ def trained(mesh: Mesh, config: PretrainConfig) -> Results:
 
 
 def on_one_device(mesh: Mesh, config: PretrainConfig) -> Results:
-    """The same run on the device of this rank alone.
+    """Return the results of the same run on only the device of this rank.
 
-    Schedules that do not compute what one process would (class B, delayed updates) run there with their ranks as
+    Schedules whose results differ from those of a single process (class B, delayed updates) run with their ranks as
     threads.
     """
     plain = replace(config.parallel, sequence=False)
@@ -226,7 +236,7 @@ def _alone(mesh: Mesh) -> Mesh:
 
 
 def compared(found: Results, wanted: Results) -> str:
-    """How far the two are apart, in words. Raises Different beyond the tolerance."""
+    """Return the difference of the results in words. Raises Different if it exceeds the tolerance."""
     apart = 0.0
     for one, other in zip(found, wanted, strict=True):
         for name, value, right in zip(("loss", "gradient norm"), one, other, strict=True):
@@ -238,7 +248,7 @@ def compared(found: Results, wanted: Results) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--checks", nargs="+", default=["all"], metavar="NAME")
@@ -246,7 +256,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the checks, all in one world."""
+    """Run all requested checks in one world."""
     chosen = arguments()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 2:
@@ -265,7 +275,7 @@ def main() -> None:
 
 
 def run_checks(world: Mesh, chosen: Sequence[Check]) -> None:
-    """One after the other; the first that fails ends the run. The last JSON object printed says how it went."""
+    """Run checks in order until one fails. The last JSON object that is printed has the result."""
     for number, check in enumerate(chosen, 1):
         if world.rank == 0:
             print(f"{check.name}: started", flush=True)

@@ -1,13 +1,14 @@
-"""Start-up and cost per sample of the data order beside megatron-core's indices; loading beside torch's DataLoader.
+"""Compare the data order with megatron-core's indices, and loading with torch's DataLoader.
 
-1. Corpora of 10^6, 10^9 and 10^13 tokens (sparse files: all zeros, so nothing is read from a disk): time until the
-   first sample can be drawn, time per sample of the order alone and with token ids. megatron-core builds its
-   document, sample and shuffle index for one epoch; where they would not fit in memory their size is computed.
+1. Corpora of 10^6, 10^9 and 10^13 tokens (sparse files of zeros, so nothing is read from a disk): time until the first
+   sample, and time per sample for the order only and with token ids. megatron-core builds its document, sample and
+   shuffle index for one epoch; if they would not fit in memory, only their size is computed.
 2. A blend of 1,000 corpora: time to build the order, time per sample.
 3. Loading micro-batches from a real file in the page cache: tokens per second.
-4. With --documents: corpora of that many documents of 1,000 tokens. Their index is a real file, 20 bytes a document
-   (20 GB for 10^9), dropped from the page cache before it is opened; tokens are a sparse one. Time until the first
-   sample, memory of the process that it takes, pages of the index that are read.
+4. With --documents: corpora with these numbers of documents, of 1,000 tokens each. Their index is a real file with 20
+   bytes per document (20 GB for 10^9), which is dropped from the page cache before it is opened. Their tokens are a
+   sparse file. Time until the first sample, memory that the process takes for it, and bytes of the index that are
+   read.
 
     python benchmarks/sample_order.py --folder /tmp --tokens 1000000 1000000000 10000000000000
 """
@@ -34,7 +35,7 @@ from megapipe.data.mixing import BlendOrder
 from megapipe.data.samples import GptSamples
 from megapipe.data.shards import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, bin_path, idx_path
 
-with warnings.catch_warnings():  # about optional packages of no concern here
+with warnings.catch_warnings():  # ignore warnings about optional packages
     warnings.simplefilter("ignore")
     from megatron.core.datasets import helpers_cpp
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -42,12 +43,12 @@ with warnings.catch_warnings():  # about optional packages of no concern here
 
 LENGTH = 2048
 LARGEST_BUILT = 10**10
-"""Tokens up to which megatron-core's indices are built here."""
+"""Largest number of tokens for which megatron-core's indices are built."""
 AT_ONCE = 10**7
 
 
 def sparse_shard(prefix: Path, num_documents: int, length: int) -> Path:
-    """A shard of uint8 zeros in documents of equal length."""
+    """Write a shard of uint8 zeros in documents of equal length, and return its prefix."""
     with bin_path(prefix).open("wb") as file:
         file.truncate(length * num_documents)
     with idx_path(prefix).open("wb") as file:
@@ -63,32 +64,32 @@ def sparse_shard(prefix: Path, num_documents: int, length: int) -> Path:
 
 
 def _chunks(count: int) -> Iterator[np.ndarray]:
-    """0 to count - 1, a few at a time."""
+    """Yield the numbers from 0 to count - 1 in arrays of at most AT_ONCE numbers."""
     for begin in range(0, count, AT_ONCE):
         yield np.arange(begin, min(begin + AT_ONCE, count), dtype="<i8")
 
 
 def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Time of one call, and its result."""
+    """Return the seconds of a call, and its result."""
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
 
 
 def best_of(repeats: int, work: Callable[[], Any]) -> float:
-    """The shortest of several calls: what the machine can do when others leave it alone."""
+    """Return the seconds of the shortest of several calls, which is least affected by other load of the machine."""
     return min(seconds_of(work)[0] for _ in range(repeats))
 
 
 def open_samples(prefix: Path) -> GptSamples:
-    """The training split, to its first sample."""
+    """Open the training split, and read its first sample."""
     samples = GptSamples(prefix, split="train", shares="100", sequence_length=LENGTH, seed=1)
     samples.tokens(0)
     return samples
 
 
 def open_megatron(prefix: Path, num_tokens: int) -> Any:
-    """megatron-core's GPTDataset for one epoch, to its first sample, with nothing cached."""
+    """Build megatron-core's GPTDataset for one epoch without cached indices, and read its first sample."""
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=LENGTH,
@@ -109,13 +110,13 @@ def open_megatron(prefix: Path, num_tokens: int) -> Any:
 
 
 def index_bytes(num_documents: int, num_samples: int) -> int:
-    """Bytes of megatron-core's three indices for one epoch."""
+    """Return the bytes of megatron-core's three indices for one epoch."""
     wide = 8 if num_documents > 2**31 else 4
     return 4 * num_documents + 2 * wide * (num_samples + 1) + (4 if num_samples < 2**32 - 2 else 8) * num_samples
 
 
 def compare_orders(folder: Path, num_tokens: int) -> dict[str, Any]:
-    """Both orders over a corpus of that size."""
+    """Measure both orders with a corpus of this size."""
     num_documents = min(num_tokens // 1000, 10**6)
     prefix = sparse_shard(folder / f"corpus{num_tokens}", num_documents, num_tokens // num_documents)
     start, samples = seconds_of(lambda: open_samples(prefix))
@@ -136,7 +137,8 @@ def compare_orders(folder: Path, num_tokens: int) -> dict[str, Any]:
 
 
 def start_with_documents(folder: Path, num_documents: int) -> dict[str, Any]:
-    """Open a corpus of that many documents, draw samples and find the documents in them."""
+    """Measure the start with a corpus of `num_documents` documents, and the search for document boundaries in
+    samples."""
     prefix = sparse_shard(folder / f"documents{num_documents}", num_documents, 1000)
     index = idx_path(prefix)
     drop_from_page_cache([index])
@@ -144,7 +146,7 @@ def start_with_documents(folder: Path, num_documents: int) -> dict[str, Any]:
     start, samples = seconds_of(lambda: open_samples(prefix))
     ordinals = np.random.default_rng(0).integers(0, len(samples), size=1000)
     draw, boundaries = seconds_of(lambda: [samples.boundaries(one) for one in ordinals])
-    assert all(2 <= len(found[0]) <= 3 for found in boundaries)  # as LENGTH in documents of 1,000 has it
+    assert all(2 <= len(found[0]) <= 3 for found in boundaries)  # a sample has LENGTH tokens, a document 1,000
     row = {
         "documents": num_documents,
         "start_ms": 1e3 * start,
@@ -158,7 +160,7 @@ def start_with_documents(folder: Path, num_documents: int) -> dict[str, Any]:
 
 
 def _anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Return the bytes of this process's memory that do not belong to files."""
     for line in Path("/proc/self/status").read_text("ascii").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -166,7 +168,8 @@ def _anonymous_bytes() -> int:
 
 
 def compare_blends(num_corpora: int, num_samples: int) -> dict[str, Any]:
-    """A blend of many corpora of log-normal weights, `num_samples` of it."""
+    """Measure the order of a blend of many corpora with log-normal weights. num_samples: size of megatron-core's
+    index."""
     weights = np.random.default_rng(0).lognormal(0, 1.5, size=num_corpora)
     build, order = seconds_of(lambda: BlendOrder(weights.tolist()))
     ordinals = np.random.default_rng(1).integers(0, 10**13, size=100_000)
@@ -189,7 +192,7 @@ def compare_blends(num_corpora: int, num_samples: int) -> dict[str, Any]:
 
 
 class _Windows(Dataset[Any]):
-    """The same samples as torch's DataLoader takes them."""
+    """The same samples as a dataset for torch's DataLoader."""
 
     def __init__(self, samples: GptSamples) -> None:
         self._samples = samples
@@ -203,7 +206,7 @@ class _Windows(Dataset[Any]):
 
 
 def compare_loaders(folder: Path, num_bytes: int, micro_size: int) -> dict[str, float]:
-    """Million tokens a second from a file of random uint16 ids in the page cache."""
+    """Return the million tokens per second that are loaded from a file of random uint16 ids in the page cache."""
     prefix = folder / "real"
     num_tokens = num_bytes // 2
     np.random.default_rng(0).integers(0, 50_000, size=num_tokens, dtype=np.uint16).tofile(bin_path(prefix))
@@ -248,7 +251,7 @@ def compare_loaders(folder: Path, num_bytes: int, micro_size: int) -> dict[str, 
 
 
 def main() -> int:
-    """Measure all and print; the last line is one JSON object."""
+    """Run all measurements and print them; the last line is one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=None, help="where sparse and real files go (default: a temporary folder)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[10**6, 10**9, 10**13])

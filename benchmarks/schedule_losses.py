@@ -1,8 +1,8 @@
-"""What staleness costs a model: the quickstart's GPT under several schedules, one picture, final losses told.
+"""Measure how stale gradients change the losses of a model: train the quickstart's GPT with several schedules.
 
-Every schedule trains the same model from the same start on the same batches, as a pipeline of two processes; those of
-one numerical class give the same bits, and 2bw, whose gradients are one step old, does not. The corpus and tokenizer
-are the quickstart's (`make quickstart` makes them).
+Every schedule trains the same model from the same initial weights on the same batches, in a pipeline of two processes.
+Schedules of one numerical class give the same bits; 2bw, whose gradients are one step old, does not. The losses are
+drawn in one picture, and the final losses are printed. Corpus and tokenizer are those that `make quickstart` makes.
 
     .venv/bin/python benchmarks/schedule_losses.py --schedules 1f1b 2bw --steps 200
 """
@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
 
 
 def train(name: str, arguments: argparse.Namespace) -> Path:
-    """One run of a schedule; returns its folder."""
+    """Train with one schedule, and return the folder of the run."""
     folder = arguments.folder / name
     prefix = arguments.quickstart / "corpus_text_document"
     if not prefix.with_suffix(".bin").is_file():
@@ -52,7 +52,7 @@ def main() -> None:
         setattr(arguments, path, getattr(arguments, path).resolve())
     folders = {name: train(name, arguments) for name in arguments.schedules}
 
-    # Not before the runs: torch takes a second to import, and bad arguments are told by then.
+    # Imported after the runs, because torch takes a second, and wrong arguments should be reported without this delay.
     from megapipe.config.load import parse as parse_config
     from megapipe.training.loop.batches import reference_losses, split_samples
     from megapipe.training.observe.metrics import METRICS, draw_loss_curves, read_losses

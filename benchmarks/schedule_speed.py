@@ -1,9 +1,9 @@
-"""How long schedules take to make: megapipe beside torch.distributed.pipelining's own lowering, in one run.
+"""Compare the time to create schedules in megapipe and in torch.distributed.pipelining.
 
-Megapipe builds, lowers and validates interleaved 1F1B; torch orders, checks the order and lowers the same shape, and
-does not check what it lowered. tools/schedule.py is started afresh as a user would. On a busy host the processor's
-seconds say more than those of the clock. Every figure is the least of the repeats. The last line of the output is one
-JSON object.
+Megapipe builds, lowers and validates interleaved 1F1B; torch orders, checks the order and lowers the same schedule,
+but does not check the lowered one. tools/schedule.py is started in a new process, as by a user. On a busy host,
+processor seconds are more reliable than wall-clock seconds. Every figure is the minimum over the repeats. The last
+line of the output is one JSON object.
 
     python benchmarks/schedule_speed.py --repeats 3
 """
@@ -29,14 +29,14 @@ TOOL_FLAGS = ("simulate", "--schedule", "interleaved_1f1b", "--ranks", "8", "--m
 
 
 def megapipe(ranks: int, microbatches: int, chunks: int) -> int:
-    """Build, lower and validate; the number of actions."""
+    """Build, lower and validate a schedule; return its number of actions."""
     schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks)
     validate(schedule)
     return sum(len(rows) for rows in schedule.sections.body)
 
 
 def peer(ranks: int, microbatches: int, chunks: int) -> int:
-    """Order and lower by torch, for all ranks as each of its ranks does; the number of actions."""
+    """Let torch order and lower a schedule for all ranks, as each of its ranks does; return the number of actions."""
     stages = [
         SimpleNamespace(num_stages=ranks * chunks, group_size=ranks, group_rank=0, stage_index=chunk * ranks)
         for chunk in range(chunks)
@@ -46,20 +46,20 @@ def peer(ranks: int, microbatches: int, chunks: int) -> int:
 
 
 def tool() -> int:
-    """One simulation from the command line."""
+    """Run one simulation from the command line; return the number of entries in its output."""
     done = subprocess.run([sys.executable, ROOT / "tools" / "schedule.py", *TOOL_FLAGS], check=True, cwd=ROOT,
                           capture_output=True, timeout=60)  # fmt: skip
     return len(json.loads(done.stdout))
 
 
 def processor_seconds() -> float:
-    """Of this process and the children that it has waited for."""
+    """Return the processor seconds of this process and of the child processes that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def measure(work: Callable[[], int], repeats: int) -> dict[str, float]:
-    """Least seconds of the clock and of the processor, and what the work counted."""
+    """Return the minimum wall-clock and processor seconds over the repeats, and the number that `work` returned."""
     wall, processor, count = [], [], 0
     for _ in range(repeats):
         began = time.perf_counter(), processor_seconds()

@@ -1,9 +1,9 @@
-"""Seq1F1B beside 1F1B on four pipeline ranks, in one run: peak memory of a real GPT, step time of sleeping stages.
+"""Compare Seq1F1B with 1F1B on four pipeline ranks: peak memory of a real GPT, and step time of sleeping stages.
 
-Memory: a GPT trains two steps on sequences of 8,192 tokens. A rank's peak is the most memory that the system counts as
-its own in the second step, less what it had before the step; every schedule has new processes. Time: stages sleep, in
-proportion to the tokens of a slice, so that four ranks fit on two cores; "allowed" is what the order permits if only
-stages took time. Medians of the repeats, schedules in turns.
+Memory: a GPT trains two steps on sequences of 8,192 tokens. A rank's peak is its largest resident memory in the second
+step, minus the memory before the step; every schedule has new processes. Time: stages sleep in proportion to the
+tokens of a slice, so that four ranks fit on two cores. "allowed" is the step time that the order allows if only stages
+took time. Schedules take turns, and times are medians of the repeats.
 
     python benchmarks/sequence_slices.py
     python benchmarks/sequence_slices.py --tokens 2048 --slices 2 4 8
@@ -41,7 +41,7 @@ MIB = 2**20
 
 
 def config_of(slices: int, tokens: int, microbatches: int) -> PretrainConfig:
-    """A small GPT on four pipeline ranks. slices: 1 for 1F1B."""
+    """Return the configuration of a small GPT on four pipeline ranks. slices: slices per sequence; 1 means 1F1B."""
     config = PretrainConfig(
         model=ModelConfig(vocabulary_size=1024, num_layers=RANKS, hidden_size=128, num_heads=2, max_positions=tokens)
     )
@@ -55,7 +55,7 @@ def config_of(slices: int, tokens: int, microbatches: int) -> PretrainConfig:
 
 
 def peak_growth(mesh: Mesh, config: PretrainConfig) -> int:
-    """Return the bytes by which this rank grew in its second step, at their peak."""
+    """Return the largest number of bytes by which this rank's memory grew in its second step."""
     mesh = connected_mesh(MeshShape({"pipeline": RANKS}), mesh.device)
     replica = Replica(config, mesh)
     batch = open_loader(config, mesh, replica, samples_for(config)).load(0)
@@ -68,20 +68,20 @@ def peak_growth(mesh: Mesh, config: PretrainConfig) -> int:
 
 
 def _status(name: str) -> int:
-    """Return a size that the system has of this process, in bytes."""
+    """Return a size of this process, in bytes. name: its name in /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def sliced(slices: int, microbatches: int) -> Schedule:
-    """1F1B, or Seq1F1B over more than one slice."""
+    """Return 1F1B for one slice, else Seq1F1B."""
     return build("seq1f1b", RANKS, microbatches, slices=slices) if slices > 1 else build("1f1b", RANKS, microbatches)
 
 
 def step_times(
     mesh: Mesh, counts: list[int], microbatches: int, seconds: float, floats: int, repeats: int
 ) -> dict[str, tuple[float, float]]:
-    """Return the median seconds of a step of every number of slices, and those that its order allows."""
+    """Return, for each number of slices, the median seconds of a step, and the seconds that the order allows."""
     mesh, meter = connected_mesh(MeshShape({"pipeline": RANKS}), mesh.device), Meter()
     pool, steps, allowed = LinkPool(mesh, "shared_memory", 120.0), {}, {}
     for slices in counts:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="repeats, of which the median counts")
     chosen = parser.parse_args()
     counts = [1, *chosen.slices]
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors go back to the system
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # returns the memory of freed tensors to the system
     times = on_ranks(
         RANKS,
         "cpu",

@@ -1,9 +1,10 @@
-"""Tokens per second of one training step: megapipe beside Hugging Face's GPT2LMHeadModel and a plain torch GPT.
+"""Compare training steps of megapipe, Hugging Face's GPT2LMHeadModel and a plain torch GPT in tokens per second.
 
-All contestants have the same size, dtype, micro-batches, gradient clip and AdamW. On a processor they take turns, so
-that a change of the machine's load meets all of them, and a second part lays a two-rank megapipe pipeline beside one
-rank with as many threads. On a GPU the peers go through torch.compile, and each contestant has the memory to itself.
-The last line of the output is one JSON object; on a GPU one comes after each contestant, with what is known by then.
+All contestants have the same size, dtype, micro-batches, gradient clip and AdamW. On a CPU they take turns, so that a
+change of the machine's load affects all of them, and a second part compares a pipeline of two megapipe ranks with one
+rank that has the same number of threads. On a GPU the peers are compiled by torch.compile, and the contestants run one
+after another, so that each can use all of the memory. The last line of the output is one JSON object; on a GPU, an
+object with the results so far also follows each contestant.
 
     python benchmarks/train_step.py --repeats 9
     python benchmarks/train_step.py --device cuda --precision bf16 --models 124m 350m 1.3b
@@ -30,7 +31,8 @@ Result = dict[str, Any]
 
 
 def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Callable[[Result], None]) -> Result:
-    """All contestants on one model, in this process. tell: gets what is known after each that runs by itself."""
+    """Measure all contestants with one model in this process. tell: on a GPU, called with the results so far after
+    each contestant."""
     print(f"{name}, {setting.precision}, {setting.device.type}", flush=True)
     makers = contestants(setting)
     config = configuration(setting, 1, compiled=False)
@@ -64,7 +66,7 @@ def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Calla
 
 
 def measure_pipeline(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Two ranks beside one."""
+    """Compare a pipeline of two ranks with one rank."""
     seconds = pipeline_seconds(setting, repeats)
     found = rates(seconds, setting.training.num_tokens, lambda elapsed: None)
     ratio = paired_ratio([seconds[PIPELINE]], [seconds[ALONE]])
@@ -74,7 +76,7 @@ def measure_pipeline(setting: Setting, repeats: int) -> dict[str, Any]:
 
 
 def summary(results: list[dict[str, Any]]) -> str:
-    """One line for a table of many benchmarks."""
+    """Return one line for a table of many benchmarks."""
     parts = []
     for result in results:
         rates_of_ours = [rate for name, rate in result["contestants"].items() if name.startswith("megapipe")]
@@ -91,7 +93,7 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="5m on a processor, all real ones on a GPU")
@@ -115,7 +117,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print tables, end with one JSON object."""
+    """Measure, print tables, and print one JSON object at the end."""
     chosen = arguments()
     torch.set_num_threads(chosen.threads)
     device = torch.device(chosen.device)

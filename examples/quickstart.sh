@@ -54,7 +54,7 @@ rm -rf "$folder/exported" # an earlier quickstart's: a conversion never overwrit
 "${bin}megapipe" convert convert "$folder" --to hf "$folder/exported"
 "${bin}python" "$examples/generate_with_transformers.py" "$folder/exported" "def "
 
-# Those that can be trained: with several routes a model is held more than once, which training refuses.
+# The schedules that can be trained. With several routes, a model is held more than once, which training refuses.
 schedules=$("${bin}python" -c "from megapipe.schedules import GENERATORS
 print(*(name for name, generator in GENERATORS.items() if len(generator.placed(2, {}).routes) == 1))")
 say "done"

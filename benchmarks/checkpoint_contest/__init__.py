@@ -1,1 +1,1 @@
-"""Checkpoints by several means of the same state, in turns."""
+"""Contestants and measurements of benchmarks/checkpoint.py."""

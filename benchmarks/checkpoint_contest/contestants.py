@@ -1,4 +1,4 @@
-"""Means of saving and loading a state. Every call is made by all ranks; durable means flushed to the disk."""
+"""Methods of saving and loading a state. All ranks make every call. Durable means flushed to the disk."""
 
 import os
 from abc import ABC, abstractmethod
@@ -21,11 +21,11 @@ from megapipe.parallel.unit_state import UnitState
 from .state import Moments, tensors_of
 
 Wait = Callable[[], None]
-"""Returns once what was begun is durable."""
+"""Function that returns once the started save is durable."""
 
 
 class Contestant(ABC):
-    """One means. name: for the table."""
+    """One method of saving and loading. name: its name in the table."""
 
     name: str
 
@@ -33,22 +33,23 @@ class Contestant(ABC):
         self.mesh = mesh
 
     def prepare(self, parent: Path, states: Sequence[UnitState]) -> None:  # noqa: B027 (most do nothing)
-        """What training does beside its first steps, ahead of the first save into a folder under `parent`."""
+        """Do what training does in the background of its first steps, before the first save to a folder in
+        `parent`."""
 
     @abstractmethod
     def save(self, folder: Path, states: Sequence[UnitState]) -> Wait:
-        """Save into a folder that does not exist, and return as soon as training could go on."""
+        """Save into a folder that does not exist, and return as soon as training could continue."""
 
     @abstractmethod
     def load(self, folder: Path, states: Sequence[UnitState], axis: int) -> None:
-        """Overwrite states that are split along `axis` by what a save put there."""
+        """Load what was saved in `folder` into states that are split along `axis`."""
 
     reshards = True
-    """Whether states may be split otherwise than when they were saved."""
+    """Whether a load may split states along another axis than the save."""
 
 
 class Megapipe(Contestant):
-    """Checksums, one rename; between two steps or beside training."""
+    """megapipe, with checksums and one rename. It writes between two steps or, if asynchronous, during training."""
 
     def __init__(self, mesh: Mesh, asynchronous: bool) -> None:
         super().__init__(mesh)
@@ -61,7 +62,7 @@ class Megapipe(Contestant):
             saver = self._saver(parent)
             saver.plan(states)
             saver.prepare()
-            saver.finish()  # when it is allocated: steps take long enough for that
+            saver.finish()  # waits for the allocation; the first steps of a run take longer
 
     def save(self, folder: Path, states: Sequence[UnitState]) -> Wait:
         run = RunState(int(folder.name), 0, {}, "fp32", (), {"model": {}})
@@ -81,7 +82,7 @@ class Megapipe(Contestant):
 
 
 class TorchSave(Contestant):
-    """`torch.save` of each rank's dictionary, flushed."""
+    """`torch.save` of each rank's dictionary of tensors, flushed to the disk."""
 
     name = "torch.save"
     reshards = False
@@ -102,14 +103,14 @@ class TorchSave(Contestant):
 
 
 class DistributedCheckpoint(Contestant):
-    """torch's own (torch.distributed.checkpoint), with DTensors over the states' memory and its default writer."""
+    """torch.distributed.checkpoint (DCP) with its default writer, and with DTensors that use the states' memory."""
 
     def __init__(self, mesh: Mesh, asynchronous: bool) -> None:
         super().__init__(mesh)
         self.name = f"torch DCP, {'asynchronous' if asynchronous else 'synchronous'}"
         self._asynchronous = asynchronous
         self._mesh: DeviceMesh = device_mesh(mesh)
-        # Its thread speaks while ours measures: in one group their collectives would meet in no fixed order.
+        # DCP's thread communicates while this thread measures. In one group, their collectives would interleave.
         self._group = dist.new_group()
         options = StagingOptions(
             use_pinned_memory=False,
@@ -117,7 +118,7 @@ class DistributedCheckpoint(Contestant):
             use_async_staging=False,
             use_non_blocking_copy=False,
         )
-        # Keeps its copy's memory from save to save, as ours does.
+        # The stager keeps the memory of its copy between saves, as megapipe does.
         self._stager = DefaultStager(options) if asynchronous else None
 
     def save(self, folder: Path, states: Sequence[UnitState]) -> Wait:
@@ -144,7 +145,7 @@ class DistributedCheckpoint(Contestant):
 
 
 def contestants(mesh: Mesh) -> list[Contestant]:
-    """All of them."""
+    """Return all contestants."""
     return [
         Megapipe(mesh, True),
         Megapipe(mesh, False),

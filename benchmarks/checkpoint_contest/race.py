@@ -23,11 +23,14 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of the slower rank, medians over the rounds; the first save of all by itself. There DCP allocates its
-    copy's memory; training with megapipe does that beside its first steps, so here it is done before.
+    """Seconds of the slower rank: medians over the rounds, except for the first save.
 
-    stall: until training could go on. durable: until all is on the disk. load, resharded: from the page cache; None
-    for who cannot.
+    In its first save, DCP allocates the memory of its copy. megapipe allocates it in the background of the first steps
+    of training, so here it is allocated before the first save.
+
+    first_stall, stall: seconds until training could continue, in the first save and in later ones. durable: seconds
+    until everything is on the disk. load, resharded: seconds to load from the page cache, with the same split and with
+    another one; None if the contestant cannot do this.
     """
 
     name: str
@@ -40,7 +43,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Race:
-    """bytes: of the state, over all ranks. copy: seconds of one copy of it into memory that has been used before."""
+    """Result of all contestants.
+
+    bytes: bytes of the state, over all ranks. copy: seconds of a copy of the state to memory that was used before.
+    """
 
     bytes: int
     copy: float
@@ -48,7 +54,7 @@ class Race:
 
 
 def race(matrices: int, rounds: int, folder: Path) -> Race:
-    """Start the ranks, run, and return what they measured. folder: on the disk that is to be measured."""
+    """Start the ranks, run, and return what they measured. folder: folder on the disk to measure."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         return in_ranks(RANKS, _measured, matrices, rounds, Path(place))
 
@@ -59,7 +65,10 @@ def _measured(rank: int, matrices: int, rounds: int, place: Path) -> Race:
 
 
 def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: int, place: Path) -> Race:
-    """Rounds of all, the order turning, after one of warm-up that is only seen in `first_stall`."""
+    """Run rounds of all contestants, after one round of warm-up, of which only `first_stall` is used.
+
+    The contestants change their order from round to round.
+    """
     rows, columns = make_states(mesh, matrices, 0), make_states(mesh, matrices, 1)
     copies = [torch.empty_like(tensor) for tensor in tensors_of(rows).values()]
     times: dict[str, list[dict[str, float]]] = {each.name: [] for each in entered}
@@ -113,7 +122,7 @@ def _parent(place: Path, each: Contestant) -> Path:
 
 
 def _slower(mesh: Mesh, work: Callable[[], object]) -> float:
-    """Seconds that `work` took on the slower rank."""
+    """Return the seconds that `work` takes on the slower rank."""
     mesh.world.barrier()
     start = time.perf_counter()
     work()

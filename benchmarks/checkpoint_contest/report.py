@@ -8,7 +8,8 @@ from .throttled import Overhead
 
 
 def table(race: Race) -> str:
-    """Stalls also as multiples of one copy of the state, the rest also as bytes a second."""
+    """Return the times; stalls also as multiples of one copy of the state, and other times also as bytes per
+    second."""
     lines = [
         "| | stall | stall over one copy | first stall | durable | load | resharded load |",
         "|---|---|---|---|---|---|---|",
@@ -23,7 +24,7 @@ def table(race: Race) -> str:
 
 
 def overhead_table(overheads: Sequence[Overhead]) -> str:
-    """What saving by measured cost adds."""
+    """Return the training time that `checkpoint.every auto` adds on each disk."""
     lines = ["| disk | saves | steps between the last two | overhead | bound |", "|---|---|---|---|---|"]
     lines += [
         f"| {each.megabytes_a_second:g} MB/s | {each.saves} | {each.interval} | {each.overhead:.2%} | "
@@ -34,7 +35,7 @@ def overhead_table(overheads: Sequence[Overhead]) -> str:
 
 
 def stall_table(stalls: Sequence[Stall]) -> str:
-    """Seconds by which a copy delays a step."""
+    """Return the seconds by which a copy delays a step."""
     lines = ["| copy | between steps | in the next step | predicted |", "|---|---|---|---|"]
     lines += [
         f"| {each.copy:.3f} s | {each.between_steps:.3f} s | {each.next_step:.3f} s | {each.predicted:.3f} s |"

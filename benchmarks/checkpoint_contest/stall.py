@@ -1,8 +1,9 @@
-"""How long a step is delayed by the copy of its state: before the step, or unit by unit in its background.
+"""Measure how long the copy of the state delays a step: before the step, or unit by unit in its background.
 
-Two pipeline ranks are threads, and their stages and copies sleep: each unit's copy takes the same time, on one lane,
-as a GPU's copy engine makes them. `BackgroundSaver` starts the saves, the engine runs the steps, and `simulate`
-predicts them. All contestants take turns; a time is the median over the rounds, from a barrier to the last rank's end.
+Two pipeline ranks are threads, and their stages and copies sleep. The copies of all units take the same time and run
+one after another, as on a GPU's copy engine. `BackgroundSaver` starts the saves, the engine runs the steps, and
+`simulate` predicts them. All contestants take turns; a time is the median over the rounds, from a barrier to the last
+rank's end.
 """
 
 import statistics
@@ -38,7 +39,7 @@ from .state import Moments
 
 RANKS, MICROBATCHES, UNITS = 2, 4, 4
 FORWARD_SECONDS = 0.02
-"""Of a rank's units; a backward takes twice as long."""
+"""Time of a rank's forward over all its units; a backward takes twice as long."""
 COPIES = (0.5, 1.0, 1.25, 1.5, 2.0)
 """Times of a rank's copy, as multiples of its forwards and backwards in a step."""
 X = torch.zeros(1, 16)
@@ -46,7 +47,11 @@ X = torch.zeros(1, 16)
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds of a rank's copy, and by how much each way to copy delays a step, measured and predicted."""
+    """Seconds of a rank's copy, and the seconds by which a step is delayed.
+
+    between_steps, next_step: measured, if the copy is made before the step or in its background. predicted: predicted
+    for the latter.
+    """
 
     copy: float
     between_steps: float
@@ -55,7 +60,7 @@ class Stall:
 
 
 class SleepingCopies(ThreadCopies):
-    """Copies that take the same time each."""
+    """Copies, each of which takes `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__("snapshot")
@@ -87,14 +92,15 @@ def _stall(multiple: float, rounds: int, folder: Path) -> Stall:
 
 
 def _slowest(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The end of the last rank, for each contestant of a round."""
+    """Return the seconds of the slowest rank, for each contestant of a round."""
     return tuple(map(max, zip(*ranks, strict=True)))
 
 
 def _measure(
     mesh: Mesh, schedule: Schedule, seconds: float, rounds: int, folder: Path
 ) -> list[tuple[float, float, float]]:
-    """Seconds of a step without a save, after a copy between steps, and with its copy in the step."""
+    """Return for each round the seconds of a step without a save, with a copy before the step, and with a copy in its
+    background."""
     lane = SleepingCopies(seconds)
     stages = _stages(mesh, schedule)
     engine = _engine(mesh, schedule, stages, Swaps(mesh.device, lane))

@@ -22,27 +22,27 @@ class Moments:
     """Two moments of every parameter."""
 
     def kinds(self, spec: ParameterSpec) -> Sequence[str]:
-        """As `megapipe.checkpoint.save_and_load` asks for them."""
+        """See `megapipe.checkpoint.save_and_load.Moments`."""
         return MOMENTS
 
     def allocate(self, state: UnitState) -> None:
-        """As `megapipe.checkpoint.save_and_load` asks for it."""
+        """See `megapipe.checkpoint.save_and_load.Moments`."""
         for name in MOMENTS:
             state.add_moment(name, slice(0, state.table.num_elements))
 
 
 def num_matrices(gigabytes: float) -> int:
-    """Matrices that make up a state of so many bytes, at least two."""
+    """Return the number of matrices of a state of this size, at least two."""
     return max(2, round(gigabytes * 1e9 / (KINDS * 4 * WIDTH**2)))
 
 
 def state_bytes(matrices: int) -> int:
-    """Of all ranks together."""
+    """Return the bytes of the state, over all ranks."""
     return matrices * KINDS * 4 * WIDTH**2
 
 
 def make_states(mesh: Mesh, matrices: int, axis: int) -> list[UnitState]:
-    """This rank's zeroed states; matrices are split along `axis`."""
+    """Return this rank's states, filled with zeros. The matrices are split along `axis`."""
     states = []
     for number in range(matrices):
         spec = ParameterSpec(
@@ -57,7 +57,7 @@ def make_states(mesh: Mesh, matrices: int, axis: int) -> list[UnitState]:
 
 
 def tensors_of(states: Sequence[UnitState]) -> dict[str, Tensor]:
-    """Name -> this rank's part of a matrix, in the states' own memory."""
+    """Return this rank's part of each matrix by name, as views of the states' memory."""
     return {
         f"{kind}/{segment.spec.name}": state.owned_view(buffer, segment)
         for state in states
@@ -67,13 +67,13 @@ def tensors_of(states: Sequence[UnitState]) -> dict[str, Tensor]:
 
 
 def fill(states: Sequence[UnitState], axis: int, rank: int, size: int) -> None:
-    """Give every element a value that its place in the whole matrix decides."""
+    """Set every element to a value that depends on its position in the whole matrix; see `expected`."""
     for name, tensor in tensors_of(states).items():
         tensor.copy_(expected(name, axis, rank, size))
 
 
 def expected(name: str, axis: int, rank: int, size: int) -> Tensor:
-    """A rank's part of a matrix, whose elements are whole numbers below 2^24."""
+    """Return a rank's part of a matrix whose elements are whole numbers below 2^24, which fp32 represents exactly."""
     return _places().chunk(size, axis)[rank] + zlib.crc32(name.encode()) % 1_000_000
 
 

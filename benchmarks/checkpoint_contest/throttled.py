@@ -1,4 +1,4 @@
-"""What `checkpoint.every auto` costs on disks of three speeds: steps that sleep, and a disk that sleeps too."""
+"""Measure the cost of `checkpoint.every auto` on disks of three speeds. The steps and the disk only sleep."""
 
 import tempfile
 import time
@@ -17,11 +17,11 @@ from megapipe.parallel.mesh import Mesh
 from .state import make_states
 
 SPEEDS = (1000.0, 200.0, 40.0)
-"""Megabytes a second."""
+"""Speeds of the disks in megabytes per second."""
 MATRICES = 2
 STEP_SECONDS = 0.05
 STEPS_ALONE = 100
-"""Steps by which the time of one without saves is known."""
+"""Number of steps that measure the time of a step without saves."""
 
 
 class ThrottledDisk(StorageWriter):
@@ -31,7 +31,7 @@ class ThrottledDisk(StorageWriter):
         self._rate = megabytes * 1e6
 
     def write(self, descriptor: int, content: memoryview) -> int:
-        """As the disk does, and then as late as the slower disk would be."""
+        """Write to the disk, then wait until the slower disk would have finished."""
         start = time.perf_counter()
         written = super().write(descriptor, content)
         time.sleep(max(0.0, written / self._rate - (time.perf_counter() - start)))
@@ -40,8 +40,11 @@ class ThrottledDisk(StorageWriter):
 
 @dataclass(frozen=True)
 class Overhead:
-    """Of one speed. overhead: training time that saves added, over the steps after the first save; interval: steps
-    between the last two saves."""
+    """Overhead on a disk of one speed.
+
+    interval: steps between the last two saves. overhead: time that saves added, divided by the training time of the
+    steps after the first save. bound: the maximum for `overhead` that was set.
+    """
 
     megabytes_a_second: float
     saves: int
@@ -51,7 +54,7 @@ class Overhead:
 
 
 def overhead(megabytes: float, steps: int, bound: float, folder: Path) -> Overhead:
-    """Train `steps` steps of sleep, saving as the timer says."""
+    """Run `steps` steps that sleep, and save when the timer asks for it. bound: maximum fraction of added time."""
     mesh = Mesh(MeshShape({}), 0, torch.device("cpu"), lambda name, partition: None)
     states = make_states(mesh, MATRICES, 0)
     timer = SaveTimer(bound)
@@ -84,7 +87,7 @@ def overhead(megabytes: float, steps: int, bound: float, folder: Path) -> Overhe
 
 
 def _step_alone() -> float:
-    """Seconds of a step beside which nothing is saved: sleep lasts a little longer than asked."""
+    """Return the seconds of a step without saves. It is measured, because a sleep takes longer than requested."""
     start = time.perf_counter()
     for _ in range(STEPS_ALONE):
         time.sleep(STEP_SECONDS)

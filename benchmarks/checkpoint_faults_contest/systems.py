@@ -1,4 +1,4 @@
-"""Two ways to keep a checkpoint, each able to die at any operation on its disk: megapipe's and DCP's."""
+"""megapipe and DCP as two systems for checkpoints, whose process can be killed at any operation on the disk."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-import torch._dynamo  # DTensor needs it: imported once here and not in every process that is forked
+import torch._dynamo  # DTensor needs it; importing it here saves the import in every forked process
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -31,24 +31,25 @@ from megapipe.spec.parameters import Init, ParameterSpec
 SHAPE = (32, 96)
 NAMES = ("first", "second", "third")
 TIMEOUT_SECONDS = 60.0
-"""That ranks wait for each other."""
+"""Time that ranks wait for each other."""
 
 
 def whole(name: str, step: int) -> Tensor:
-    """A matrix after a step: every element is another number."""
+    """Return a matrix as it is after a step. All elements of all matrices and steps are different numbers."""
     count = SHAPE[0] * SHAPE[1]
     return (torch.arange(count).reshape(SHAPE) + count * (10 * NAMES.index(name) + step)).float()
 
 
 class Death:
-    """Kills the process at one operation; counts them where there is none to die at."""
+    """Counts operations, and kills the process at operation `at`, from 0; None never kills it."""
 
     def __init__(self, at: int | None) -> None:
         self._at = at
         self.count = 0
 
     def here(self, half: Callable[[], object] | None = None) -> None:
-        """An operation comes now. half: carries half of it out."""
+        """Count an operation that is about to run, or kill the process. half: runs half of the operation before the
+        kill."""
         if self.count == self._at:
             if half is not None:
                 half()
@@ -57,7 +58,7 @@ class Death:
 
 
 class System(Protocol):
-    """A way to keep checkpoints: `save` runs on every rank of a world, `load` on one process."""
+    """A system for checkpoints: `save` runs on every rank, `load` in one process."""
 
     name: str
 
@@ -65,14 +66,14 @@ class System(Protocol):
         """Save the matrices of a step."""
 
     def newest(self, directory: Path) -> Path:
-        """The folder of step 2."""
+        """Return the folder of step 2."""
 
     def load(self, directory: Path) -> dict[str, Tensor]:
-        """What a run would resume with."""
+        """Return the matrices from which a run would resume."""
 
 
 class DeadlyStorage(StorageWriter):
-    """megapipe's disk."""
+    """megapipe's interface to the disk, which counts operations."""
 
     def __init__(self, death: Death) -> None:
         self._death = death
@@ -107,7 +108,7 @@ class DeadlyStorage(StorageWriter):
 
 
 class Megapipe:
-    """A folder a step."""
+    """megapipe, with a folder for each step."""
 
     name = "megapipe"
 
@@ -157,7 +158,7 @@ def _states(mesh: Mesh) -> list[UnitState]:
 
 
 class DeadlyFile(io.FileIO):
-    """A file as Python's `open` makes it, below its buffer."""
+    """The unbuffered file below the buffer of a file that is open for writing, as in Python's `open`."""
 
     def __init__(self, path: Path, death: Death) -> None:
         death.here()
@@ -171,7 +172,7 @@ class DeadlyFile(io.FileIO):
 
 
 class DeadlyFileSystem(FileSystem):
-    """DCP's disk."""
+    """DCP's interface to the disk, which counts operations."""
 
     def __init__(self, death: Death) -> None:
         self._death = death
@@ -196,14 +197,17 @@ class DeadlyFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class Dcp:
-    """FileSystemWriter with its defaults. overwrite: one folder for all steps, as it allows; or else a folder a step,
-    of which the newest that has a `.metadata` is taken."""
+    """DCP's FileSystemWriter with its defaults.
+
+    overwrite: whether all steps are saved to one folder. If not, each step has a folder, and the newest folder with a
+    `.metadata` is loaded.
+    """
 
     overwrite: bool
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Name in the table."""
         return "DCP, over the last checkpoint" if self.overwrite else "DCP, a folder a step"
 
     def _folder(self, directory: Path, step: int) -> Path:

@@ -55,7 +55,7 @@ def _torch_softmax(scores: Tensor, seen: Tensor | None = None) -> Tensor:
 
 
 def _liger_softmax() -> Entry:
-    """Without the scale, which Liger's does not take."""
+    """Return Liger's softmax, which does not apply a scale."""
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
     return Entry(LigerSoftmaxFunction.apply)
@@ -76,7 +76,11 @@ def _torch_probabilities(query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
 
 
 def _probabilities_work(size: Size, itemsize: int) -> tuple[Work, Work]:
-    """Weights out; their gradient and they in. Beside them query and key, three times with their gradients."""
+    """Return the work of the forward, and of forward and backward.
+
+    The forward writes the weights; the backward reads them and their gradient. In addition, the forward reads query
+    and key; the backward reads both again, and writes their gradients.
+    """
     weights, heads = size.elements * itemsize, 2 * size.rows * HEAD * itemsize
     return Work(weights + heads), Work(3 * weights + 3 * heads)
 
@@ -89,7 +93,11 @@ def _softmax_case(
     ours: Callable[[Implementation], Entry],
     liger: Callable[[], Entry] | None = None,
 ) -> Case:
-    """seen: share of the scores that are read. The backward knows no mask: it reads two tensors and writes one."""
+    """Return a case of softmax.
+
+    seen: fraction of the scores that the forward reads. The backward ignores the mask: it reads two whole tensors and
+    writes one.
+    """
     quick = sizes[len(sizes) // 2] if form == "causal" else QUICK
     tiny = Size(64, 64) if form == "causal" else TINY
     traffic = Traffic(1 + seen, 3)

@@ -1,4 +1,4 @@
-"""What the optimizer does on flat buffers."""
+"""Operations of the optimizer on flat buffers."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ UPDATE = Coefficients(step=3, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-
 
 
 def _buffers(size: Size, draw: Draw) -> list[Tensor]:
-    """Master, gradient, first and second moment in fp32, and the bf16 copy that computes."""
+    """Return fp32 buffers of master weights, gradient, first and second moment, and the bf16 copy of the weights."""
     wide = [draw.normal(size.width, dtype=torch.float32, leaf=False) for _ in range(4)]
     return [*wide[:3], wide[3].abs_(), wide[0].bfloat16()]
 
@@ -84,7 +84,7 @@ CASES = [
         QUICK,
         TINY,
         _buffers,
-        lambda size, itemsize: (Work(30.0 * size.elements), None),  # four read, three and the copy written
+        lambda size, itemsize: (Work(30.0 * size.elements), None),  # reads four buffers; writes three and the copy
         _adamw,
         Entry(_torch_adamw, prepare=_with_step),
         compiled=_adamw(OPS.reference("adamw")),  # elementwise, so that the compiler can make one kernel of it
@@ -98,7 +98,7 @@ CASES = [
         lambda size, draw: [draw.normal(size.width, dtype=torch.float32, leaf=False), _buffers(size, draw)[4]],
         lambda size, itemsize: (Work(6.0 * size.elements), None),
         _rounding,
-        Entry(_torch_copy),  # to nearest: torch rounds no other way
+        Entry(_torch_copy),  # rounds to nearest, because torch has no stochastic rounding
     ),
     Case(
         "gradient_norm",

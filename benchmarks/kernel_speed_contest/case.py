@@ -1,4 +1,4 @@
-"""What one race is about: an op at a size, the bytes that it has to move, and who can run it."""
+"""The subject of a race: an op at a size, the bytes that it must move, and the contestants that can run it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Size:
 
     @property
     def elements(self) -> int:
-        """Of one tensor of this size."""
+        """Number of elements of a tensor of this size."""
         return self.rows * self.width
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an op cannot do without, by its definition: bytes read and written once each, and matrix FLOPs."""
+    """The least work of an op by its definition: bytes, each read or written once, and FLOPs of matrix products."""
 
     bytes: float
     flops: float = 0.0
@@ -37,21 +37,21 @@ class Traffic:
     """Bytes of an elementwise or row-wise op, in tensors of [rows, width].
 
     forward, backward: tensors read plus tensors written, without parameters and statistics, which are one row or one
-    column. backward: None where there is none.
+    column. backward: None if the op has no backward.
     """
 
     forward: float
     backward: float | None
 
     def work(self, size: Size, itemsize: int) -> tuple[Work, Work | None]:
-        """(forward, forward and backward)."""
+        """Return the work of the forward, and of forward and backward. itemsize: bytes of an element."""
         tensor = size.elements * itemsize
         both = None if self.backward is None else Work((self.forward + self.backward) * tensor)
         return Work(self.forward * tensor), both
 
 
 class Draw:
-    """Makes inputs, the same ones for the same seed. leaf: whether gradients of them are wanted."""
+    """Creates inputs, which are equal for equal seeds. leaf: whether the input needs a gradient."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self.device = device
@@ -59,17 +59,17 @@ class Draw:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, leaf: bool = True) -> Tensor:
-        """Normal numbers in the contest's dtype, or the one given."""
+        """Return normally distributed numbers, by default in the dtype of the race."""
         numbers = torch.empty(shape, dtype=dtype or self.dtype, device=self.device).normal_(generator=self._generator)
         return numbers.requires_grad_(leaf)
 
     def below(self, limit: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Integers from 0 to limit - 1."""
+        """Return integers from 0 to limit - 1."""
         return torch.randint(limit, shape, generator=self._generator, device=self.device, dtype=dtype)
 
 
 def unchanged(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The inputs as they were drawn."""
+    """Return the inputs unchanged."""
     return inputs
 
 
@@ -77,8 +77,9 @@ def unchanged(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
 class Entry:
     """One contestant in one race.
 
-    forward: inputs -> the op's results that have gradients. both: inputs -> anything, forward and backward at once;
-    None where autograd gives the backward. prepare: the inputs as this contestant wants them, made once.
+    forward: takes the inputs and returns the results that have gradients. both: takes the inputs, and runs forward and
+    backward; None if autograd runs the backward. prepare: converts the inputs for this contestant, once before the
+    race.
     """
 
     forward: Call
@@ -88,7 +89,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Aim:
-    """Least share of the ceiling, forward and with the backward."""
+    """Minimum fraction of the ceiling that a kernel should reach: in the forward, and with the backward."""
 
     forward: float
     both: float
@@ -98,10 +99,10 @@ class Aim:
 class Case:
     """An op in one form.
 
-    sizes: those of a whole run. quick: the one of a quick run. tiny: the one that a processor manages. draw: the
-    inputs of one call. work: size and bytes of an element -> what has to be done. ours: a backend's functions ->
-    entry. torch: as one writes it in torch. liger: imports Liger's kernel; None where it has none. compiled: what
-    torch.compile gets, if not `torch`.
+    sizes: sizes of a full run. quick: size of a quick run. tiny: size for a CPU. draw: creates the inputs of one call.
+    work: returns the work, from the size and the bytes of an element. ours: returns the contestant for a backend's
+    functions. torch: the op as it is usually written in torch. liger: imports Liger's kernel; None if Liger does not
+    have one. compiled: the contestant that torch.compile compiles, by default `torch`.
     """
 
     op: str
@@ -119,12 +120,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The op, and its form where it has several."""
+        """Name of the op, and of its form if it has several."""
         return f"{self.op}, {self.form}" if self.form else self.op
 
 
 def grid(rows: Sequence[int], widths: Sequence[int]) -> list[Size]:
-    """Every combination."""
+    """Return a size for every combination of rows and widths."""
     return [Size(count, width) for width in widths for count in rows]
 
 

@@ -1,4 +1,4 @@
-"""Every race: at least one for each op of the registry, those with an aim first, should the time be up."""
+"""All cases: at least one for each op of the registry. Those with an aim come first, because the time may run out."""
 
 from . import attention_cases, buffer_cases, elementwise_cases, loss_cases, norm_cases, product_cases
 from .case import Case

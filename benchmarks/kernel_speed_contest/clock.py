@@ -1,4 +1,4 @@
-"""Seconds of calls on a device, and what the device does at best."""
+"""Time of calls on a device, and the highest measured speed of the device."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ import torch
 from .case import Work
 
 CYCLES_PER_SECOND = 2.0e9
-"""Above the clock of any GPU, so that sleeping by cycles lasts at least as long as meant."""
+"""Higher than the clock of any GPU, so that a sleep in cycles lasts at least as long as intended."""
 
 LONGEST_SLEEP = 0.2
 CACHES = 4
@@ -22,7 +22,7 @@ REPEATS = 9
 
 
 class Clock:
-    """Times calls by the device, so that the host's part in launching them does not count.
+    """Measures the time of calls on the device, without the host's time for launching them.
 
     The host enqueues all calls of a round while the device sleeps. Results are kept until the round is over, so that
     no call finds its output's memory in the cache.
@@ -33,7 +33,8 @@ class Clock:
         self._sleep: dict[int, float] = {}
 
     def copies(self, num_bytes: float) -> int:
-        """How many sets of inputs a round has to go through until nothing of one is left in the cache."""
+        """Return how many sets of inputs a round needs, so that none of a set is still in the cache when it is used
+        again."""
         if self.device.type != "cuda":
             return 2
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -50,7 +51,7 @@ class Clock:
         del kept
 
     def seconds(self, calls: Sequence[Callable[[], object]], key: int) -> float:
-        """Mean of one round over the calls that were warmed up under this key."""
+        """Return the mean seconds of a call in one round. key: the key with which the calls were warmed up."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             kept = [call() for call in calls]
@@ -65,7 +66,7 @@ class Clock:
         return begin.elapsed_time(end) / 1e3 / len(kept)
 
     def alone(self, call: Callable[[], object]) -> float:
-        """Median over rounds of one call."""
+        """Return the seconds of a single call, the median over rounds."""
         self.warm_up([call], -1)
         return statistics.median(self.seconds([call], -1) for _ in range(REPEATS))
 
@@ -76,13 +77,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What the device was measured to do: bytes/s of torch's copy, read plus written, and FLOP/s of its product."""
+    """Measured speeds of the device.
+
+    copy: bytes/s of torch's copy, read plus written. product: FLOP/s of a matrix product.
+    """
 
     copy: float
     product: float
 
     def seconds(self, work: Work) -> float:
-        """The least time for such work."""
+        """Return the least time for some work at these speeds."""
         return max(work.bytes / self.copy, work.flops / self.product)
 
     def __str__(self) -> str:
@@ -90,7 +94,7 @@ class Ceiling:
 
 
 def measured_ceiling(clock: Clock) -> Ceiling:
-    """Copy 1 GiB and multiply two bf16 matrices of 8192 x 8192; on a processor far less."""
+    """Measure a copy of 1 GiB and a product of two bf16 matrices of 8192 x 8192; on a CPU, both are much smaller."""
     large = clock.device.type == "cuda"
     count, size = (COPY_BYTES, PRODUCT_SIZE) if large else (1 << 20, 128)
     source = torch.ones(count, dtype=torch.uint8, device=clock.device)

@@ -12,7 +12,7 @@ from .case import HIDDEN, QUICK, TINY, Aim, Case, Draw, Entry, Size, Traffic
 
 DROPOUT = 0.1
 HEAD = 128
-ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
+ALPHA, LIMIT = 1.702, 7.0  # as in gpt-oss
 
 
 def _rows(size: Size, draw: Draw) -> list[Tensor]:
@@ -116,7 +116,7 @@ CASES = [
         QUICK,
         TINY,
         lambda size, draw: [draw.normal(size.rows, 2 * size.width)],
-        Traffic(3, 5).work,  # gate and up in, result out; its gradient, gate and up in, two gradients out
+        Traffic(3, 5).work,  # reads gate and up, writes the result; reads its gradient, gate and up, writes two
         _plain,
         Entry(_torch_swiglu),
         _liger_swiglu,
@@ -204,7 +204,7 @@ CASES = [
         QUICK,
         TINY,
         _residual_inputs,
-        Traffic(3, 2).work,  # the residual's gradient is the result's
+        Traffic(3, 2).work,  # the gradient of the residual is that of the result
         _dropout_residual,
         Entry(lambda x, bias, residual, keys: residual + functional.dropout(x + bias, DROPOUT)),
     ),

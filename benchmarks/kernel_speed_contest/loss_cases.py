@@ -1,4 +1,4 @@
-"""Cross entropy of logits, and of the output projection's input."""
+"""Cross entropy of logits, and of hidden states with the output projection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ VOCABULARIES = [32768, 131072, 262144]
 
 
 def _labels(size: Size, draw: Draw) -> list[Tensor]:
-    """Labels, and that all of them belong to this rank."""
+    """Return labels, and a mask that says that all of them belong to this rank."""
     return [
         draw.below(size.width, size.rows),
         torch.ones(size.rows, dtype=torch.bool, device=draw.device),
@@ -30,7 +30,7 @@ def _logits(size: Size, draw: Draw) -> list[Tensor]:
 
 @torch.no_grad()
 def _in_place(op: Implementation, logits: Tensor, labels: Tensor, owned: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits become their gradient."""
+    """Replace the logits by their gradient; return the statistics and the gradient."""
     return op.statistics_and_gradient(logits, labels, owned), logits
 
 
@@ -58,7 +58,7 @@ def _projected(size: Size, draw: Draw) -> list[Tensor]:
 def _projection_and_gradients(
     op: Implementation, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `megapipe.layers.cross_entropy` goes about it: the logits' gradient is kept, two products follow."""
+    """Compute as `megapipe.layers.cross_entropy`: keep the gradient of the logits, then compute two products."""
     statistics, gradient = op.statistics_and_gradient(x, weight, labels, owned, weight.shape[0], True)
     return statistics, gradient @ weight, gradient.t() @ x
 
@@ -67,7 +67,7 @@ def _projection_and_gradients(
 def _projected_twice(
     op: Implementation, x: Tensor, weight: Tensor, labels: Tensor, owned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As it goes about it under recompute.logits: four products, and no logits but of a chunk."""
+    """Compute as `megapipe.layers.cross_entropy` with recompute.logits: four products, and only a chunk of logits."""
     statistics = op.statistics(x, weight, labels, owned, weight.shape[0])
     log_sum_exp = statistics[0] + statistics[1].log()
     scale = torch.ones_like(log_sum_exp)
@@ -110,7 +110,11 @@ def _liger_linear_cross_entropy() -> Entry:
 
 
 def _projection_work(size: Size, itemsize: int) -> tuple[Work, Work]:
-    """One product, and two more; x and weight in, and their gradients out. No logits need ever be in memory."""
+    """Return the work of the forward, and of forward and backward.
+
+    The forward has one product and reads x and weight. The backward has two more products and writes the gradients.
+    The logits need not be in memory.
+    """
     product = 2.0 * size.elements * HIDDEN_SIZE
     operands = (size.rows + size.width) * HIDDEN_SIZE * itemsize
     return Work(operands, product), Work(2 * operands, 3 * product)
@@ -124,7 +128,7 @@ CASES = [
         Size(4096, 131072),
         Size(16, 512),
         _logits,
-        Traffic(1, 1).work,  # logits in; with the backward, their gradient out in their place
+        Traffic(1, 1).work,  # reads the logits; the backward writes their gradient in place
         _cross_entropy,
         Entry(_torch_cross_entropy),
         _liger_cross_entropy,

@@ -1,4 +1,4 @@
-"""Norms, alone and with the addition before them."""
+"""Norms, and norms fused with the addition before them."""
 
 from typing import Any
 
@@ -72,7 +72,8 @@ def _liger_sum_rms_norm() -> Entry:
 
 
 def _case(op: str, norm: Any, num_parameters: int, after_sum: bool, liger: Any) -> Case:
-    # With the sum: x and residual in, both results out; their two gradients and the sum in, one gradient out.
+    # After a sum, the forward reads x and the residual and writes two results; the backward reads the two gradients
+    # and the sum, and writes one gradient.
     return Case(
         op,
         "after a sum" if after_sum else "",

@@ -1,4 +1,4 @@
-"""Matrix products that add to what is there."""
+"""Matrix products that are added to an accumulator."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ OUTPUTS = 4096
 
 
 def _operands(size: Size, draw: Draw) -> list[Tensor]:
-    """Inputs of a linear layer, gradients of its outputs, and the fp32 accumulator of its weight's gradient."""
+    """Return inputs of a linear layer, gradients of its outputs, and the fp32 accumulator of its weight's gradient."""
     return [
         draw.normal(size.rows, size.width, leaf=False),
         draw.normal(size.rows, OUTPUTS, leaf=False),

@@ -1,4 +1,4 @@
-"""One op at one size: all contestants on the same inputs, in turns."""
+"""A race of one op at one size: all contestants take turns with the same inputs."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,15 +23,16 @@ CONTESTANTS = (*BACKENDS, REFERENCE, TORCH, COMPILED, LIGER)
 
 NoArguments = Callable[[], object]
 Calls = Callable[[], list[NoArguments]]
-"""Makes one call for each set of inputs."""
+"""Returns a list with one call for each set of inputs."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement. bytes, flops: what the op has to move and multiply. seconds, share: None where it failed.
+    """One measurement.
 
-    share: of the ceiling, that is the least time by the device's measured speed over the time taken.
-    picked: dtype and last axis of the tensor that the registry picks a backend by.
+    bytes, flops: bytes that the op must move, and its FLOPs. seconds, share: None if the contestant failed. share: the
+    least time at the device's measured speed, divided by the time taken. picked: dtype and last axis of the tensor
+    that the registry picks a backend by.
     """
 
     case: str
@@ -50,14 +51,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Field:
-    """Contestants by name, and why others are not among them."""
+    """Contestants by name, and the reasons why others are missing."""
 
     entries: dict[str, Entry]
     absent: dict[str, str]
 
 
 def field(case: Case, size: Size, inputs: Sequence[Tensor]) -> Field:
-    """Everyone who can run the case on this device. The reference stands in for kernels where there are none."""
+    """Return the contestants that can run the case on this device. On a CPU, the reference is also a contestant."""
     device, dtype, width = inputs[0].device.type, inputs[0].dtype, inputs[0].shape[-1]
     entries, absent = {}, {}
     for backend in BACKENDS if device == "cuda" else (*BACKENDS, REFERENCE):
@@ -77,14 +78,14 @@ def field(case: Case, size: Size, inputs: Sequence[Tensor]) -> Field:
         if case.liger is not None:
             try:
                 entries[LIGER] = case.liger()
-            except Exception as error:  # it may not fit the Triton or the GPU at hand
+            except Exception as error:  # it may not support this version of Triton or this GPU
                 absent[LIGER] = failure_of(error)
     return Field(entries, absent)
 
 
 def run(case: Case, size: Size, clock: Clock, ceiling: Ceiling, repeats: int) -> tuple[list[Figure], dict[str, str]]:
-    """(figures of all contestants, why others are missing)."""
-    torch.compiler.reset()  # or it gives up compiling after a few sizes
+    """Return the figures of all contestants, and the reasons why others are missing."""
+    torch.compiler.reset()  # without this, torch stops compiling after a few sizes
     if clock.device.type == "cuda":
         torch.cuda.empty_cache()  # sizes differ by a factor of a hundred
     dtype = torch.bfloat16
@@ -95,7 +96,7 @@ def run(case: Case, size: Size, clock: Clock, ceiling: Ceiling, repeats: int) ->
     if both is not None:
         try:
             calls = _both_calls(contestants.entries, sets)
-        except Exception as error:  # torch's own results, which all take gradients of, may not fit beside the inputs
+        except Exception as error:  # torch's results, from which gradients are made, may not fit in memory
             calls = dict.fromkeys(contestants.entries, partial(_raise, error))
         figures += _measured(case, size, BOTH, both, calls, clock, repeats)
     picked = (str(sets[0][0].dtype).removeprefix("torch."), sets[0][0].shape[-1])
@@ -103,14 +104,17 @@ def run(case: Case, size: Size, clock: Clock, ceiling: Ceiling, repeats: int) ->
 
 
 def gradients_of(entry: Entry, inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> tuple[object, object]:
-    """(results, gradients of the inputs that want them) by autograd, for the gradients `results` of the results."""
+    """Run forward and backward with autograd, and return the results and the gradients of the inputs that need them.
+
+    results: gradients of the results.
+    """
     outputs = entry.forward(*inputs)
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     return outputs, torch.autograd.grad(_as_tuple(outputs), leaves, results or None)
 
 
 def result_gradients(entry: Entry, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Normal gradients for the results of an entry, or 1 for a loss."""
+    """Return normally distributed gradients for the results of an entry; 1 for a loss."""
     with torch.no_grad():
         outputs = _as_tuple(entry.forward(*inputs))
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
@@ -125,7 +129,7 @@ def _raise(error: Exception) -> list[NoArguments]:
 
 
 def failure_of(error: Exception) -> str:
-    """An error's kind and the first line of its message."""
+    """Return the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -172,7 +176,7 @@ def _measured(
         try:
             made = make()
             clock.warm_up(made, key)
-        except Exception as error:  # whatever a contestant dies of, the others run on, and the table tells
+        except Exception as error:  # the other contestants continue, and the table reports it
             failures[name] = failure_of(error)
             continue
         calls[name], seconds[name] = (made, key), []
@@ -182,7 +186,7 @@ def _measured(
                 continue
             try:
                 seconds[name].append(clock.seconds(made, key))
-            except Exception as error:  # memory, that another contestant took meanwhile
+            except Exception as error:  # for example, another contestant has taken the memory
                 failures[name] = failure_of(error)
     return [
         Figure(

@@ -1,4 +1,4 @@
-"""Figures as Markdown tables, what they say about the aims, and the file of results."""
+"""Figures as Markdown tables, their comparison with the aims, and the file of results."""
 
 import datetime
 import importlib.util
@@ -28,7 +28,7 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a run found. absent: contestant -> why it did not run; left_out: races that were not run, and why."""
+    """All results of a run. absent: contestant -> why it did not run. left_out: races that did not run, and why."""
 
     figures: Sequence[Figure]
     absent: dict[str, str]
@@ -38,7 +38,7 @@ class Findings:
 
 
 def document(findings: Findings, cases: Sequence[Case]) -> str:
-    """The whole result in Markdown."""
+    """Return all results in Markdown."""
     parts = [
         f"# Kernel speed on {device_name(findings.device)}",
         f"{datetime.date.today()}, {versions()}. `{command()}`",
@@ -59,7 +59,7 @@ def document(findings: Findings, cases: Sequence[Case]) -> str:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """One row a case and size, one column a contestant."""
+    """Return a table with a row for each case and size, and a column for each contestant."""
     present = {figure.contestant for figure in figures}
     names = [name for name in CONTESTANTS if name in present]
     races: dict[tuple[str, int, int], dict[str, Figure]] = {}
@@ -74,7 +74,8 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def verdicts(findings: Findings, cases: Sequence[Case]) -> list[str]:
-    """Where an aim was missed, or torch.compile was faster; one line for all where nothing is to be said."""
+    """Return a line for each case that misses its aim or is slower than torch.compile; if there is none, one line that
+    says so."""
     aims = {case.name: case.aim for case in cases if case.aim is not None}
     missed, judged = [], 0
     for figure, compiled in _best_of_ours(findings.figures):
@@ -91,7 +92,7 @@ def verdicts(findings: Findings, cases: Sequence[Case]) -> list[str]:
 
 
 def summary(findings: Findings, cases: Sequence[Case]) -> str:
-    """One line for a table of many benchmarks."""
+    """Return one line for a table of many benchmarks."""
     ours = [figure.share for figure, _ in _best_of_ours(findings.figures) if figure.share is not None]
     if not ours:
         return "no kernel of ours was measured"
@@ -103,7 +104,7 @@ def summary(findings: Findings, cases: Sequence[Case]) -> str:
 
 
 def write(text: str, folder: Path, device: torch.device) -> Path:
-    """kernels_<device>.md in the folder."""
+    """Write kernels_<device>.md in the folder, and return its path."""
     name = re.sub(r"[^a-z0-9]+", "_", device_name(device).lower()).strip("_")
     path = folder / f"kernels_{name}.md"
     path.write_text(text, encoding="utf-8")
@@ -111,12 +112,12 @@ def write(text: str, folder: Path, device: torch.device) -> Path:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's own name, or `CPU`."""
+    """Return the name of the GPU, or `CPU`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def versions() -> str:
-    """Of Python, torch, CUDA and the libraries that contestants come from."""
+    """Return the versions of Python, torch, CUDA and the contestants' libraries."""
     found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if torch.version.cuda:
         found.append(f"CUDA {torch.version.cuda}")
@@ -124,18 +125,18 @@ def versions() -> str:
         if importlib.util.find_spec(name) is not None:
             try:
                 found.append(f"{name} {version(name)}")
-            except PackageNotFoundError:  # builds of triton that come with torch go by another name
+            except PackageNotFoundError:  # builds of Triton for torch have another name
                 found.append(name)
     return ", ".join(found)
 
 
 def command() -> str:
-    """This program's command line, as it is typed in the repository's root."""
+    """Return the command line of this program, as a user types it in the root of the repository."""
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def _best_of_ours(figures: Sequence[Figure]) -> list[tuple[Figure, float | None]]:
-    """Our fastest backend of each race with torch.compile's seconds; apex is not ours, nor is the reference."""
+    """Return our fastest backend in each race, and the seconds of torch.compile. Our backends are Triton and CUDA."""
     races: dict[tuple[str, int, int, str], dict[str, Figure]] = {}
     for figure in figures:
         if figure.seconds is not None:

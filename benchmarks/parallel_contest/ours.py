@@ -1,4 +1,4 @@
-"""megapipe with data parallelism, and its weights for the others to start from."""
+"""megapipe with data parallelism, and a copy of its weights from which the other contestants start."""
 
 from dataclasses import replace
 from typing import Literal
@@ -17,16 +17,19 @@ from megapipe.training.loop.replica import Replica
 from .setting import BETAS, CLIP, DECAY, LEARNING_RATE, Setting, Step
 
 STAGES = (0, 1, 2, 3)
-"""Of ZeRO; 0 is plain data parallelism."""
+"""Stages of ZeRO; 0 is plain data parallelism."""
 LAYERED_STAGES = (2, 3)
-"""Those that exchange something in every micro-batch unless gradients are accumulated layer by layer."""
+"""Stages that communicate in every micro-batch, unless gradients are accumulated layer by layer."""
 
 
 def configuration(
     setting: Setting, replicas: int, zero_stage: Literal[0, 1, 2, 3], layered: bool = False
 ) -> PretrainConfig:
-    """The run that equals the peers'. layered: all micro-batches go through one layer before the next (layered
-    gradient accumulation), so that a layer is gathered twice and reduced once a step."""
+    """Return the configuration of a run that computes the same as the peers.
+
+    layered: all micro-batches pass through a layer before the next layer starts (layered gradient accumulation), so
+    that a layer is gathered twice and reduced once per step.
+    """
     shape = setting.shape
     config = PretrainConfig(
         model=ModelConfig(
@@ -51,7 +54,8 @@ def configuration(
 def megapipe(
     mesh: Mesh, setting: Setting, rank: int, zero_stage: Literal[0, 1, 2, 3] = 0, layered: bool = False
 ) -> tuple[Step, Replica]:
-    """A rank's step. rank: whose share of the batch. layered: as in `configuration`."""
+    """Return a function that runs a step, and the replica. rank: rank whose part of the batch is used. layered: see
+    `configuration`."""
     config = configuration(setting, mesh.size("data"), zero_stage, layered)
     replica = Replica(config, mesh)
     contexts = [
@@ -74,13 +78,13 @@ def megapipe(
 
 @torch.no_grad()
 def plain_copy(replica: Replica, setting: Setting) -> PlainGpt:
-    """The same model with the same weights in plain torch. replica: whole, that is not sharded."""
+    """Return the same model with the same weights in plain torch. replica: a replica that is not sharded."""
     states = replica.states()
     weights = {segment.spec.name: state.view(state.master, segment) for state in states for segment in state.table}
     model, shape = PlainGpt(setting.shape), setting.shape
 
     def joined(projected: Tensor) -> Tensor:
-        """[heads, 3, head_dim, ...] as it stands here to queries, keys, values."""
+        """Convert megapipe's [heads, 3, head_dim, ...] to the rows of all queries, all keys and all values."""
         return projected.transpose(0, 1).reshape(3 * shape.hidden_size, *projected.shape[3:])
 
     own = dict(model.named_parameters())

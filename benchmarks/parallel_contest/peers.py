@@ -1,4 +1,4 @@
-"""torch's own data parallelism around a plain GPT: DistributedDataParallel, and FSDP2 (`fully_shard`)."""
+"""torch's data parallelism for a plain GPT: DistributedDataParallel and FSDP2 (`fully_shard`)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,22 +13,26 @@ from torch.nn.parallel import DistributedDataParallel
 from .setting import BETAS, CLIP, DECAY, LEARNING_RATE, Setting, Step
 
 LastOnly = Callable[[bool], AbstractContextManager[object]]
-"""Whether a backward is the step's last, which alone communicates -> what to run it in."""
+"""Returns the context manager in which a backward runs. Its argument: whether this is the step's last backward, which
+is the only one that communicates."""
 
 
 def alone(model: PlainGpt, setting: Setting, rank: int) -> Step:
-    """No replicas: this rank's share by itself."""
+    """Return a step that computes this rank's part of the batch, without communication."""
     return _step(model, setting, rank, lambda last: nullcontext())
 
 
 def ddp(model: PlainGpt, setting: Setting, rank: int) -> Step:
-    """DistributedDataParallel with gradients that are views of its buckets."""
+    """Return a step of DistributedDataParallel, whose gradients are views of its buckets."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return _step(wrapped, setting, rank, lambda last: nullcontext() if last else wrapped.no_sync())
 
 
 def fsdp(model: PlainGpt, setting: Setting, rank: int, reshard: bool, replicas: int) -> Step:
-    """`fully_shard` on every block and on the rest. reshard: give weights up between forward and backward."""
+    """Return a step of FSDP2, with `fully_shard` for every block and for the other layers.
+
+    reshard: free gathered weights between forward and backward.
+    """
     mesh = init_device_mesh("cpu", (replicas,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -42,7 +46,7 @@ def fsdp(model: PlainGpt, setting: Setting, rank: int, reshard: bool, replicas: 
 
 
 def _step(model: nn.Module, setting: Setting, rank: int, last_only: LastOnly) -> Step:
-    """As a user's own loop takes it: accumulate, clip, torch's fused AdamW."""
+    """Return a step as a user would write it: accumulate gradients, clip them, and step torch's fused AdamW."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(

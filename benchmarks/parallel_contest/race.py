@@ -1,4 +1,4 @@
-"""All contestants taking turns: ours in one world of processes, torch's in another."""
+"""A race in which all contestants take turns: megapipe in one world of processes, torch in another."""
 
 import copy
 import multiprocessing
@@ -30,17 +30,17 @@ Build = Callable[[Mesh, Setting], dict[str, Step]]
 
 WARM_UP = 2
 TOLERANCE = 1e-4
-"""How far contestants' losses of one step may be apart, relative."""
+"""Largest relative difference between the contestants' losses of a step."""
 OURS = "megapipe"
 ALONE = "no replicas"
-"""Ends the names of contestants that compute a rank's share alone: what is left without communication."""
+"""End of the names of contestants that compute one rank's part of the batch: a step without communication."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of a step, the slower rank's: median, and what a quarter of the steps stayed below and above.
+    """Seconds of a step on the slower rank: median and quartiles over the steps.
 
-    loss: of the last step, over all ranks.
+    loss: loss of the last step, over all ranks.
     """
 
     name: str
@@ -64,10 +64,10 @@ def race(size: str, replicas: int, repeats: int) -> list[Figure]:
 
 
 class World:
-    """Processes of some contestants alone, as a user of theirs would start them: what one does to its process, such as
-    how memory is allocated, does not reach those it is compared with.
+    """The processes of some contestants, as their users would start them. Changes that a contestant makes to its
+    process, for example to memory allocation, do not affect contestants in another world.
 
-    build: makes the contestants of a rank. store: a file by which the ranks find each other.
+    build: creates the contestants of a rank. store: file with which the ranks find each other.
     """
 
     def __init__(self, build: Build, replicas: int, store: Path, size: str) -> None:
@@ -84,14 +84,14 @@ class World:
         self.names: list[str] = self._answers()[0]
 
     def step(self, name: str) -> tuple[float, float]:
-        """Seconds of the slower rank, and the loss over all ranks, of one contestant's step."""
+        """Run a step of one contestant; return the seconds of the slower rank, and the loss over all ranks."""
         for pipe in self._pipes:
             pipe.send(name)
         answers = self._answers()
         return max(seconds for seconds, _ in answers), statistics.mean(loss for _, loss in answers)
 
     def end(self) -> None:
-        """Let the ranks go; those that do not are killed."""
+        """Ask the ranks to end, and kill those that do not."""
         for pipe, rank in zip(self._pipes, self._ranks, strict=True):
             with suppress(BrokenPipeError):
                 pipe.send(None)
@@ -106,7 +106,7 @@ class World:
 
 
 def our_contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:
-    """Name -> this rank's step of megapipe, under every stage of ZeRO, as the trainer runs it."""
+    """Return this rank's steps of megapipe by name, for every stage of ZeRO, as the trainer runs them."""
     keep_freed_memory()
     steps = {f"{OURS}, {ALONE}": _by_itself(setting, mesh.rank)[0]}
     for stage in STAGES:
@@ -117,7 +117,7 @@ def our_contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:
 
 
 def peers(mesh: Mesh, setting: Setting) -> dict[str, Step]:
-    """Name -> this rank's step of torch's own data parallelism. All start from megapipe's weights."""
+    """Return this rank's steps of torch's data parallelism by name. All start from megapipe's weights."""
     rank, replicas = mesh.rank, mesh.world_size
     plain = plain_copy(_by_itself(setting, rank)[1], setting)
     return {
@@ -132,20 +132,22 @@ WORLDS: tuple[Build, ...] = (our_contestants, peers)
 
 
 def _by_itself(setting: Setting, rank: int) -> tuple[Step, Replica]:
-    """megapipe on a rank's share of the batch alone."""
+    """Return megapipe's step and replica for one rank's part of the batch, without communication."""
     return megapipe(Mesh(MeshShape({}), 0, torch.device("cpu"), lambda name, partition: None), setting, rank)
 
 
 def num_parameters(size: str) -> int:
-    """Of the model that is trained."""
+    """Return the number of parameters of the model. size: key of SIZES."""
     from plain_gpt import PlainGpt
 
     return sum(parameter.numel() for parameter in PlainGpt(SIZES[size].shape).parameters())
 
 
 def in_turns(worlds: Sequence[World], repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds of the slower rank, loss over all ranks) by contestant; the order turns from round to round, and rounds
-    of warm-up are left out."""
+    """Return, for each contestant, (seconds of the slower rank, loss over all ranks) of every step.
+
+    The contestants change their order from round to round. Rounds of warm-up are left out.
+    """
     world_of = {name: world for world in worlds for name in world.names}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in world_of}
     names = list(world_of)
@@ -158,7 +160,7 @@ def in_turns(worlds: Sequence[World], repeats: int) -> dict[str, list[tuple[floa
 
 
 def check_losses(figures: Mapping[str, list[tuple[float, float]]]) -> None:
-    """Raise RuntimeError where contestants with replicas do not train alike."""
+    """Raise RuntimeError if the losses of contestants with replicas differ."""
     curves = {name: [loss for _, loss in steps] for name, steps in figures.items() if not name.endswith(ALONE)}
     expected = curves[OURS]
     for name, curve in curves.items():

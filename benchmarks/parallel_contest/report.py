@@ -6,8 +6,10 @@ from .race import ALONE, Figure
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Seconds of a step, and what share of the best contestant's speed each reaches; those without replicas are only
-    what is left without communication."""
+    """Return the seconds of a step, and each contestant's speed relative to the best contestant.
+
+    Contestants without replicas do not communicate, so only their times are shown.
+    """
     best = min(each.seconds for each in figures if not each.name.endswith(ALONE))
     lines = [
         "| | seconds a step | lower quartile | upper quartile | speed over the best | loss |",

@@ -1,4 +1,4 @@
-"""A loop over the same actions that runs the stages and moves tensors, and nothing else: no state, no sums."""
+"""A loop over the actions of a schedule that only runs the stages and moves tensors, without state and sums."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from pipeline_contest.setting import Setting, Step
 
 
 def bare_loop(setting: Setting, schedule: Schedule, pool: LinkPool) -> Step:
-    """One step of the bare loop."""
+    """Return a function that runs one step of the bare loop."""
     loop = _Loop(setting, schedule, pool)
     closures = [loop.closure(action) for action in schedule.actions("body", setting.rank)]
 
@@ -28,7 +28,7 @@ def bare_loop(setting: Setting, schedule: Schedule, pool: LinkPool) -> Step:
 
 
 class _Loop:
-    """The links of a rank, with the engine's own slots and senders over them: what a link can do is used."""
+    """The links of a rank. They use the engine's slots and senders, so that links have all their features."""
 
     def __init__(self, setting: Setting, schedule: Schedule, pool: LinkPool) -> None:
         self._setting = setting
@@ -48,7 +48,7 @@ class _Loop:
         for stage, following in crossings:
             source, destination = schedule.rank_of(stage), schedule.rank_of(following)
             if setting.rank not in (source, destination):
-                continue  # the pool has the links of this rank alone
+                continue  # the pool has only the links of this rank
             there, back = (Boundary(links[source, destination], specs), Boundary(links[destination, source], specs))
             if stage in mine:
                 self._senders[Kind.SEND_ACTIVATION, stage] = Sender(there)
@@ -60,7 +60,7 @@ class _Loop:
                 self._slots[Kind.RECV_ACTIVATION, following] = receive_slots(there, count, device)
 
     def closure(self, action: Action) -> Callable[[], object]:
-        """What the loop does for an action."""
+        """Return the function that runs an action."""
         kind, stage, slot = action.kind, action.stage, action.slot
         if kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
             return partial(self._send, action)
@@ -85,7 +85,7 @@ class _Loop:
         self._senders[action.kind, action.stage].send((outgoing,))
 
     def finish(self) -> None:
-        """Await what was sent."""
+        """Wait for all sends."""
         self._outgoing.clear()
         for sender in self._senders.values():
             sender.drain()
@@ -94,4 +94,4 @@ class _Loop:
 
 
 def _nothing() -> None:
-    """What the loop does for sums and updates."""
+    """Do nothing, for sums and updates."""

@@ -1,4 +1,5 @@
-"""2bw's claim, measured: time for a micro-batch in a pipeline that stays full, over that of one rank alone."""
+"""Measure the claim of 2bw: the time of a micro-batch in a pipeline that stays full, divided by that on a single
+rank."""
 
 import statistics
 import time
@@ -16,11 +17,14 @@ from pipeline_contest.setting import Setting
 
 @dataclass(frozen=True)
 class Bubble:
-    """Milliseconds for a micro-batch, medians over the repeats: in the pipeline on its slowest rank, and on one rank
-    alone; and both again without what a rank overslept.
+    """Milliseconds per micro-batch, medians over the repeats.
 
-    processor: milliseconds of processor time of the thread for a micro-batch, all of it, on the rank with the most,
-    and on one rank alone. Compute waits for it, so no pipeline is faster than `bound` permits, on any number of cores.
+    milliseconds: forward of a stage. pipeline: in the pipeline, on its slowest rank. alone: on a single rank.
+    pipeline_awake, alone_awake: the same without the time that a rank overslept.
+
+    pipeline_processor, alone_processor: all processor time of the thread, on the rank with the most in the pipeline,
+    and on a single rank. Computation waits for it, so no pipeline is faster than `bound` allows, on any number of
+    cores.
     """
 
     num_ranks: int
@@ -39,13 +43,16 @@ class Bubble:
 
     @property
     def bound(self) -> float:
-        """The ratio if ranks slept exactly, never waited, and each had a core of its own."""
+        """Ratio if ranks slept exactly, never waited, and each had its own core."""
         slept = 3 * self.milliseconds
         return (slept + self.pipeline_processor) / (slept + self.alone_processor)
 
 
 def measure_bubble(setting: Setting, pool: LinkPool, batches: int = 8, repeats: int = 3) -> Bubble:
-    """A collective call. The first two steps fill the pipeline and are not counted."""
+    """Measure 2bw and a single rank. A collective call.
+
+    The first two steps fill the pipeline and are not counted. batches: number of counted steps.
+    """
     world = setting.mesh.world
     together = sleeping(setting, build("2bw", setting.num_ranks, setting.num_microbatches), pool)
     lonely = replace(setting, mesh=Mesh(MeshShape({}), 0, torch.device("cpu"), _no_group))
@@ -67,7 +74,7 @@ def measure_bubble(setting: Setting, pool: LinkPool, batches: int = 8, repeats: 
 
 
 def _feed(setting: Setting, feed: Feed, batches: int) -> tuple[float, float, float]:
-    """Seconds, seconds overslept, and processor seconds of some steps."""
+    """Run `batches` steps; return their seconds, overslept seconds, and processor seconds."""
     setting.meter.reset()
     began, processor = time.perf_counter(), time.thread_time()
     for _ in range(batches):

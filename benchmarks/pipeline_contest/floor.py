@@ -1,4 +1,4 @@
-"""A schedule's compute actions over sleeping stages, and nothing else: what autograd takes by itself."""
+"""Only the compute actions of a schedule, on sleeping stages: the time that autograd takes by itself."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from pipeline_contest.setting import Setting, Step
 
 
 class Compute:
-    """The stages of one rank and the graphs that are alive."""
+    """The stages of one rank, and the autograd graphs that are alive."""
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:
         self._stages = {stage: setting.stage() for stage in schedule.header.stages_on(setting.rank)}
@@ -19,7 +19,8 @@ class Compute:
         self._alive: dict[tuple[int, int], tuple[Tensor, Tensor, SplitTape | None]] = {}
 
     def run(self, action: Action, incoming: Tensor) -> Tensor | None:
-        """Do a compute action and return what a neighbour takes. incoming: the input, or the output's gradient."""
+        """Run a compute action and return the tensor for the next stage, if any. incoming: the input, or the gradient
+        of the output."""
         key = (action.stage, action.microbatch)
         if action.kind == Kind.FORWARD:
             leaf, tape = incoming.detach().requires_grad_(), SplitTape() if key in self._split else None
@@ -44,7 +45,7 @@ COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGH
 
 
 def compute_only(setting: Setting, schedule: Schedule) -> Step:
-    """One rank's forwards and backwards in order, on tensors that are always there."""
+    """Return a step that runs one rank's forwards and backwards in order, on tensors that need no transfer."""
     compute = Compute(setting, schedule)
     actions = [action for action in schedule.actions("body", setting.rank) if action.kind in COMPUTE]
 

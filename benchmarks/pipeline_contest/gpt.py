@@ -1,4 +1,4 @@
-"""The same contest with real stages: a small GPT's layers in megapipe's engine and in torch.distributed.pipelining."""
+"""A race with real stages: the layers of a small GPT in megapipe's engine and in torch.distributed.pipelining."""
 
 import statistics
 from collections.abc import Sequence
@@ -33,7 +33,8 @@ SAMPLES, TOKENS = 2, 128
 
 @dataclass(frozen=True)
 class GptFigure:
-    """Median step of each contestant, and the median of the rounds' ratios."""
+    """Median seconds of a step of each contestant, and the median over rounds of megapipe's time divided by
+    torch's."""
 
     schedule: str
     num_ranks: int
@@ -44,7 +45,8 @@ class GptFigure:
 
 
 def race_gpt(mesh: Mesh, pool: LinkPool, race: Race, num_microbatches: int, repeats: int) -> GptFigure:
-    """Forward and backward of one step, no optimizer. A collective call. The schedule is one that both have."""
+    """Measure forward and backward of one step, without an optimizer. A collective call. Both contestants must have
+    the schedule."""
     config = PretrainConfig(model=MODEL)
     config.batch = replace(config.batch, micro_size=SAMPLES)
     config.data = replace(config.data, sequence_length=TOKENS)
@@ -69,7 +71,7 @@ def race_gpt(mesh: Mesh, pool: LinkPool, race: Race, num_microbatches: int, repe
 
 
 class _TorchStage(nn.Module):
-    """A stage's units one after the other; micro-batches come in ascending order."""
+    """A stage that runs its units in order. Micro-batches must arrive in ascending order."""
 
     def __init__(self, stage: Stage, contexts: Sequence[MicrobatchContext]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Timing one step of every contestant from a common start, in turns."""
+"""Time steps from a common start on all ranks; contestants take turns."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +15,11 @@ _LEAD_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """One step on all ranks. seconds: from the common start to the end of the last rank. late: what a rank overslept,
-    mean over ranks. processor: processor seconds of a rank's thread outside of stage callables, by rank."""
+    """One step on all ranks.
+
+    seconds: time from the common start to the end of the last rank. late: overslept seconds, mean over ranks.
+    processor: processor seconds of each rank's thread outside of stage callables.
+    """
 
     seconds: float
     late: float
@@ -24,7 +27,8 @@ class Sample:
 
 
 def timed(world: Group, meter: Meter, step: Callable[[], object]) -> Sample:
-    """Run a step. A collective call; the clock is one for all processes of a host (CLOCK_MONOTONIC)."""
+    """Run a step and return its sample. A collective call. All processes of a host read the same clock
+    (CLOCK_MONOTONIC)."""
     start = torch.tensor([time.perf_counter() + _LEAD_SECONDS], dtype=torch.float64)
     world.barrier()
     world.broadcast(start, 0)
@@ -42,7 +46,10 @@ def timed(world: Group, meter: Meter, step: Callable[[], object]) -> Sample:
 def in_turns(
     world: Group, meter: Meter, steps: Mapping[str, Step], repeats: int, warmups: int = 2
 ) -> dict[str, list[Sample]]:
-    """`repeats` samples of every contestant, taking turns, every other round in reverse, after as many warm-ups."""
+    """Return `repeats` samples of every contestant, after `warmups` rounds of warm-up.
+
+    The contestants take turns; every second round has the reverse order.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in steps}
     for turn in range(warmups + repeats):
         names = list(steps) if turn % 2 else list(steps)[::-1]

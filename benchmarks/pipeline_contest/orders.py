@@ -1,4 +1,4 @@
-"""Which schedules compete, and the step time that each one's order allows."""
+"""The schedules of the races, and the step time that the order of each one allows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ COUNTED = (
     *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
     *(Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),
 )
-"""Actions that every contestant runs; its processor time is shared among these."""
+"""Actions that every contestant runs. Its processor time is divided by their number."""
 
 _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
 
 TorchOrder = Mapping[int, Iterable[Any]]
-"""Compute actions by rank, as torch.distributed.pipelining has them; None marks an idle place."""
+"""Compute actions by rank, as torch.distributed.pipelining lists them; None is an idle slot."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Race:
 
     @property
     def takes_torch_order(self) -> bool:
-        """megapipe has no generator of this name; it runs torch's own order."""
+        """Whether megapipe runs torch's order, because it does not have a generator of this name."""
         return self.peer is peer.ScheduleInterleavedZeroBubble
 
     @property
     def takes_halves(self) -> bool:
-        """Its backwards are split."""
+        """Whether the schedule splits backwards into two halves."""
         return self.name in ("interleaved_zero_bubble", "zb_v", "dualpipe_v")
 
     def stages_on(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """Stages of a rank, ascending."""
+        """Return the stages of a rank, ascending."""
         if self.peer in (peer.ScheduleZBVZeroBubble, peer.ScheduleDualPipeV):
             return rank, 2 * num_ranks - 1 - rank
         return tuple(range(rank, num_ranks * self.chunks, num_ranks))
@@ -62,7 +62,7 @@ RACES = {
 
 
 def lowered(race: Race, num_ranks: int, num_microbatches: int, torch_order: TorchOrder | None) -> Schedule:
-    """The schedule that megapipe and the bare loops run."""
+    """Return the schedule that megapipe and the bare loops run."""
     if not race.takes_torch_order:
         return build(race.name, num_ranks, num_microbatches)
     assert torch_order is not None
@@ -80,14 +80,14 @@ def _columns(actions: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def actions_of(schedule: Schedule, rank: int) -> int:
-    """Counted actions of one step on a rank."""
+    """Return the number of counted actions of one step on a rank."""
     return sum(action.kind in COUNTED for action in schedule.actions("body", rank))
 
 
 def finish(schedule: Schedule, seconds: float, *, torch_halves: bool = False) -> float:
-    """Step time from a common start if only stages took time: forward `seconds`, backward twice that, each half once.
+    """Return the time of a step if only stages took time: `seconds` for a forward and for each half of a backward.
 
-    torch_halves: as torch runs them: all of the first stage's backward in its weight half.
+    torch_halves: whether the weight half of the first stage's backward takes the time of both halves, as in torch.
     """
     chunks = len(schedule.header.stages_on(0))
     costs = rank_costs(schedule.header, forward=seconds * chunks)

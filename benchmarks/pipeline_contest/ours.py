@@ -25,14 +25,14 @@ from pipeline_contest.sleeping import SleepingStage, sleeping_loss
 
 @dataclass
 class Context:
-    """A micro-batch: what the first stage takes, and the gradient that the loss gives."""
+    """A micro-batch. x: input of the first stage, and also the gradient that the loss returns."""
 
     x: Tensor
     tape: SplitTape | None = None
 
 
 class Unit:
-    """A sleeping stage as the engine's unit."""
+    """A sleeping stage as a unit of the engine. last: the unit also computes the loss."""
 
     def __init__(self, module: SleepingStage, last: bool) -> None:
         self._module = module
@@ -44,7 +44,7 @@ class Unit:
 
 
 class NoOptimizer:
-    """Counts versions and leaves the weights as they are."""
+    """An optimizer that counts versions and does not change weights."""
 
     def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         for state in states:
@@ -52,7 +52,8 @@ class NoOptimizer:
 
 
 class Feed:
-    """An engine and the steps to give it, one after the other. contexts: of every step."""
+    """An engine, and functions that run its next step. contexts: the micro-batches, which are the same in every
+    step."""
 
     def __init__(self, engine: Engine, contexts: Sequence[Any]) -> None:
         self._engine = engine
@@ -61,28 +62,28 @@ class Feed:
         self._next = 0
 
     def run(self) -> None:
-        """One whole step."""
+        """Run one whole step."""
         self.feed()
         self.drain()
 
     def feed(self) -> None:
-        """The next step, as far as it goes without its successor."""
+        """Start the next step, and run it as far as possible before the step after it."""
         self._engine.feed(StepInput(self._next, self._contexts, self._counts))
         self._next += 1
 
     def drain(self) -> None:
-        """End what is under way."""
+        """Finish the step in progress."""
         self._engine.drain()
 
 
 def sleeping(setting: Setting, schedule: Schedule, pool: LinkPool) -> Feed:
-    """The engine over sleeping stages."""
+    """Return an engine with sleeping stages."""
     stages = sleeping_stages(setting, schedule)
     return fed(setting.mesh, schedule, stages, [Context(setting.x)] * setting.num_microbatches, pool)
 
 
 def fed(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage], contexts: Sequence[Any], pool: LinkPool) -> Feed:
-    """The engine over any stages. Sums over ranks stay on the rank and no weight changes, as the peer does neither."""
+    """Return an engine with these stages. It reduces nothing over ranks and changes no weights, like the peer."""
     states = [state for stage in stages.values() for state in stage.states.values()]
     alone = SoloGroup("alone")
     reductions = Reductions(
@@ -99,7 +100,7 @@ def fed(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage], contexts: S
 
 
 def sleeping_stages(setting: Setting, schedule: Schedule) -> dict[int, Stage]:
-    """A sleeping unit a stage, a twin for each weight version."""
+    """Return stages with one sleeping unit each, which has a copy for each weight version."""
     header = schedule.header
     spec = TensorSpec(tuple(setting.x.shape), setting.x.dtype)
     stages: dict[int, Stage] = {}

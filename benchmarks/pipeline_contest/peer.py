@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining over the same sleeping stages."""
+"""torch.distributed.pipelining with the same sleeping stages."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,10 @@ _COUNTED = {"F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 
 @dataclass(frozen=True)
 class Peer:
-    """torch's runtime of a schedule. order, actions: as it lists them; None where it has no list."""
+    """torch's runtime of a schedule.
+
+    order, actions: order and number of the actions in torch's list; None if torch does not make a list.
+    """
 
     step: Step
     order: TorchOrder | None
@@ -22,8 +25,10 @@ class Peer:
 
 
 def torch_pipelining(setting: Setting, race: Race) -> Peer:
-    """One step of torch, over its default group. It is spared what megapipe does not do: scaling gradients, and
-    keeping and concatenating outputs."""
+    """Return a step of torch, which uses its default group.
+
+    torch neither scales gradients nor keeps and concatenates outputs here, because megapipe does not.
+    """
     num_stages = setting.num_ranks * race.chunks
     indices = race.stages_on(setting.rank, setting.num_ranks)
     device, x = setting.mesh.device, setting.x

@@ -1,4 +1,4 @@
-"""One race: every contestant runs one schedule; what each took over what the schedule allows."""
+"""A race: all contestants run one schedule, and their times are compared with the time that the schedule allows."""
 
 import statistics
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ WAIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Size:
-    """Of a race. seconds: of a stage's forward. floats: in a message."""
+    """Size of a race. seconds: time of a stage's forward. floats: number of floats in a message."""
 
     num_microbatches: int
     seconds: float
@@ -38,8 +38,9 @@ class Size:
 class Figure:
     """One contestant in one race, medians over the repeats.
 
-    seconds: a step. excess: percent that it took over the schedule's finish, what a rank overslept taken off.
-    processor: microseconds of a rank's thread for an action, outside of stage callables, mean over ranks.
+    seconds: time of a step. excess: percent by which it exceeds the time that the schedule allows, without the time
+    that a rank overslept. processor: microseconds of a rank's thread per action, outside of stage callables, mean over
+    ranks.
     """
 
     schedule: str
@@ -55,7 +56,7 @@ class Figure:
 
 
 class Track:
-    """One rank's part in the races of a pipeline. Links are made once and shared by all that use their kind."""
+    """One rank's part in the races of a pipeline. Links are created once and used by all contestants."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -63,12 +64,12 @@ class Track:
         self._pools = {kind: LinkPool(mesh, kind, WAIT_SECONDS) for kind in KINDS}
 
     def setting(self, size: Size) -> Setting:
-        """What the contestants of a race share."""
+        """Return the setting of a race, which is the same for all contestants."""
         x = torch.zeros(1, size.floats)
         return Setting(self._mesh, size.num_microbatches, size.seconds, x, self._meter)
 
     def race(self, name: str, size: Size) -> list[Figure]:
-        """All contestants over one schedule. A collective call; every rank returns the same."""
+        """Race all contestants with one schedule. A collective call; all ranks return the same figures."""
         setting, race = self.setting(size), RACES[name]
         peer = torch_pipelining(setting, race)
         schedule = lowered(race, setting.num_ranks, size.num_microbatches, peer.order)
@@ -91,11 +92,11 @@ class Track:
         ]
 
     def bubble(self, size: Size) -> Bubble:
-        """2bw beside one rank alone. A collective call."""
+        """Compare 2bw with a single rank. A collective call."""
         return measure_bubble(self.setting(size), self._pools["shared_memory"])
 
     def gpt(self, name: str, size: Size) -> GptFigure:
-        """Real stages. A collective call."""
+        """Race with real stages. A collective call."""
         return race_gpt(self._mesh, self._pools["shared_memory"], RACES[name], size.num_microbatches, size.repeats)
 
     def _everywhere(self, actions: int) -> tuple[int, ...]:

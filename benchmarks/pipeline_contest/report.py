@@ -1,4 +1,4 @@
-"""Figures as tables."""
+"""Print figures as tables."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ torch's"""
 
 
 def show_race(figures: Sequence[Figure]) -> None:
-    """One race, with each contestant's figures beside torch's."""
+    """Print a race, with the figures of each contestant relative to torch's."""
     first = figures[0]
     peer = next(figure for figure in figures if figure.contestant == "torch")
     size = f"{first.num_ranks} ranks, {first.num_microbatches} micro-batches, {first.milliseconds:g} ms"
@@ -29,7 +29,7 @@ def show_race(figures: Sequence[Figure]) -> None:
 
 
 def show_bubble(bubble: Bubble) -> None:
-    """2bw beside one rank alone."""
+    """Print the comparison of 2bw with a single rank."""
     print(f"\n2bw, {bubble.num_ranks} ranks, {bubble.num_microbatches} micro-batches, {bubble.milliseconds:g} ms")
     print(f"  {bubble.pipeline:8.3f} ms for a micro-batch, {bubble.pipeline_awake:8.3f} without oversleeping")
     print(f"  {bubble.alone:8.3f} ms on one rank alone,   {bubble.alone_awake:8.3f} without oversleeping")
@@ -39,7 +39,7 @@ def show_bubble(bubble: Bubble) -> None:
 
 
 def show_gpt(figure: GptFigure) -> None:
-    """Real stages."""
+    """Print a race with real stages."""
     print(f"\nGPT stages, {figure.schedule}, {figure.num_ranks} ranks, {figure.num_microbatches} micro-batches")
     times = f"megapipe {figure.seconds * 1e3:.1f} ms, torch {figure.torch_seconds * 1e3:.1f} ms"
     print(f"  {times}, ratio {figure.ratio:.3f}", flush=True)

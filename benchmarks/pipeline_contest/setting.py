@@ -1,4 +1,4 @@
-"""What all contestants of a race share."""
+"""The setting of a race, which is the same for all contestants."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of a race. x: one micro-batch, and the gradient that the loss gives; shape [1, floats]."""
+    """Setting of a race. x: one micro-batch, which is also the gradient that the loss returns; shape [1, floats]."""
 
     mesh: Mesh
     num_microbatches: int
@@ -31,5 +31,5 @@ class Setting:
         return self.mesh.size("pipeline")
 
     def stage(self) -> SleepingStage:
-        """A stage; all contestants have the same kind, and sleep on the same meter."""
+        """Return a stage. All contestants use this kind of stage, with the same meter."""
         return SleepingStage(self.seconds, self.meter)

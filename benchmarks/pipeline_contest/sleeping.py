@@ -1,4 +1,4 @@
-"""A stage that sleeps: what is left of a step's time and of its processor time is the runtime's own."""
+"""A stage that sleeps: the remaining time and processor time of a step are the overhead of the runtime."""
 
 import time
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ ZERO = torch.zeros(1)
 
 @dataclass
 class Meter:
-    """What the stages of one rank used of a step.
+    """Time that the stages of one rank used in a step.
 
     processor: seconds of processor time inside stage callables. late: seconds overslept.
     """
@@ -33,26 +33,28 @@ class Meter:
 
 
 class _SleepBackward(torch.autograd.Function):
-    """The identity; its backward sleeps."""
+    """The identity, whose backward sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, meter: Meter, seconds: float) -> Tensor:
         ctx.meter, ctx.seconds = meter, seconds
-        return x.data  # not a view, since torch detaches outputs in place
+        return x.data  # not a view, because torch detaches outputs in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         began = time.thread_time()
         ctx.meter.sleep(ctx.seconds)
         ctx.meter.processor += time.thread_time() - began
-        # Nobody else holds this tensor, so that autograd takes it as an input's gradient instead of a copy.
+        # No other code holds this tensor, so autograd uses it as the gradient of an input instead of a copy.
         return gradients[0].detach(), None, None
 
 
 class _Join(torch.autograd.Function):
-    """The identity of its first argument, with the second one in the graph: a probe takes the gradient, a weight 0.
+    """The identity of its first argument, with the second one in the graph: a probe gets the gradient, a weight gets
+    0.
 
-    The gradient of `x` is a tensor that the stage has, as a real stage makes one and passes none on unchanged.
+    The gradient of `x` is the tensor `own` of the stage, because a real stage creates a gradient and does not pass on
+    the incoming one.
     """
 
     @staticmethod
@@ -66,7 +68,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """Zero, whose gradient with respect to `x` is `gradient`."""
+    """A loss of zero, whose gradient with respect to `x` is `gradient`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
@@ -79,9 +81,10 @@ class _Loss(torch.autograd.Function):
 
 
 class SleepingStage(SplitModule):
-    """The identity: forward sleeps `seconds`, each half of the backward as long again. No arithmetic.
+    """The identity, without arithmetic. The forward sleeps `seconds`, and so does each half of the backward.
 
-    The input half lies behind the joint with the weight, so that it also runs where the input takes no gradient.
+    The node of the input half follows the join with the weight, so that this half also runs if the input needs no
+    gradient.
     """
 
     def __init__(self, seconds: float, meter: Meter) -> None:
@@ -113,5 +116,5 @@ class SleepingStage(SplitModule):
 
 
 def sleeping_loss(y: Tensor, gradient: Tensor) -> Tensor:
-    """A loss without arithmetic. gradient: that of `y`, whatever it is asked for."""
+    """Return a loss without arithmetic. gradient: gradient of `y`, whatever the gradient of the loss is."""
     return _Loss.apply(y, gradient)

@@ -1,4 +1,4 @@
-"""Real text for the contest: the standard library's sources and /usr/share/doc, varied where that is too short."""
+"""Real text for the contest: sources of the standard library and /usr/share/doc, repeated with changes if needed."""
 
 import json
 import re
@@ -23,7 +23,8 @@ def documents() -> Iterator[str]:
 
 
 def varied(text: str, times: int) -> str:
-    """One word in five gets another ending, others in each repetition, so that caches of words meet new ones."""
+    """Return the text with new endings for one word in five, for other words in each repetition, so that caches of
+    words are of little use."""
     if times == 0:
         return text
 
@@ -35,7 +36,7 @@ def varied(text: str, times: int) -> str:
 
 
 def write_corpus(path: Path, num_bytes: int) -> int:
-    """JSON lines of about that many bytes of text; returns how many times the sources were taken."""
+    """Write JSON lines with about `num_bytes` bytes of text; return how many times the sources were used."""
     source = list(documents())
     written = times = 0
     with path.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The peers: a pool that hands lists of ids to one writer, as Megatron-LM's tool works, and datasets.map.
+"""The peers: datasets.map, and a pool that passes lists of ids to one writer, as Megatron-LM's tool does.
 
 python benchmarks/preprocess_contest/peers.py pool corpus.jsonl tokenizer.json 2 output.bin
 """

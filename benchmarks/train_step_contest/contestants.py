@@ -1,4 +1,4 @@
-"""One training step of each contestant: the same size, dtype, micro-batches, gradient clip and AdamW."""
+"""The training steps of the contestants, with the same size, dtype, micro-batches, gradient clip and AdamW."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ OURS = "megapipe"
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contestants share. compiled: peers go through torch.compile."""
+    """The setting of all contestants. compiled: whether torch.compile compiles the peers."""
 
     training: Training
     precision: Literal["fp32", "bf16"]
@@ -40,7 +40,7 @@ class Setting:
     compiled: bool
 
     def batches(self) -> Batches:
-        """(tokens, labels) of every micro-batch, the same for all contestants."""
+        """Return (tokens, labels) of every micro-batch; they are the same for all contestants."""
         shape = self.training.shape
         size = (self.training.num_microbatches, self.training.micro_size, shape.sequence_length + 1)
         tokens = torch.randint(shape.vocabulary_size, size, generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,8 @@ class Setting:
 
 
 def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
-    """Name -> what builds its step; the fastest peer right behind ours, should the time not suffice for all."""
+    """Return functions that build the contestants' steps, by name. The fastest peer comes second, in case the time
+    does not suffice for all."""
     behind = ", compiled" if setting.compiled else ""
 
     def ours(compiled: bool) -> Step:
@@ -62,7 +63,7 @@ def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
 
 
 def configuration(setting: Setting, pipeline: int, compiled: bool) -> PretrainConfig:
-    """The megapipe run that equals the peers'."""
+    """Return the configuration of megapipe that computes the same as the peers."""
     training, shape = setting.training, setting.training.shape
     config = PretrainConfig(
         model=ModelConfig(
@@ -84,7 +85,7 @@ def configuration(setting: Setting, pipeline: int, compiled: bool) -> PretrainCo
 
 
 def megapipe_step(mesh: Mesh, setting: Setting, compiled: bool) -> Step:
-    """A step of this rank's part of megapipe. compiled: each block goes through torch.compile."""
+    """Return a step of this rank's part of megapipe. compiled: whether torch.compile compiles each block."""
     config = configuration(setting, mesh.size("pipeline"), compiled)
     with _weights_drawn_on(mesh.device):
         replica = Replica(config, mesh)
@@ -108,7 +109,8 @@ def megapipe_step(mesh: Mesh, setting: Setting, compiled: bool) -> Step:
 
 @contextmanager
 def _weights_drawn_on(device: torch.device) -> Iterator[None]:
-    """Let a GPU draw its own weights: canonical ones come from the processor, which takes a minute for a billion."""
+    """Within the block, draw initial weights on a GPU. megapipe draws them on the CPU, which takes a minute for a
+    billion weights."""
 
     def initialize(state: UnitState, seed: int) -> None:
         for segment in state.table:
@@ -133,9 +135,9 @@ def _plain(setting: Setting) -> Step:
 
 
 def _peer_step(model: nn.Module, loss: Loss, setting: Setting) -> Step:
-    """A step as a user's own loop takes it: accumulate, clip, AdamW with torch's fused kernel.
+    """Return a step as a user would write it: accumulate gradients, clip them, and step torch's fused AdamW.
 
-    bf16 keeps fp32 weights and computes under autocast, the usual way.
+    With bf16, weights are fp32 and autocast computes in bf16, as usual.
     """
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -172,7 +174,7 @@ def _hugging_face(setting: Setting) -> Step:
 
 
 def hugging_face_model(shape: Shape) -> nn.Module:
-    """GPT2LMHeadModel with exact GELU, no dropout, and its faster attention."""
+    """Return a GPT2LMHeadModel with exact GELU, without dropout, and with its faster attention."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(

@@ -1,4 +1,4 @@
-"""Sizes of the models that are trained."""
+"""Sizes of the trained models."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from plain_gpt import Shape
 
 @dataclass(frozen=True)
 class Training:
-    """A model, and the batch of one step: num_microbatches of micro_size samples."""
+    """A model, and the batch of one step: num_microbatches micro-batches of micro_size samples."""
 
     shape: Shape
     micro_size: int
@@ -15,7 +15,7 @@ class Training:
 
     @property
     def num_tokens(self) -> int:
-        """In one step."""
+        """Number of tokens in one step."""
         return self.num_microbatches * self.micro_size * self.shape.sequence_length
 
 
@@ -26,5 +26,5 @@ MODELS = {
     "350m": Training(Shape(50304, 24, 1024, 16, 2048), 8, 4),
     "1.3b": Training(Shape(50304, 24, 2048, 16, 2048), 4, 4),
 }
-"""GPT-2's smallest and GPT-3's medium and XL (Brown et al. 2020, 2005.14165, table 2.1), vocabulary padded to a
-multiple of 128; `5m` is a size for processors, `toy` tries the script."""
+"""124m is the smallest GPT-2, and 350m and 1.3b are GPT-3 Medium and XL (Brown et al. 2020, 2005.14165, table 2.1),
+with the vocabulary padded to a multiple of 128. 5m is a size for CPUs; toy is for trying the script."""

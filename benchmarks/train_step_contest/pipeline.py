@@ -1,4 +1,4 @@
-"""A pipeline of two ranks beside one rank with as many threads, on a processor."""
+"""A pipeline of two ranks compared with one rank that has the same number of threads, on a CPU."""
 
 import multiprocessing
 import tempfile
@@ -19,7 +19,8 @@ PIPELINE, ALONE = "two ranks, 1f1b", "one rank"
 
 
 def pipeline_seconds(setting: Setting, repeats: int) -> dict[str, list[float]]:
-    """One rank with two threads and a pipeline of two ranks with one thread each, in turns."""
+    """Return the seconds of steps of one rank with two threads, and of a pipeline of two ranks with one thread each.
+    They take turns."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

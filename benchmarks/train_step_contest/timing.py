@@ -1,4 +1,4 @@
-"""Seconds of steps, in turns or one contestant after the other, and what they come to."""
+"""Time steps, with contestants that take turns or run one after another, and summarize the times."""
 
 import gc
 import math
@@ -16,7 +16,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens per second: the median, and the interval from the slowest to the fastest quarter. mfu: at the median."""
+    """Tokens per second: median, lower and upper quartile. mfu: MFU at the median; None if it is unknown."""
 
     tokens_per_second: float
     lower_quartile: float
@@ -25,7 +25,7 @@ class Rate:
 
 
 def timed(step: Step, device: torch.device) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     _synchronize(device)
     start = time.perf_counter()
     step()
@@ -34,9 +34,10 @@ def timed(step: Step, device: torch.device) -> float:
 
 
 def in_turns(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds by contestant; rounds of warm-up are not counted, and the order turns from round to round.
+    """Return the seconds of each step by contestant, without rounds of warm-up.
 
-    A change of the machine's load then meets all of them.
+    The contestants take turns and change their order from round to round, so that a change of the machine's load
+    affects all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -55,10 +56,11 @@ def one_by_one(
     deadline: float = math.inf,
     tell: Callable[[dict[str, list[float]], dict[str, str]], None] = lambda seconds, failures: None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """(seconds by contestant, why others failed). Each has the device's memory to itself.
+    """Run contestants one after another, so that each can use all memory of the device.
 
-    deadline: of time.monotonic; none starts behind it, and a running one takes no more than two steps behind it.
-    tell: gets both after each.
+    Returns the seconds of each step by contestant, and the reasons why contestants failed. deadline: a time of
+    time.monotonic, after which no contestant starts, and a running one stops when it has measured two steps. tell:
+    called with both results after each contestant.
     """
     seconds: dict[str, list[float]] = {}
     failures: dict[str, str] = {}
@@ -67,7 +69,7 @@ def one_by_one(
             if time.monotonic() > deadline:
                 raise TimeoutError("the time was up")
             seconds[name] = _alone(build, device, repeats, deadline)
-        except Exception as error:  # whatever one dies of, memory or a missing library, the others run on
+        except Exception as error:  # such as lack of memory or a missing library; the other contestants continue
             failures[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         gc.collect()
         if device.type == "cuda":
@@ -81,7 +83,7 @@ def one_by_one(
 def rates(
     seconds: Mapping[str, list[float]], num_tokens: int, mfu: Callable[[float], float | None]
 ) -> dict[str, Rate]:
-    """mfu: of the seconds of a step."""
+    """Return the rates by contestant. mfu: returns the MFU for the seconds of a step; None if it is unknown."""
     found = {}
     for name, values in seconds.items():
         quarters, middle = statistics.quantiles(values, n=4), statistics.median(values)
@@ -105,9 +107,9 @@ def show(title: str, found: Mapping[str, Rate]) -> None:
 
 
 def ratio_to_best_peer(seconds: Mapping[str, list[float]]) -> float | None:
-    """Median over rounds of (the fastest peer's seconds / ours, at our fastest): above 1, we are faster.
+    """Return the median over rounds of (seconds of the fastest peer / seconds of our fastest contestant).
 
-    None before one of each has run.
+    Above 1, megapipe is faster. The result is None until a peer and a contestant of ours have run.
     """
     ours = [values for name, values in seconds.items() if name.startswith(OURS)]
     peers = [values for name, values in seconds.items() if not name.startswith(OURS)]
@@ -115,9 +117,9 @@ def ratio_to_best_peer(seconds: Mapping[str, list[float]]) -> float | None:
 
 
 def paired_ratio(ours: list[list[float]], peers: list[list[float]]) -> float:
-    """Median over rounds of the fastest peer's seconds over our fastest's."""
+    """Return the median over rounds of the seconds of the fastest peer, divided by those of our fastest contestant."""
     best, own = min(peers, key=statistics.median), min(ours, key=statistics.median)
-    # Where time was short one has fewer rounds.
+    # If the time ran out, one of them has fewer rounds.
     return round(statistics.median(b / o for b, o in zip(best, own, strict=False)), 4)
 
 

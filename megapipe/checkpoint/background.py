@@ -134,7 +134,8 @@ class EndedSave:
 
 
 class BackgroundSaver:
-    """Saves checkpoints of one run in the background. Rank 0 must hold the directory's lock; all ranks must see it.
+    """Saves checkpoints of one run in the background. Rank 0 must hold the directory's lock; all ranks must see the
+    directory.
 
     The caller must call `finish` before the process ends, because a save that is not durable by then is lost.
 
@@ -229,7 +230,7 @@ class BackgroundSaver:
         world = self._mesh.world
         on_first_rank(world, lambda: begin(self._storage, self._directory, run.step))
         if self._mesh.device.type == "cuda" and not by_step:
-            # The thread reads on another stream, which does not wait for this one.
+            # The writing thread reads the states on another stream, which does not wait for the current stream.
             torch.cuda.synchronize(self._mesh.device)
         contents = contents_of(plan)
         copying = None
@@ -254,7 +255,7 @@ class BackgroundSaver:
         return copying
 
     def _to_copy(self, plan: Sequence[Shard]) -> "StateSnapshot":
-        """Return the copies of the planned shards."""
+        """Return the copies of the planned shards, for the next step to make."""
         sources = [contents_of([shard]) for shard in plan]
         places = iter(self._snapshot.places([content for contents in sources for content in contents]))
         copies, moves = [], dict[int, list[tuple[Tensor, Tensor]]]()
@@ -348,7 +349,10 @@ class BackgroundSaver:
     def _persist(
         self, job: "_Job", run: RunState, contents: Callable[[], Sequence[Content]], counts: Mapping[str, int]
     ) -> None:
-        """Write this rank's part in the thread; on rank 0, also complete the checkpoint. contents: waits for them."""
+        """Write this rank's part in the thread; on rank 0, also complete the checkpoint.
+
+        contents: waits until the contents are copied, and returns them.
+        """
         partial, rank = partial_folder(self._directory, run.step), self._mesh.rank
         if rank:
             written = write_share(self._storage, partial, rank, contents(), counts)
@@ -436,7 +440,7 @@ class _Job:
         try:
             self.work(self)
         except BaseException as error:
-            # Raised by `finish`, or reported by `poll`.
+            # The error is raised by `finish` or reported by `poll`.
             given_up = self.reason is not None and isinstance(error, Exception)
             self.error = self.reason if given_up else error
         self.seconds = time.perf_counter() - self._begun
@@ -461,10 +465,10 @@ class CopyLane(Protocol):
 
 
 class StateSnapshot:
-    """The copies of one save, unit by unit: the next step starts them, and each update waits for that of its unit.
+    """The copies of one save, unit by unit: the next step starts them, and an update waits for the copy of its unit.
 
-    This is the first phase of CheckFreq (Mohan et al., FAST 2021, section 4.1). Whatever happens before, `complete`
-    makes the copies that are missing.
+    This is the first phase of CheckFreq (Mohan et al., FAST 2021, section 4.1). `complete` makes all copies that the
+    step has not started.
     """
 
     def __init__(self, contents: Sequence[Content], moves: Mapping[int, Moves]) -> None:

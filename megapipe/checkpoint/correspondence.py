@@ -21,7 +21,8 @@ Join = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 class Correspondence:
     """One of our parameters and the tensors of a family that contain its elements.
 
-    theirs: names of these tensors. steps: pairs of functions: a step from their tensors towards ours, and its inverse.
+    theirs: names of these tensors. steps: pairs of functions: a step from the family's tensors towards our parameter,
+    and its inverse.
     """
 
     spec: ParameterSpec
@@ -29,14 +30,15 @@ class Correspondence:
     steps: tuple[tuple[Join, Join], ...]
 
     def part(self, ours: Tensor) -> Sequence[Tensor]:
-        """Return their tensors."""
+        """Return the family's tensors, in the order of `theirs`, that our parameter becomes."""
         parts: Sequence[Tensor] = [ours]
         for _, inverse in reversed(self.steps):
             parts = inverse(parts)
         return parts if self.steps else [_merged(self.spec, part) for part in parts]
 
     def check(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Raise FamilyError unless `shapes`, one for each of `theirs`, make a tensor of the spec's shape."""
+        """Raise FamilyError unless `shapes`, one for each of `theirs`, are the shapes of the tensors that form our
+        parameter."""
         parts = self.part(torch.empty(self.spec.shape, device="meta"))
         for name, shape, part in zip(self.theirs, shapes, parts, strict=True):
             if tuple(shape) != tuple(part.shape):
@@ -46,7 +48,7 @@ class Correspondence:
                 )
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return our tensor. Raises FamilyError for a part of another shape."""
+        """Return our parameter, which the family's tensors form. Raises FamilyError for a part of another shape."""
         self.check([part.shape for part in parts])
         for step, _ in self.steps:
             parts = step(parts)
@@ -63,7 +65,7 @@ def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
 
 
 def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tuple[Join, Join]:
-    """Return a step and its inverse. count: number of their tensors."""
+    """Return a step and its inverse. count: number of the family's tensors."""
     if step == "query_key_value":
         return _query_key_value(model, fused=count == 1)
     if step == "rotary_pairs":
@@ -100,8 +102,8 @@ def _merged(spec: ParameterSpec, ours: Tensor) -> Tensor:
 
 
 def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
-    """Return the step between (kv groups, query heads per group + 2, head_dim, ...) and query, key and value, in one
-    or three tensors."""
+    """Return the step from query, key and value to one tensor (kv groups, query heads per group + 2, head_dim, ...),
+    and its inverse. fused: whether query, key and value are in one tensor, instead of three."""
     groups, width = model.kv_heads, model.head_dim
     heads = model.num_heads // groups
     rows = [model.num_heads * width, groups * width, groups * width]
@@ -123,7 +125,7 @@ def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
 
 def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
     """Return the step that moves the rotated rows of queries to the front of each head and regroups their pairs, and
-    its inverse. Rows of the shared key follow those of the latent on both sides."""
+    its inverse. In both formats, the rows of the shared key follow the rows of the latent."""
     rotated = model.rotary_dim
     shared = spec.name.rpartition(".")[0].endswith("kv_down")
     heads = 1 if shared else model.num_heads
@@ -145,7 +147,9 @@ def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
 
 
 def _regrouped(qkv: Tensor, *pairs: int) -> Tensor:
-    """Return (kv groups, query heads + 2, head_dim, ...) with the two indices of a channel of queries and keys
-    exchanged."""
+    """Return `qkv`, (kv groups, query heads + 2, head_dim, ...), with regrouped channels of queries and keys.
+
+    pairs: two sizes, into which head_dim is split; the two axes are then exchanged.
+    """
     rotated, values = qkv.split([qkv.shape[1] - 1, 1], dim=1)
     return torch.cat([rotated.unflatten(2, pairs).transpose(2, 3).flatten(2, 3), values], dim=1)

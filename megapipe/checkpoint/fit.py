@@ -187,7 +187,7 @@ def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
         "model.num_kv_heads": (here.kv_heads, was.kv_heads),
         "model.head_size": (here.own_head_size, was.own_head_size),
     }
-    if {here.activation, was.activation} <= ACTIVATIONS.keys():  # a newer version may have saved another one
+    if {here.activation, was.activation} <= ACTIVATIONS.keys():  # a newer version may have saved an unknown one
         sizes["model.ffn_hidden_size"] = (here.ffn_size, was.ffn_size)
     return [name for name, (one, other) in sizes.items() if one == other]
 

@@ -77,7 +77,8 @@ class SaveTimer:
 
     @property
     def steps_between(self) -> int | None:
-        """Steps from one save to the next that keep the overhead in its limit; None until a save has been measured."""
+        """Steps from one save to the next that keep the overhead below its limit; None until a save has been
+        measured."""
         if self.max_overhead is None or self._stall is None or self._durable is None:
             return None
         step_seconds = self._undisturbed()

@@ -68,7 +68,8 @@ def _indexed(folder: Path, name: str) -> dict[str, Path]:
 
 
 def read_family(folder: Path, config: Mapping[str, Any], kind: str | None = None) -> Family:
-    """Return the family of a config.json. Raises CheckpointError, with the path, unless it is of this kind."""
+    """Return the family of a config.json. Raises CheckpointError, with the path, if it is unknown or its kind is not
+    `kind`."""
     try:
         return family_of(config.get("model_type"), kind)
     except FamilyError as error:
@@ -125,8 +126,7 @@ def with_stored_head(
     transformers 5 uses the stored matrix of such a folder. names: canonical names of the folder's tensors. read:
     returns a tensor by its canonical name. The note is empty if nothing was changed.
 
-    Raises CheckpointError for a tensor of a tied model that differs from the one that it repeats, because the model
-    has only one.
+    Raises CheckpointError if a tied model stores a tensor twice with different values, because the model has only one.
     """
     head, embedding = family.output, family.embedding
     tied = is_tied(family, config)
@@ -221,7 +221,7 @@ class HuggingFaceFolder(Generic[Reader]):
         self.places = {names[name]: (file, name) for name, file in stored.items()}
         self.config, self.note = with_stored_head(family, config, self.places, self.whole)
         if not is_tied(family, self.config):
-            # For an untied matrix, transformers reads the bias next to it, and ignores the one that ties would copy.
+            # If the output matrix is untied, transformers reads the bias next to it, not the bias that ties copy.
             self.places |= {
                 first: self.places[again] for again, first in family.repeats.items() if again in self.places
             }

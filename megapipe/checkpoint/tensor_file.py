@@ -296,7 +296,7 @@ class TensorReader:
         return {
             key: Entry(key, described["dtype"], described["shape"], base + described["data_offsets"][0])
             for key, described in header.items()
-            if key != "__metadata__" and described["dtype"] in DTYPES  # no model here has integer buffers
+            if key != "__metadata__" and described["dtype"] in DTYPES  # ignores integer buffers: no model here has any
         }
 
     def entry(self, key: str) -> Entry:

@@ -34,7 +34,10 @@ examples:
 
 
 def stalls(argv: Sequence[str]) -> int:
-    """Run the command. Exit status: 0, 2 for a wrong command line, configuration or shard, 130 for Ctrl-C."""
+    """Run the command and return its exit status.
+
+    It is 0, 2 for a wrong command line, configuration or shard, and 130 for Ctrl-C.
+    """
     arguments, fields = stalls_parser().parse_known_args(list(argv))
     return exit_status(lambda: _run_stalls(arguments, fields), _is_for_user)
 

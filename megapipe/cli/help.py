@@ -125,7 +125,7 @@ def _name_of(word: str, options: dict[str, Action], commands: Iterable[str]) -> 
 
 
 _WIDEST = 32
-"""Characters of a value that a file sets."""
+"""Maximum number of characters of a value that a file sets."""
 
 
 def _packaged(name: str) -> Iterator[str]:

@@ -66,7 +66,7 @@ examples:
 
 
 def generate(argv: Sequence[str]) -> int:
-    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = generate_parser().parse_args(with_hyphens(argv))
     return exit_status(lambda: _generate(arguments), _is_for_user)
 
@@ -205,7 +205,7 @@ def _print_texts(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
 
 
 def fill_mask(argv: Sequence[str]) -> int:
-    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = fill_mask_parser().parse_args(with_hyphens(argv))
     return exit_status(lambda: _fill_mask(arguments), _is_for_user)
 
@@ -259,7 +259,7 @@ def _print_filled(filled: "Filled") -> None:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Run the command. Exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
+    """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = evaluate_parser().parse_args(with_hyphens(argv))
     run = _evaluate if arguments.tasks is None else _evaluate_tasks
     return exit_status(lambda: run(arguments), _is_for_user)

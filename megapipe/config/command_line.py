@@ -154,7 +154,7 @@ DAY = 86400.0
 
 
 def bytes_text(count: float) -> str:
-    """`18.3 GB`, in powers of 1000 as memory is sold."""
+    """Return a number of bytes as text, such as `18.3 GB`, in powers of 1000."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
@@ -162,7 +162,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """`20.3B`, `124M`."""
+    """Return a number as text, such as `20.3B` or `124M`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if count >= size:
             return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
@@ -170,7 +170,7 @@ def count_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """`2.31 s`, `41.0 ms`, `180 us`: three figures."""
+    """Return seconds as text with three figures, such as `2.31 s`, `41.0 ms` or `180 us`."""
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -180,7 +180,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """`34.0 days`, `2.5 hours`, `41 minutes`, or seconds."""
+    """Return seconds as text: `34.0 days`, `2.5 hours`, `41 minutes`, or seconds."""
     for unit, size in (("days", DAY), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"

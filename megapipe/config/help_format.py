@@ -27,7 +27,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples"
 _FOLDERS = {"config": ("", "parallel", "recipes"), "model": ("models",)}
 """Flags -> the folders of their files."""
 _NAMED_WITH_FOLDER = "recipes"
-"""The folder that is part of the names of its files, because some are called like the model that they train."""
+"""The folder that is part of the names of its files, because some have the name of the model that they train."""
 _NAME = re.compile(rf"({_NAMED_WITH_FOLDER}/)?[A-Za-z0-9][\w.-]*")
 
 
@@ -74,7 +74,7 @@ def _path_of(flag: str, value: str, files: Mapping[str, Path]) -> str:
 
 
 def other_flag(name: str) -> str | None:
-    """Return the advice to use the flag whose packaged file has a name, or None."""
+    """Return the advice to use the flag that has a packaged file of this name; None if no flag has one."""
     flag = next((flag for flag in _FOLDERS if name in packaged_files(flag)), None)
     return flag and f"pass the packaged file of this name as --{flag} {name}"
 
@@ -139,7 +139,7 @@ def describe_library_options(parser: ArgumentParser) -> None:
 
 
 def file_of(dest: str) -> str:
-    """Return what a file of `--config` or of a group holds."""
+    """Return a description of a file. dest: `config`, or the name of the group whose fields the file sets."""
     return f"YAML file with any of the {'groups' if dest == 'config' else f'{dest} fields'}"
 
 

@@ -174,7 +174,7 @@ def build_parser(
 
 def _drop_help_of_values(parser: ArgumentParser) -> None:
     """Remove the options --FIELD.help that jsonargparse adds for fields whose values are dataclasses: the help of the
-    field itself names what these may set."""
+    field itself names the fields of these values."""
     for group in parser._action_groups:
         group._group_actions[:] = [each for each in group._group_actions if not _is_help_of_values(each)]
     parser._actions[:] = [each for each in parser._actions if not _is_help_of_values(each)]
@@ -221,7 +221,7 @@ class Given(Generic[Config]):
     """The values of a command line.
 
     config: all fields. fields: names, such as `parallel.tensor`, of the fields that were set in a file or as a flag,
-    except those set to null, which stay open. flags: the program's own flags by name, and `config`.
+    except those set to null, which count as not set. flags: the program's own flags by name, and `config`.
     """
 
     config: Config
@@ -320,7 +320,7 @@ def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
     Wrong flags and unreadable files count as not set; the parser reports them.
 
     Raises:
-        ConfigError: only a flag is of a BERT, and the model comes from a file, which is a GPT's.
+        ConfigError: a flag is only for BERT runs, but the model comes from a file, and it is a GPT.
     """
     given = underscored(arguments)
     try:
@@ -346,7 +346,7 @@ def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
 
 
 def _only_berts(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of fields that only BERT runs have, or have with this value."""
+    """Return the names of the fields that only BERT runs have, or whose value only BERT runs have."""
     return [name for name, value in values.items() if name in _BERT_FIELDS or (name, value) == _BERT_VALUE]
 
 
@@ -416,7 +416,7 @@ def read_dataclass(kind: type[Content], text: str, origin: str, max_characters: 
 
     Args:
         kind: a dataclass.
-        text: of a file with at most `max_characters`.
+        text: content of a file, with at most `max_characters`.
         origin: name of the file, for messages.
 
     Raises:
@@ -440,7 +440,8 @@ def written_dataclass(content: Any, remark: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return lists for tuples, and six digits of numbers, without null values and empty lists."""
+    """Return a value as YAML writes it: tuples become lists, numbers have six digits, and null values and empty lists
+    are left out of dictionaries."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items() if each is not None and each != ()}
     if isinstance(value, list | tuple):
@@ -520,7 +521,7 @@ def _broken_rules(content: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text_of(node: yaml.Node) -> Any:
-    """Return the texts of scalars, in lists and mappings; types decide what they are.
+    """Return the texts of scalars, in lists and mappings; the types of fields decide how they are parsed.
 
     Numbers in lists are converted here, because a link matrix has a million of them.
     """

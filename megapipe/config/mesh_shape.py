@@ -39,7 +39,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, parallel: "ParallelConfig") -> "MeshShape":
-        """Return the shape that a configuration sets; an open parallel.data counts as 1."""
+        """Return the shape that a configuration sets; parallel.data null counts as 1."""
         return cls({name: getattr(parallel, name) or 1 for name in DIMENSIONS})
 
     def __str__(self) -> str:

@@ -25,9 +25,9 @@ from megapipe.config.rope import RopeScaling
 class ActivationKind:
     """Properties of an activation function that the model, its costs and its kernels read.
 
-    op: of the kernel registry; its function `apply` takes the tensor and `arguments`. gated: the first matrix gives
-    two halves, the gate first. biased: op whose `apply` adds the bias of the first matrix too, if there is one.
-    fields: of the model, whose values are further arguments.
+    op: name of an op of the kernel registry, whose function `apply` takes the tensor and `arguments`. gated: the first
+    matrix gives two halves, the gate first. biased: name of an op whose `apply` also adds the bias of the first
+    matrix, or None. fields: fields of the model whose values are further arguments.
     """
 
     op: str
@@ -41,8 +41,8 @@ class ActivationKind:
 class NormKind:
     """Properties of a norm.
 
-    op: of the kernel registry. centred: the norm subtracts the mean and saves it for the backward. biased: it has a
-    bias. initial: what its weight starts with.
+    op: name of an op of the kernel registry. centred: the norm subtracts the mean and saves it for the backward.
+    biased: it has a bias. initial: initial value of its weight.
     """
 
     op: str
@@ -78,7 +78,7 @@ OF_BLOCKS = frozenset(
         "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
     )
 )  # fmt: skip
-"""Fields of a model that its blocks alone read, so that kinds of layers may differ in them."""
+"""Fields of a model that only its blocks read, so that kinds of layers may differ in them."""
 NORMS = {
     "layer_norm": NormKind("layer_norm", centred=True, biased=True),
     "layer_norm_without_bias": NormKind("layer_norm_without_bias", centred=True),
@@ -94,12 +94,15 @@ BIASED: Mapping[str, tuple[str, ...]] = {
     "attention_shared": ("attention", "mlp.shared"),
     "none": (),
 }
-"""Value of `bias` -> first parts of the paths of a block's linear layers that have one."""
+"""Value of `bias` -> first parts of the paths of a block's linear layers that have a bias."""
 
 
 class Reach(NamedTuple):
-    """The tokens that a token attends to, of those up to itself: the last `tokens`, or those of its chunk of so many;
-    None for all."""
+    """The tokens that a token attends to, among itself and the earlier tokens.
+
+    tokens: number of the last tokens or, if `in_chunks`, size of the chunks of a sample, in which a token attends only
+    to its own chunk; None for all tokens.
+    """
 
     tokens: int | None
     in_chunks: bool = False
@@ -359,7 +362,7 @@ class ModelConfig:
         return Reach(self.sliding_window) if chunk is None else Reach(chunk, in_chunks=True)
 
     def chunk_sizes(self, length: int) -> list[int]:
-        """Return the values of `attention_chunk_size` of all blocks that cut a sample of so many tokens."""
+        """Return the values of `attention_chunk_size` of all blocks that cut a sample of `length` tokens."""
         sizes = {each.attention_chunk_size for each in self.kinds_of_layers.values()}
         return sorted(each for each in sizes if each and each < length)
 
@@ -395,7 +398,7 @@ class ModelConfig:
 
     @property
     def changes_updates(self) -> bool:
-        """Whether something between a matrix product and the residual sum changes the gradient that it receives."""
+        """Whether an operation between a matrix product and the residual sum changes the gradient of the product."""
         return self.normalizes_outputs or self.residual_scale != 1 or bool(self.hidden_dropout)
 
     @property
@@ -409,7 +412,7 @@ class ModelConfig:
 
     @property
     def best_of_group(self) -> int:
-        """Number of experts, from the best, whose values say how good a group of experts is."""
+        """Number of a group's best experts that determine how the group is ranked."""
         return 1 if self.router_scores == "softmax" else 2
 
     @property

@@ -399,7 +399,8 @@ def _in_words(target: str) -> str:
 
 
 def _named(name: str, names: Collection[str]) -> str | None:
-    """Return the name of a program that an option has: in full, else without sections, if only one is spelled so."""
+    """Return the one of `names` that an option has: the same name, or else the only one that is equal without
+    sections."""
     last = name.rpartition(".")[2]
     for exact in (name, last):
         if exact in names:

@@ -47,7 +47,7 @@ def strategy_of(layers: Mapping[str, LayerStrategy], name: str) -> LayerStrategy
 
     Args:
         layers: `parallel.layers`.
-        name: of the layer, or of one of its parameters.
+        name: name of the layer, or of one of its parameters.
     """
     if not layers:
         return SAME
@@ -67,7 +67,7 @@ def _range(key: str) -> range:
 
 
 def zero_stage_of(config: "PretrainConfig", name: str) -> int:
-    """Return the ZeRO stage of a layer. name: of the layer, or of one of its parameters."""
+    """Return the ZeRO stage of a layer. name: name of the layer, or of one of its parameters."""
     own = strategy_of(config.parallel.layers, name).zero
     return config.zero.stage if own is None else own
 
@@ -197,8 +197,8 @@ class ParallelConfig:
 
     @property
     def vocabulary_variant(self) -> int:
-        """Variant of the passes, 1 or 2, of a vocabulary that all pipeline ranks share; 0 if only those of one
-        stage do."""
+        """Variant (1 or 2) of the passes of a vocabulary that is sharded over all pipeline ranks; 0 if it is sharded
+        over the ranks of one stage."""
         return ("tensor", "pipeline", "pipeline_2").index(self.vocabulary)
 
     @property
@@ -321,7 +321,7 @@ class ZeroConfig:
     def num_shards(self, replicas: int, state_unit: str = "layer") -> int:
         """Return the number of ranks that share one copy of the state; 1 if nothing is sharded.
 
-        state_unit: of a parameter, as in `ParameterSpec`.
+        state_unit: that of the parameter, see `ParameterSpec`.
         """
         if self.stage == 0:
             return 1

@@ -44,7 +44,8 @@ class RopeScaling:
     """Only for longrope: divisor of each channel pair's frequency in sequences longer than original_length."""
 
     def problems(self, theta: float, channels: int) -> list[str]:
-        """Return one message for each broken rule. theta: base of the wavelengths. channels: that are rotated."""
+        """Return one message for each broken rule. theta: base of the wavelengths. channels: number of rotated
+        channels."""
         place, pairs = f"model.rope_scaling.kind is {self.kind!r}", channels // 2
         found = []
         if self.kind == "longrope":
@@ -67,5 +68,6 @@ class RopeScaling:
 
 
 def yarn_growth(factor: float, weight: float) -> float:
-    """Return YaRN's attention factor for a ratio of lengths. weight: that of its logarithm (DeepSeek-V2's mscale)."""
+    """Return YaRN's attention factor for a ratio of lengths. weight: factor of the ratio's logarithm (DeepSeek-V2's
+    mscale)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -21,7 +21,7 @@ from megapipe.config.field_types import has_other_digits
 MAX_DEPTH = 100
 MAX_JSON_BYTES = 1 << 28
 MAX_YAML_CHARACTERS = 1 << 20
-"""PyYAML reads roughly 100,000 characters a second."""
+"""Largest YAML text. PyYAML reads roughly 100,000 characters a second."""
 
 DECODING_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions that code may raise on a decoded value with another structure than expected."""

@@ -148,7 +148,8 @@ def return_large_blocks() -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
-    0; 1 if `verify` finds damage or `diff` differences; 2 for a wrong command line or unusable input; 130 for Ctrl-C.
+    The status is 0 on success, 1 if `verify` finds damage or `diff` finds differences, 2 for a wrong command line or
+    unusable input, and 130 for Ctrl-C.
     """
     arguments = build_parser().parse_args(with_hyphens(argv))
     return_large_blocks()

@@ -61,7 +61,7 @@ class Refused(Exception):
 
 
 class Inert:
-    """Placeholder for an object of a listed class. name: its module and class. state: set once, only described."""
+    """Placeholder for an object of a listed class. name: its module and class. state: its pickled state."""
 
     __slots__ = ("state",)
     state: Any
@@ -185,7 +185,7 @@ _NAMESPACE = _ALLOWED["argparse.Namespace"]
 
 
 def _mapping(*factory: Any) -> OrderedDict[Any, Any]:
-    """Replace a defaultdict, because torch's loader fills no mapping of another type."""
+    """Replace a defaultdict, because torch's loader cannot fill it."""
     return OrderedDict()
 
 

@@ -116,7 +116,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 LayerNames = Literal["local", "transformer_engine"]
-"""Implementation of Megatron-LM's layers, on which names depend."""
+"""Implementation of Megatron-LM's layers, which determines the names of norms and experts."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class TargetOptions:
     """Options for formats that have several layouts.
 
     max_shard_bytes: largest file of weights (one tensor may exceed it). tensor, pipeline, chunks: tensor-parallel
-    ranks and pipeline stages of a Megatron-LM `torch` checkpoint, and model chunks per stage. layer_names: whose names
-    norms and experts have.
+    ranks and pipeline stages of a Megatron-LM `torch` checkpoint, and model chunks per stage. layer_names: the
+    implementation of layers from which norms and experts get their names.
     """
 
     max_shard_bytes: int = SHARD_BYTES
@@ -142,7 +142,7 @@ class Target(Protocol):
     """
 
     def add(self, tensor: StoredTensor, values: "Tensor") -> None:
-        """Write the next tensor, in the order of the Contents. values: of the tensor's shape and dtype.
+        """Write the next tensor, in the order of the Contents. values: its elements, in its shape and dtype.
 
         Raises CheckpointError if it cannot be written.
         """
@@ -157,7 +157,7 @@ class Target(Protocol):
 TRACKER = "latest_checkpointed_iteration.txt"
 ARCHIVE = "model_optim_rng.pt"
 RELEASE = "release"
-"""Name, instead of an iteration, of weights without a training state."""
+"""Name of weights without a training state, in place of the name of an iteration."""
 COMMON, DIST_CONFIG = "common.pt", "metadata.json"
 """Files next to the tensors of Megatron-LM's `torch_dist` layout."""
 METADATA = ".metadata"

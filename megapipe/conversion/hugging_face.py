@@ -159,7 +159,7 @@ class HuggingFaceTarget:
         self._config = exported_config(contents.model, dtypes.pop())
         self._pairs = exported_pairs(contents.model, self._config)
         repeats = family_of(self._config["model_type"]).repeats
-        # transformers has both tensors, and reads the second one if the model is untied.
+        # transformers stores a repeated tensor under both names, and reads the second one if the model is untied.
         self._again = {} if contents.model.tie_embeddings else {first: again for again, first in repeats.items()}
         self._names = [tensor.name for tensor in contents.tensors]
         self._check(contents)
@@ -199,7 +199,8 @@ class HuggingFaceTarget:
         return notes
 
     def _agreed_ids(self) -> dict[str, Any]:
-        """Return the tokenizer's ids of special tokens. Raises CheckpointError if the model depends on another one."""
+        """Return the tokenizer's ids of special tokens. Raises CheckpointError if the model needs a different id of
+        padding."""
         fixed = self._config.get("pad_token_id")
         padding = self._tokenizer.ids.get("pad_token_id")
         if None not in (fixed, padding) and fixed != padding:

@@ -300,7 +300,9 @@ def _step_of(path: Path) -> Path:
 
 
 def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer in the checkpoint, or the tokenizer that a BERT's run or the shard's manifest names.
+    """Return the tokenizer in the checkpoint, or else the one that a BERT's run or a shard's manifest names.
+
+    data: the run's data configuration as plain values.
 
     Return None if the shard no longer exists.
     """

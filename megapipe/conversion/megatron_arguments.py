@@ -56,9 +56,9 @@ _ACTIVATIONS = {
     "openai_gelu": "gelu_tanh",
     "quick_geglu": "swiglu_clamped",
 }
-"""Activation by the argument that selects it; without one of them it is the exact GELU."""
+"""Our activation by the argument that selects it. See `_activation` if none of these arguments is set."""
 _QUICK_GELU, _OFFSET = 1.702, 1.0
-"""Factor of the gate in Megatron-LM's quick GELU, and what `swiglu_clamped` adds to the other half."""
+"""Factor of the gate in Megatron-LM's quick GELU, and the offset that `swiglu_clamped` adds to the other half."""
 _POSITIONS = {"yarn": "rotary", "learned_absolute": "learned", "rope": "rotary", "none": "none"}
 _LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}
 """Constants of Megatron-LM's --use-rope-scaling."""
@@ -167,7 +167,8 @@ def _windows_of_layers(arguments: Mapping[str, Any]) -> list[bool] | None:
 
 
 def _fields_of_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of layers without experts, if others have them, and of layers with a window."""
+    """Return the fields that describe layers without experts, if other layers have experts, and layers with a
+    window."""
     windows = _windows_of_layers(arguments) or []
     experts = (_experts_of_layers(arguments) if arguments.get("num_experts") else None) or [True] * len(windows)
     dense = {"num_experts": None, "ffn_hidden_size": arguments["ffn_hidden_size"]}
@@ -180,7 +181,7 @@ def _fields_of_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unsupported_latents(arguments: Mapping[str, Any]) -> list[str]:
-    """Return what of multi-latent attention the model configuration cannot express."""
+    """Return the settings of multi-latent attention that the model configuration cannot express."""
     epsilon, positions = _epsilon(arguments), _positions(arguments)
     unsupported = {
         "without qk_layernorm": not arguments.get("qk_layernorm"),
@@ -227,7 +228,7 @@ def notes_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"]) -
 
 def _activation(arguments: Mapping[str, Any]) -> str:
     biased = arguments.get("add_bias_linear", True)
-    gelu = "gelu_tanh" if arguments.get("bias_gelu_fusion") and biased else "gelu"  # that of the fused kernel
+    gelu = "gelu_tanh" if arguments.get("bias_gelu_fusion") and biased else "gelu"  # the fused kernel approximates
     return next((ours for theirs, ours in _ACTIVATIONS.items() if arguments.get(theirs)), gelu)
 
 
@@ -292,7 +293,7 @@ _LATENT_DEFAULTS = {
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
 }
-"""Those of MLATransformerConfig, for arguments that a version of Megatron-LM does not have."""
+"""Defaults of MLATransformerConfig, for arguments that a version of Megatron-LM does not have."""
 _YARN = {
     **{ours: f"yarn_{theirs}" for ours, theirs in _LATENT_YARN.items()},
     "truncate": "yarn_correction_range_round_to_int",
@@ -311,7 +312,11 @@ _GPT_OSS = {
 
 
 def _yarn_fields(arguments: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
-    """Return the fields of YaRN. names: of arguments, by field. prefix: of the names of mscale and mscale_all_dim."""
+    """Return the fields of YaRN.
+
+    names: name of the argument for each field. prefix: start of the names of the arguments for mscale and
+    mscale_all_dim.
+    """
     scaling: dict[str, Any] = {"kind": "yarn", **{ours: arguments[theirs] for ours, theirs in names.items()}}
     factor = scaling["factor"] = float(scaling["factor"])
     weight, of_all = arguments.get(f"{prefix}mscale"), arguments.get(f"{prefix}mscale_all_dim")
@@ -456,7 +461,7 @@ def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
     if not isinstance(model, BertModelConfig):
         return []
     return [
-        ("activation", model.activation, ("gelu", "swiglu", "relu_squared")),  # its head has the exact GELU
+        ("activation", model.activation, ("gelu", "swiglu", "relu_squared")),  # Megatron-LM's head has the exact GELU
         ("transform_activation", model.transform_activation, (None, "gelu")),
         ("normalization", model.normalization, ("layer_norm",)),
         ("positions", model.positions, ("learned",)),
@@ -477,7 +482,7 @@ def _of_experts(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
     fields: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("router_bias", model.router_bias, (model.bias == "all",)),
     ]
-    if sigmoid:  # they are normalized if there are several
+    if sigmoid:  # Megatron-LM normalizes the shares of several experts
         fields.append(("normalize_expert_shares", model.normalize_expert_shares, (model.experts_per_token > 1,)))
     else:
         fields.append(("expert_balance_rate", model.expert_balance_rate if model.balances_experts else 0.0, (0.0,)))
@@ -490,7 +495,8 @@ def _of_experts(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
 
 
 def _arguments_of_latents(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of multi-latent attention. kv_channels are those of values, as core attention needs."""
+    """Return the arguments of multi-latent attention. kv_channels is the size of a value head, as core attention
+    needs."""
     if model.kv_latent_size is None:
         return {"multi_latent_attention": False, "kv_channels": model.head_dim, "qk_layernorm": model.qk_norm}
     scaling = model.rope_scaling if model.rope_scaling.kind == "yarn" else RopeScaling()
@@ -516,7 +522,7 @@ def _arguments_of_yarn(scaling: RopeScaling, names: Mapping[str, str], prefix: s
 
 
 def _yarn_weights(scaling: RopeScaling) -> tuple[float, float]:
-    """Return mscale and mscale_all_dim, whose quotient of growths is the factor of cosines and sines."""
+    """Return mscale and mscale_all_dim. The quotient of their `yarn_growth` is the factor of cosines and sines."""
     weight, of_all, factor = scaling.mscale, scaling.mscale_all_dim or 0.0, scaling.factor
     if weight and of_all and scaling.attention_factor is None:
         return weight, of_all
@@ -526,7 +532,11 @@ def _yarn_weights(scaling: RopeScaling) -> tuple[float, float]:
 
 
 def _arguments_of_experts(model: ModelConfig, layers: list[int], tensor: int, grouped: bool) -> dict[str, Any]:
-    """model: that of layers with experts. layers: 1 for each layer that has them, 0 for each other one."""
+    """Return the arguments of experts.
+
+    model: configuration of the layers with experts. layers: for each layer, 1 if it has experts, else 0. tensor,
+    grouped: see `arguments_of`.
+    """
     if model.num_experts is None:
         return {"num_experts": None}
     limited = model.router_groups_chosen < model.router_groups
@@ -558,8 +568,8 @@ def arguments_of(
 ) -> Namespace:
     """Return the arguments that Megatron-LM compares with its command line, or uses with --use-checkpoint-args.
 
-    grouped: the experts have the names of Transformer Engine's grouped layers.
-    Raises CheckpointError for a model that Megatron-LM's arguments cannot express.
+    tensor, pipeline, chunks: see `TargetOptions`. grouped: the experts have the names of Transformer Engine's grouped
+    layers. Raises CheckpointError for a model that Megatron-LM's arguments cannot express.
     """
     whole = contents.model
     check_expressible(whole)

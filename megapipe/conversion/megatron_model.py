@@ -1,8 +1,8 @@
 """Megatron-LM's names of our parameters (megatron-core's GPTModel and BertModel, both layer specs).
 
-Its matrices are ours with merged leading axes. The rows of linear_qkv are grouped by kv group: query heads, key and
-value of each group. The rows of a gated linear_fc1 are, for each tensor rank, the rows of the gate and then the rows
-of the other half. Each expert has its own matrices (SequentialMLP, TEGroupedMLP). In multi-latent attention
+Megatron-LM's matrices are ours with merged leading axes. The rows of linear_qkv are grouped by kv group: query heads,
+key and value of each group. The rows of a gated linear_fc1 are, for each tensor rank, the rows of the gate and then
+the rows of the other half. Each expert has its own matrices (SequentialMLP, TEGroupedMLP). In multi-latent attention
 (MLASelfAttention), rotated channels are the last ones of each head, in pairs, and the local layers, but not those of
 Transformer Engine, divide the down projections over tensor ranks. Blocks that predict further tokens are not among the
 numbered layers; they are on the last stage, which has a copy of the word embeddings for them.
@@ -51,9 +51,9 @@ _OF_FURTHER = {
     "projection.": "eh_proj.",
     "norm.": "final_layernorm.",
 }
-"""Modules that predict a further token, but for their block."""
+"""Modules that predict a further token, except their block: our name -> Megatron-LM's name."""
 BLOCK_OF_FURTHER, NEWER_BLOCK = "transformer_layer.", "mtp_model_layer."
-"""Names of that block; the second one is that of later versions, in the torch layout only."""
+"""Names of this block; later versions of Megatron-LM use the second one, in the torch layout only."""
 _BLOCK = {
     "attention_norm.": "input_layernorm.",
     "attention.qkv.": "self_attention.linear_qkv.",
@@ -85,10 +85,12 @@ _DIVIDED: dict[str, tuple[LayerNames, ...]] = {
     "attention.kv_down.": ("local",),
     "projection.": ("local", "transformer_engine"),
 }
-"""Matrices whose rows tensor ranks divide, although no rank uses its rows alone, and the layers that do so."""
+"""Matrices whose rows are divided over tensor ranks, although every rank needs the output of all rows, and the layer
+implementations that divide them."""
 _FUSED_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 _FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", **_FUSED_MLP}
-"""Names of norms that Transformer Engine fuses into the next layer, if that is not a mixture of experts."""
+"""Norms that Transformer Engine fuses into the next linear layer, if this is not a mixture of experts: name of the
+norm -> start of the names of its parameters in that layer."""
 _FUSED_LATENT = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
@@ -101,12 +103,12 @@ _FUSED_LATENT = {
 class ParameterLocation:
     """Location of a parameter.
 
-    key: its name in the layer or model, with the local layers; for experts without the number of the expert. layer:
-    index from 0; None outside of the numbered layers. transformer_engine: the key with Transformer Engine's layers.
-    local_dist: the key in torch_dist with the local layers. expert: for parameters of experts, the part of one expert,
-    which the tensor ranks share like the parameter of an MLP. regrouped: what makes our rows of theirs, and its
-    inverse; None for the same rows. divided: the layers whose tensor ranks each have a part of the rows, although ours
-    have the whole.
+    key: Megatron-LM's name in the layer or model, with the local layers; for experts, without the number of the
+    expert. layer: index of the layer from 0; None outside of the numbered layers. transformer_engine: the key with
+    Transformer Engine's layers. local_dist: the key in torch_dist with the local layers. expert: for parameters of
+    experts, the part of one expert, which is divided over tensor ranks like the parameter of an MLP. regrouped:
+    function from Megatron-LM's rows to ours, and its inverse; None if the rows are the same. divided: the layer
+    implementations that divide the rows over tensor ranks, although megapipe does not.
     """
 
     spec: ParameterSpec
@@ -126,15 +128,18 @@ class ParameterLocation:
         return self.local_dist, self.transformer_engine
 
     def ours(self, values: Tensor) -> Tensor:
-        """Return our values of the whole parameter, of Megatron-LM's."""
+        """Return our form of the whole parameter. values: Megatron-LM's form."""
         return values if self.regrouped is None else self.regrouped[0]([values])[0]
 
     def theirs(self, values: Tensor) -> Tensor:
-        """Return Megatron-LM's values of the whole parameter, of ours."""
+        """Return Megatron-LM's form of the whole parameter. values: our form."""
         return values if self.regrouped is None else self.regrouped[1]([values])[0]
 
     def shards(self, divided: bool) -> ParameterSpec:
-        """Return `piece` with the axis that tensor ranks share. divided: by those of `divided`."""
+        """Return `piece` with the axis that is divided over tensor ranks.
+
+        divided: whether tensor ranks divide the rows, which they only do for a parameter with `self.divided`.
+        """
         return replace(self.piece, partition_axis=0) if divided and self.divided else self.piece
 
     @property
@@ -169,18 +174,19 @@ def _fused(key: str, norms: Mapping[str, str]) -> str:
 
 
 def layers_prefix(model: ModelConfig) -> str:
-    """Return what the names of layers start with, before their number."""
+    """Return the start of the names of layers, before the number of the layer."""
     return f"{_STACKS[model.kind]}.layers."
 
 
 def further_prefix(depth: int) -> str:
-    """Return what the names of the modules start with that predict a further token."""
+    """Return the start of the names of the modules that predict a further token. depth: number of the token, from
+    0."""
     return f"mtp.layers.{depth}."
 
 
 def stateful_modules(model: ModelConfig, names: LayerNames) -> tuple[str, ...]:
-    """Return the modules of a layer that have an `_extra_state`, which is None without FP8. model: that of the layer's
-    kind."""
+    """Return the modules of a layer that have an `_extra_state`, which is None without FP8. model: configuration of
+    the layer's kind."""
     if model.kv_latent_size is None:
         projections = ["qkv"]
     else:
@@ -198,8 +204,11 @@ def stateful_modules(model: ModelConfig, names: LayerNames) -> tuple[str, ...]:
 
 
 def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
-    """Return the model of each layer's kind. Raises CheckpointError unless layers differ only in whether they have
-    experts, and in the width of their MLP then, and in whether they have a window."""
+    """Return for each layer the configuration of its kind.
+
+    Raises CheckpointError unless layers differ only in whether they have experts (and then in the width of their MLP),
+    and in whether they have a window.
+    """
     kinds: dict[bool, ModelConfig] = {}
     window = window_of(model)
     for own in model.kinds_of_layers.values():
@@ -265,8 +274,8 @@ def places(model: ModelConfig) -> dict[str, ParameterLocation]:
 def _of_further_token(
     spec: ParameterSpec, name: re.Match[str], model: ModelConfig, mlps: Mapping[str, ParameterSpec]
 ) -> ParameterLocation:
-    """Return the location of a parameter that predicts a further token. name: depth, whether it is in the block, and
-    path. model, mlps: those of the last layer, see `_in_layer`."""
+    """Return the location of a parameter that predicts a further token. name: match of _FURTHER, with the depth,
+    `block.` or None, and the path. model, mlps: see `_in_layer`, for the last layer."""
     prefix, path = further_prefix(int(name[1])), name[3]
     if name[2] is None:
         stem = next(ours for ours in _OF_FURTHER if path.startswith(ours))
@@ -283,15 +292,16 @@ def _of_further_token(
 
 
 def _dense(model: ModelConfig) -> ModelConfig:
-    """Return the model of a kind of layers with one MLP of the size of an expert in place of the experts."""
+    """Return the configuration with one MLP, of the size of an expert, in place of the experts."""
     return replace(model, num_experts=None, shared_expert_size=None, shared_expert_gate=False, router_bias=False)
 
 
 def _in_layer(
     spec: ParameterSpec, path: str, model: ModelConfig, mlps: Mapping[str, ParameterSpec], layer: int | None
 ) -> ParameterLocation:
-    """Return the location of a parameter of a layer. path: its name in the layer. model: that of the layer's kind.
-    mlps: parameters of that model with an MLP in place of experts."""
+    """Return the location of a parameter of a layer. path: our name of it in the layer. model: configuration of the
+    layer's kind. mlps: our parameters with one MLP in place of experts, see `_dense`. layer: see
+    `ParameterLocation`."""
     stem = next(ours for ours in _BLOCK if path.startswith(ours))
     key = _BLOCK[stem] + path.removeprefix(stem)
     if spec.name in mlps and spec.shape != mlps[spec.name].shape:
@@ -344,18 +354,18 @@ class IterationFolder(FreshFolder):
 
 
 def padded_rows(model: ModelConfig, tensor_size: int) -> int:
-    """Return the rows of Megatron-LM's vocabulary over all tensor ranks."""
+    """Return the number of rows of Megatron-LM's padded vocabulary, over all tensor ranks."""
     unit = VOCABULARY_DIVISOR * tensor_size
     return -(-model.vocabulary_size // unit) * unit
 
 
 def padded(values: Tensor, rows: int) -> Tensor:
-    """Return the values of a vocabulary with zeros up to this number of rows."""
+    """Return `values`, which has one row per token of the vocabulary, with zeros appended up to `rows` rows."""
     return nn.functional.pad(values, (0, 0) * (values.ndim - 1) + (0, rows - values.shape[0]))
 
 
 def check_tensor_size(model: ModelConfig, tensor_size: int) -> None:
-    """Raise CheckpointError if the matrices, those of every expert too, cannot be divided over this number of tensor
+    """Raise CheckpointError if matrices, including those of each expert, cannot be divided over this number of tensor
     ranks."""
     problems: list[str] = []
     for own in model.kinds_of_layers.values():
@@ -375,6 +385,6 @@ def check_tensor_size(model: ModelConfig, tensor_size: int) -> None:
 
 
 def kind_of_keys(keys: Iterable[str]) -> Literal["gpt", "bert"]:
-    """Return the kind of the model with these keys, which its arguments do not contain."""
+    """Return the kind of the model with these keys. Megatron-LM's arguments do not contain the kind."""
     stacks = {key.partition(".")[0] for key in keys}
     return "bert" if _STACKS["bert"] in stacks and _STACKS["gpt"] not in stacks else "gpt"

@@ -120,7 +120,7 @@ class MegatronTorchSource:
         return whole.narrow(spec.partition_axis, 0, spec.shape[spec.partition_axis])
 
     def _is_divided(self, name: str, shards: list[tuple[Archive, TensorPlace]]) -> bool:
-        """Return whether tensor ranks have parts of a parameter that is whole on ours."""
+        """Return whether Megatron-LM's tensor ranks have parts of a parameter that is whole on megapipe's ranks."""
         return bool(shards) and shards[0][1].shape[:1] != self._places[name].spec.shape[:1]
 
     def _open(self) -> None:
@@ -186,7 +186,7 @@ class MegatronTorchSource:
                     continue
                 name = by_key.get((layer, key))
                 if key == WORDS and model.mtp_layers and len(shards_of.get(by_key[None, key], [])) > tensor_rank:
-                    continue  # the copy of the last stage
+                    continue  # the last stage has a copy
                 if name is None:
                     raise CheckpointError(
                         f"{archive.path} contains {key!r}{'' if layer is None else f' in layer {layer}'}, which is "
@@ -202,7 +202,8 @@ class MegatronTorchSource:
     def _states(self, tensor_rank: int, model: ModelConfig) -> Iterator[tuple[Archive, int | None, str, TensorPlace]]:
         """Yield (archive, global layer, key, tensor) for one tensor rank, in the order of the model's layers.
 
-        Experts have their global numbers in keys. Other parameters are those of the first expert rank.
+        Keys of experts contain the global number of the expert. All other parameters are read from the first expert
+        rank.
         """
         _, stages, expert_ranks = self._sizes
         experts, first = (model.num_experts or 1) // expert_ranks, 0
@@ -267,8 +268,8 @@ def _keys_of(archive: Archive) -> Iterator[str]:
 
 
 def _of_all_experts(key: str, first: int) -> tuple[str, bool]:
-    """Return a key of a layer with the global number of its expert, and whether it has one. first: number of the first
-    expert of the rank."""
+    """Return a key with the global number of its expert, and whether the key belongs to an expert. first: global
+    number of the rank's first expert."""
     match = _EXPERT.fullmatch(key)
     if match is None:
         return key, False
@@ -331,7 +332,7 @@ class MegatronTorchTarget:
         return place.shards(self._options.layer_names in place.divided)
 
     def _check_rows(self) -> None:
-        """Raise CheckpointError if tensor ranks cannot divide the rows of a matrix that is whole on ours."""
+        """Raise CheckpointError if tensor ranks cannot divide the rows of a matrix that only Megatron-LM divides."""
         size = self._options.tensor
         for name, place in self._places.items():
             if self._options.layer_names in place.divided and place.spec.shape[0] % size:

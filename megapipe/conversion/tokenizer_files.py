@@ -153,7 +153,8 @@ def spelled(token: bytes) -> str:
 
 
 def _merge(token: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the two tokens that form this one after all earlier merges; none if they never do."""
+    """Return a list with the pair of tokens that remains of `token` after all earlier merges; an empty list if more
+    than two tokens remain."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [ranks.get(parts[place] + parts[place + 1]) for place in range(len(parts) - 1)]
@@ -169,7 +170,8 @@ def _in_other_words(pattern: str) -> str:
     """Translate a pattern to the library's regular expressions, in which `{1,3}+` repeats and `$` matches any line
     end.
 
-    Possessive repetition only saves time in these patterns, because the rest could not match a shorter repetition.
+    Possessive repetition only saves time in these patterns, because the rest of a pattern could not match after a
+    shorter repetition.
     """
     return re.sub(r"([+*?]|\{\d+,\d+\})\+", r"\1", pattern).replace("$", r"\z")
 
@@ -193,7 +195,7 @@ _ACCENTS = (
 )
 _BERT = "BertTokenizerFast"
 NONE = "none"
-"""The name for which no tokenizer is written."""
+"""Value of --tokenizer with which no tokenizer is written."""
 _ROLES = {
     "[PAD]": "pad_token",
     "[UNK]": "unk_token",

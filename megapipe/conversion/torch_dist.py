@@ -1,7 +1,7 @@
 """Megatron-LM's `torch_dist` layout (megatron-core's dist_checkpointing), which uses the files of DCP.
 
-Each parameter of all layers is one tensor whose first axis is the layer, unless only some layers have experts: then
-every layer has its own. `common.pt`, with the arguments, and `metadata.json` are in the same folder.
+A parameter of the layers is one tensor for all layers, whose first axis is the layer. If only some layers have
+experts, each layer has separate tensors. `common.pt`, with the arguments, and `metadata.json` are in the same folder.
 """
 
 import json
@@ -184,8 +184,8 @@ class TorchDistTarget:
     def _add_extra_states(
         self, prefix: str, model: ModelConfig, at: tuple[int, ...] = (), of: tuple[int, ...] = ()
     ) -> None:
-        """Write the extra states of a layer. model: that of its kind. at, of: its index, and the number of layers, if
-        layers are stacked."""
+        """Write the extra states of a layer. model: configuration of the layer's kind. at, of: index of the layer and
+        number of layers if layers are stacked, else empty."""
         for module in stateful_modules(model, self._names):
             experts = model.num_experts if ".experts." in module else None
             shards = [(at, of)] if experts is None else [((*at, each), (*of, experts)) for each in range(experts)]

@@ -13,7 +13,7 @@ from megapipe.data.samples import SampleSet
 
 
 def document_starts(boundaries: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Return the position in its sample where each token's document starts: int64 [b, length].
+    """Return for each token the position in the sample at which its document starts: int64 [b, length].
 
     boundaries: for each of b samples, the positions at which documents start, without 0. The start is 0 for a document
     that started before the sample. Token i may attend to tokens [starts[i], i], and its position in the document is
@@ -38,7 +38,8 @@ class TokenBatch(NamedTuple):
     ordinals: np.ndarray
     """Numbers of the samples in the order of the run, int64 [b]. Dropout is keyed by them, not by the rank."""
     document_starts: np.ndarray | None
-    """Position in its sample where each token's document starts, int64 [b, s]; None unless documents are isolated."""
+    """For each token, the position in the sample at which its document starts, int64 [b, s]; None unless documents are
+    isolated."""
 
 
 def microbatch_ordinals(
@@ -104,7 +105,8 @@ class MicrobatchSource:
         return [self.microbatch(consumed, index, num_microbatches) for index in range(num_microbatches)]
 
     def document_starts(self, ordinals: np.ndarray) -> np.ndarray | None:
-        """Return `TokenBatch.document_starts` of samples; None unless isolate_documents. Reads no tokens."""
+        """Return `TokenBatch.document_starts` of these samples; None unless isolate_documents is set. Reads no
+        tokens."""
         return self._document_starts(self._boundaries(ordinals))
 
     def loss_mask(self, ordinals: np.ndarray) -> np.ndarray:
@@ -116,7 +118,7 @@ class MicrobatchSource:
         return self._loss_mask(ordinals, self._boundaries(ordinals))
 
     def _boundaries(self, ordinals: np.ndarray) -> list[np.ndarray]:
-        """Return where documents start in every sample; an empty list if neither option needs it."""
+        """Return the boundaries of every sample; an empty list if neither option needs them."""
         if self.mask_end_of_document or self.isolate_documents:
             return self.samples.boundaries(ordinals)
         return []

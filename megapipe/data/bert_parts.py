@@ -5,11 +5,11 @@ permutation gives each sample a separate range of m tokens. The sample draws one
 the sentence that contains this token. Sentences after it, then before it, are added while the document has more and
 the sample is too short. For any lengths of documents, all tokens of a split are equally likely to be drawn.
 
-Words are masked in random order until the budget is used up. Each word starts a range of words of random length. The
-range is shortened to the remaining budget and to the end of its part of the sample. It is skipped if it overlaps
-masked words (Megatron-LM's n-gram masking; lengths as in SpanBERT: Joshi et al. 2019, arXiv 1907.10529, section 3.1).
-80% of the masked tokens become [MASK], 10% become a random token, and 10% stay unchanged (Devlin et al. 2018, arXiv
-1810.04805, section 3.1).
+Words are masked in random order until the budget of the sample (`masking_budget`) is used up. Each word starts a range
+of words of random length. The range is shortened to the remaining budget and to the end of its part of the sample. It
+is skipped if it overlaps masked words (Megatron-LM's n-gram masking; lengths as in SpanBERT: Joshi et al. 2019, arXiv
+1907.10529, section 3.1). 80% of the masked tokens become [MASK], 10% become a random token, and 10% stay unchanged
+(Devlin et al. 2018, arXiv 1810.04805, section 3.1).
 """
 
 from bisect import bisect_right
@@ -113,11 +113,11 @@ class BertVocabulary:
         try:
             model = content["model"]
             kind, vocabulary = model.get("type", "WordPiece"), model["vocab"]
-            if isinstance(vocabulary, list):  # of pieces with their scores
+            if isinstance(vocabulary, list):  # a list of (piece, score)
                 vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
             ids = dict(vocabulary)
             added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-            of_pieces = kind == "WordPiece"  # in other vocabularies the key is null
+            of_pieces = kind == "WordPiece"  # in other models, continuing_subword_prefix is null
             continuation = model.get("continuing_subword_prefix", CONTINUATION) if of_pieces else CONTINUATION
             if not all(isinstance(text, str) for text in (continuation, *added)):
                 raise ValueError("an added token or continuing_subword_prefix is not text")
@@ -205,7 +205,10 @@ class Masking:
     def _runs(
         self, starts: list[int], ends: list[int], limits: list[int], budget: int, draws: Draws
     ) -> list[tuple[int, int]]:
-        """Return the ranges of tokens to mask, each [begin, end)."""
+        """Return the ranges of tokens to mask, each [begin, end).
+
+        starts, ends, limits: see `_words`. budget: largest number of tokens to mask.
+        """
         hidden = [False] * len(starts)
         numbers = np.searchsorted(self.lengths, draws.fractions(len(starts)), side="right") + 1
         runs: list[tuple[int, int]] = []

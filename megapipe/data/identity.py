@@ -37,7 +37,7 @@ class ShardIdentity:
     bin_sample: str
     """Checksum of the .bin file's size and of 64 pieces of the file. A file up to 4 MiB is hashed completely."""
     idx_sample: str
-    """The corresponding checksum of the .idx file."""
+    """The same checksum of the .idx file."""
     bin_checksum: str | None = None
     """Checksum of the whole .bin file, from the shard's manifest."""
     idx_checksum: str | None = None
@@ -100,7 +100,7 @@ class DataIdentity:
             self.prefixes, self.shards, stored.prefixes, stored.shards, strict=False
         ):
             differing = list(shard.differences(old))
-            # If counts differ, checksums differ too and are not reported; without counts, one checksum is enough.
+            # If counts differ, the checksums differ too and are not reported. If only checksums differ, one is enough.
             counted = [each for each in differing if each[0] not in _CHECKSUMS]
             reported = counted or differing[:1]
             facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in reported]

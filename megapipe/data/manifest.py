@@ -39,7 +39,8 @@ class ShardManifest:
     num_documents: int
     num_tokens: int
     num_sequences: int | None = None
-    """Sentences if documents were split, else non-empty documents. None in this and all later fields means unknown."""
+    """Number of sentences if documents were split, else of non-empty documents. In this and all later fields, None may
+    also mean unknown."""
     special_tokens: dict[str, int] | None = None
     """Names and ids of the tokenizer's special tokens, for example [MASK]."""
     sentences: str | None = None
@@ -171,7 +172,7 @@ def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
 def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_size: int | None) -> None:
     """Raise DataError for the first token outside [0, vocabulary_size); a size of None allows every id.
 
-    tokens: tokens of the shard, beginning with its token `start`.
+    start: position in the shard of the first of `tokens`.
     """
     if vocabulary_size is None or not tokens.size or (tokens.max() < vocabulary_size and tokens.min() >= 0):
         return
@@ -183,7 +184,10 @@ def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_
 
 
 class StoredTokenizer(NamedTuple):
-    """The copy of a tokenizer. name: see `open_tokenizer`, relative to the folder. files: file name -> checksum."""
+    """The copy of a tokenizer.
+
+    name: name of the copy for `open_tokenizer`, relative to the copy's folder. files: file name -> checksum.
+    """
 
     name: str
     files: dict[str, str]

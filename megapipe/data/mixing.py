@@ -1,7 +1,7 @@
 """Sample sets made from others: blends of several corpora, and documents that are rearranged for fill-in-the-middle.
 
 The order of a blend assigns a corpus to each sample, in proportions that hold for every prefix of the order. Weights
-are converted to whole numbers of samples, parts, in a period. In the first n samples of a period, every corpus has
+are converted to parts: whole numbers of samples in a period. In the first n samples of a period, every corpus has
 n * parts / period samples, rounded up or down. After a period the order repeats, so sample 10^13 costs the same as
 sample 0.
 
@@ -50,7 +50,7 @@ class Blend(Generic[Corpus]):
     """Sample o of the blend is the next sample of the corpus that `order` assigns to o.
 
     Every corpus has separate epochs. repeats: whether corpora start again after an epoch. If not, all samples after
-    the end of the first corpus that ends are empty, so that the proportions hold for all samples (evaluation).
+    the first corpus has ended are empty, so that the proportions hold for all other samples (evaluation).
     """
 
     def __init__(self, corpora: Sequence[Corpus], order: CorpusOrder, *, repeats: bool) -> None:
@@ -119,7 +119,7 @@ class BlendOrder:
     weights: positive, with any sum. parts[d]: samples of corpus d in one period of `period` samples.
 
     LONGEST_PERIOD bounds the memory for corpora of any size. The order must never change, like the values of
-    `KeyedPermutation`, because runs resume in it.
+    `KeyedPermutation`, because resumed runs continue in it.
 
     Raises DataError for a weight that is not a positive number, and for more corpora than LONGEST_PERIOD.
     """

@@ -86,9 +86,9 @@ same ordinals."""
 
 
 class EpochOrder:
-    """The order of `size` items: in each epoch a permutation keyed by (seed, epoch), or sequential, once.
+    """The order of `size` items: in each epoch a permutation keyed by (seed, epoch), or one sequential epoch.
 
-    In an order that is not shuffled, ordinals after the end map to `size`.
+    In a sequential order (`shuffle=False`), ordinals after the end map to `size`.
     """
 
     def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:

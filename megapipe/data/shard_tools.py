@@ -99,7 +99,10 @@ def verify(prefix: str) -> str:
 
 
 def _check_index(prefix: str, right: np.ndarray, begin: int, problem: str) -> None:
-    """Raise DataError for the first false entry of `right`. begin: number of its first entry in the index."""
+    """Raise DataError for the first false entry of `right`.
+
+    begin: position in the index of the first entry of `right`. problem: message with {} for the position.
+    """
     if not right.all():
         raise DataError(f"{prefix}.idx is damaged: {problem.format(begin + int(np.argmin(right)))}")
 

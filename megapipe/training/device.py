@@ -28,10 +28,10 @@ def product_size(device: torch.device) -> int:
 
 
 def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of a product of two square matrices of `product_size`, the best of several after a
+    """Return the seconds of a product of two square matrices of `product_size`, the shortest of several after a
     warm-up."""
     size = product_size(device)
-    # Random, because a GPU draws less power on constant matrices and then runs at a higher clock.
+    # The matrices are random, because a GPU draws less power on constant ones and then runs at a higher clock.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, dtype=dtype, device=device) for _ in range(2))
     return min(seconds_of(lambda: left @ right, device, REPEATS))
@@ -108,16 +108,16 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def require_determinism() -> None:
-    """Refuse every operation whose result may differ between two runs on one device, as training.deterministic asks.
-    Call it before the first product on a GPU.
+    """Refuse every operation whose result may differ between two runs on one device, as training.deterministic
+    requires. Call it before the first product on a GPU.
 
     cuBLAS reads its workspace setting once, when it starts; without a fixed workspace its results depend on which
     streams ran before.
     """
     os.environ.setdefault(WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # That also fills uninitialised tensors, with one kernel launch each. No code here reads them before it writes
-    # them.
+    # Deterministic algorithms also fill uninitialised tensors, with one kernel launch each. No code here reads such
+    # tensors before it writes them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 

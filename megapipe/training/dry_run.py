@@ -44,11 +44,10 @@ META = torch.device("meta")
 class Coordinate:
     """Layers and memory of the ranks of one pipeline coordinate.
 
-    ranks: number of these ranks. stages: their stages in the schedule. layers: names. parameters: elements in the
-    buffers of one rank, with padding. state_bytes: persistent state, also in host memory. message_bytes: buffers in
-    which messages of other stages arrive, and stay until their backward. peak_bytes: peak of a step on the device,
-    with these buffers.
-    kernel_calls: calls of one step, by op of the kernel registry and phase.
+    ranks: number of these ranks. stages: their stages in the schedule. layers: names of their layers. parameters:
+    elements in the buffers of one rank, with padding. state_bytes: persistent state, also in host memory.
+    message_bytes: buffers in which messages of other stages arrive, and stay until their backward. peak_bytes: peak of
+    a step on the device, with these buffers. kernel_calls: calls of one step, by op of the kernel registry and phase.
     """
 
     pipeline: int
@@ -64,8 +63,8 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of a dry run. config: with parallel.data filled in. actions: of one step, over all pipeline
-    coordinates."""
+    """Result of a dry run. config: the configuration, with parallel.data filled in. actions: number of actions of one
+    step, over all pipeline coordinates."""
 
     config: PretrainConfig
     world_size: int
@@ -105,7 +104,7 @@ def dry_run(
     """Check a run on `world_size` ranks.
 
     device: type of its devices, "cpu" or "cuda", on which memory depends. say: prints each part when it is done.
-    report: called with the share of the pipeline coordinates that are done.
+    report: called with the fraction of the pipeline coordinates that are done.
 
     Raises ConfigError for rules that the configuration breaks, ScheduleError, and ShapeError.
     """

@@ -194,7 +194,7 @@ def fits(change: Change, ranks: Sequence[Rank]) -> bool:
     try:
         validate(change.config, world_size)
         return _fits(change.config, world_size, ranks)
-    except ValueError:  # of the rules of a configuration, of a schedule, or of its costs
+    except ValueError:  # raised by the rules of the configuration, the schedule or its costs
         return False
 
 

@@ -140,7 +140,7 @@ def _train(
     variables: Mapping[str, str],
     choose_recompute: ChooseRecompute,
 ) -> int:
-    """Build the model and train. variables: of the environment, that were set for the GPU."""
+    """Build the model and train. variables: environment variables that were set for the GPU."""
     run = new_run_id()
     with _listeners(config, mesh, run) as listeners, Checkpointer(config, mesh, listeners.say, lock) as checkpointer:
         say = listeners.say
@@ -240,7 +240,7 @@ def rehearse(
     say: Say,
 ) -> None:
     """Run every kernel of a step and of an evaluation before any message between stages is in flight, so that kernels
-    are loaded and their memory is allocated. A collective call. step: the next one, from 0.
+    are loaded and their memory is allocated. A collective call. step: number of the next step, from 0.
     """
     start, size = time.perf_counter(), config.batch.global_size
     batch = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0)).load(consumed=0)

@@ -51,8 +51,8 @@ class InputFile(NamedTuple):
 
     @property
     def format(self) -> Format:
-        """Format by the name without .gz or .zst. A .json contains JSON lines, as Megatron-LM expects; a file with an
-        unknown suffix is text."""
+        """Format, which is derived from the file name without .gz or .zst. A .json contains JSON lines, as Megatron-LM
+        expects; a file with an unknown suffix is text."""
         if str(self.path).startswith(DATASET_PREFIX):
             return "dataset"
         name = self.path.with_suffix("") if self.is_compressed else self.path
@@ -167,8 +167,8 @@ class FileRange(NamedTuple):
 
     path: Path
     begin: int
-    """Byte of JSON lines (a line belongs to the piece in which it starts) or of an Arrow message; number of a Parquet
-    row group; row of a dataset."""
+    """Start of the range: a byte in a file of JSON lines (a line belongs to the piece in which it starts) or in an
+    Arrow file, the number of a row group of a Parquet file, or the number of a row of a dataset."""
     end: int
     size: int
     """Bytes of input."""

@@ -41,7 +41,10 @@ FORMAT_VERSION = 1
 
 @dataclass(kw_only=True)
 class Journal:
-    """State of the output on disk: all parts before `next_part` are joined and flushed. `writers` has checksums."""
+    """State of the output on disk: all parts before `next_part` are joined and flushed.
+
+    writers: for each output, the position up to which its shard is written.
+    """
 
     job: str
     """Identity of the input and settings. A run with a different identity starts from the beginning."""

@@ -30,7 +30,8 @@ from megapipe.training.observe.metrics import References
 
 
 class RankLoader(Loader):
-    """Loads a rank's part of every step. plan: by default the configuration's. training: whether dropout is active."""
+    """Loads a rank's part of every step. plan: None for the plan of the configuration. training: whether dropout is
+    active."""
 
     def __init__(
         self, config: PretrainConfig, mesh: Mesh, consumer: Consumer, plan: BatchPlan | None, training: bool
@@ -311,8 +312,8 @@ def open_loader(
     *,
     training: bool = True,
 ) -> Loader:
-    """Return the loader of this rank's part of every step. plan: by default the configuration's. training: whether
-    dropout is active.
+    """Return the loader of this rank's part of every step. plan: None for the plan of the configuration. training:
+    whether dropout is active.
     """
     return _KINDS[config.kind][1](config, mesh, consumer, samples, plan, training=training)
 

@@ -279,7 +279,7 @@ class Checkpointer:
         return None
 
     def is_due(self, step: int, last: bool = False, stopped: bool = False) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`; arguments as of `Saves.is_due`."""
+        """Whether the configuration asks for a checkpoint after `step`; see `Saves.is_due` for the arguments."""
         return self.saves.is_due(step, last, stopped)
 
     def save(
@@ -295,17 +295,18 @@ class Checkpointer:
     ) -> Path:
         """Save the state after `step`, then delete all but the last few checkpoints.
 
-        With checkpoint.asynchronous this returns once the state is copied, and `finish` once it is durable. A step
-        that is saved already is not saved again.
+        With checkpoint.asynchronous this returns once the state is copied, and `finish` returns once the checkpoint is
+        durable. A step that is already saved is not saved again.
 
         Args:
             losses: the last (step, loss) pairs.
             skipped: as in RunState.
-            last: `finish` comes next, so that nothing is copied.
+            last: `finish` is the next call, so nothing is copied.
             within: seconds after which that `finish` abandons the save.
 
         Raises:
-            CheckpointError: it could not be written. Older checkpoints are untouched, and the run may continue.
+            CheckpointError: the checkpoint could not be written. Older checkpoints are untouched, and the run may
+                continue.
         """
         if self._saved_step == step:
             self.saves.give_up_after(within)
@@ -350,8 +351,8 @@ class Checkpointer:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether there may be a checkpoint to go back to: one was loaded, or a save has started. `settle` finds out.
-        The same on all ranks."""
+        """Whether there may be a checkpoint to go back to: one was loaded, or a save has started. `settle` returns it,
+        if it exists. The value is the same on all ranks."""
         return self._can_rewind
 
     def settle(self) -> Path | None:

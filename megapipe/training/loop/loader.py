@@ -1,4 +1,4 @@
-"""A rank's share of every step: which samples, which of their tokens, loaded in the background."""
+"""A rank's share of every step: its samples, its tokens of each sample, and their loading in the background."""
 
 import json
 from abc import ABC, abstractmethod
@@ -37,23 +37,24 @@ class SkippingPlan:
         self.ranges = tuple(sorted(set(ranges)))
 
     def begin(self, consumed: int) -> int:
-        """Return the first sample of the step that follows after `consumed` samples."""
+        """Return the first sample of the step that follows `consumed` samples."""
         for first, stop in self.ranges:
             if consumed < stop and consumed + self._plan.size(consumed) > first:
                 consumed = stop
         return consumed
 
     def end(self, consumed: int) -> int:
-        """Return the number of samples consumed after that step, including those skipped before it."""
+        """Return the number of samples consumed after the step that follows `consumed` samples, including skipped
+        ones."""
         begin = self.begin(consumed)
         return begin + self._plan.size(begin)
 
     def size(self, consumed: int) -> int:
-        """Return the number of samples of that step."""
+        """Return the number of samples of the step that follows `consumed` samples."""
         return self._plan.size(self.begin(consumed))
 
     def cursors(self, consumed: int) -> Iterator[int]:
-        """Yield the first sample of that step and of all later steps, endlessly."""
+        """Yield the first sample of the step that follows `consumed` samples, and of all later steps, endlessly."""
         while True:
             begin = self.begin(consumed)
             yield begin
@@ -147,8 +148,8 @@ class HeldTokens:
 class StepBatch:
     """The micro-batches of one step on one rank.
 
-    num_samples: of the global batch. token_counts: number of tokens in the loss of each micro-batch, only on the last
-    stage.
+    num_samples: number of samples in the global batch. token_counts: number of tokens in the loss of each micro-batch,
+    only on the last stage.
     """
 
     contexts: list[MicrobatchContext]

@@ -39,7 +39,7 @@ from megapipe.training.device import copy_bandwidth, product_flops
 from megapipe.training.resilience.watchdog import ActionPlaces, Heartbeat
 
 PREFETCHES = (1, 2, 3, 4)
-"""Values among which auto chooses."""
+"""Values of offload.prefetch among which offload.activations auto chooses."""
 GIB = 2**30
 
 

@@ -130,8 +130,8 @@ def perplexity(loss: float) -> float:
 def batch_sums(result: StepResult, token_counts: Sequence[Counts]) -> torch.Tensor:
     """Return the sums over a batch's micro-batches as float64 of shape [3, loss terms], on the outputs' device.
 
-    Rows: losses, loss tokens, correct predictions. The last are NaN if the model does not count them, also after the
-    sum over ranks.
+    Rows: losses, loss tokens, correct predictions. Correct predictions are NaN if the model does not count them, also
+    after the sum over ranks.
     """
     sums = [torch.stack(each).double().sum(0) for each in zip(*result.outputs, strict=True)]
     losses = torch.atleast_1d(sums[0])
@@ -168,7 +168,8 @@ class Position:
 
 @dataclass(frozen=True)
 class _FedStep:
-    """A step that the engine has started but not finished. consumed: samples consumed after it, including skipped."""
+    """A step that the engine has started but not finished. consumed: samples consumed after this step, including
+    skipped ones."""
 
     samples: int
     consumed: int
@@ -322,8 +323,8 @@ class TrainingLoop:
         """Save. A failed save is only a warning, because the next one may succeed. It is retried if the run has to end
         with a checkpoint: after a signal, and after the last step with checkpoint.at_end.
 
-        last: the run ends here. stopped: by a signal, which leaves less time. Raises CheckpointError if the run has to
-        end with a checkpoint and no attempt succeeds in time.
+        last: the run ends here. stopped: a signal ends it, which leaves less time. Raises CheckpointError if the run
+        has to end with a checkpoint and no attempt succeeds in time.
         """
         self._save_requested = False
         start = time.monotonic()

@@ -102,7 +102,7 @@ BAR_LINE_SECONDS = 5.0
 def open_display(steps: int, log_every: int) -> Listener:
     """Return a bar when standard output is a terminal, else plain lines.
 
-    steps: of the whole run. log_every: steps between lines.
+    steps: number of steps of the whole run. log_every: steps between lines.
     """
     if sys.stdout is not None and sys.stdout.isatty():
         return TrainingBar(steps, log_every, Console())
@@ -204,7 +204,7 @@ class TrainingBar(Listener):
         self._bar = Progress(*columns, expand=True)
         self._task = self._bar.add_task("step 0", total=steps, rates="")
         self._signs = Text(no_wrap=True, overflow="ellipsis")
-        # Drawn only by this thread, because an error of a dead terminal must be raised where it is caught.
+        # Only this thread draws the bar, because an error of a dead terminal must be raised where it is caught.
         self._next_drawing = 0.0
         self._live = Live(Group(self._bar, self._signs), console=console, auto_refresh=False)
 
@@ -263,7 +263,7 @@ def rates(window: RateWindow) -> str:
 
 
 def evaluation_line(record: EvaluationRecord, name: str = "validation loss") -> str:
-    """Return the results of an evaluation. name: of the loss."""
+    """Return the results of an evaluation. name: name of the loss."""
     shares = "".join(f", {name} accuracy {share:.1%}" for name, share in record.accuracies.items())
     return (
         f"after step {record.step}: {name} {record.loss:.4f}{_terms(record.terms)}, perplexity "

@@ -204,7 +204,7 @@ class _Guard:
                     self._listener = self._open()
                 finally:
                     self.opens = False
-                if self._warned:  # shows at once whether a listener of lines works again
+                if self._warned:  # for a listener of lines, this shows at once whether it works again
                     self._listener.say("(lines are missing here)")
             if getattr(type(self._listener), method) is getattr(Listener, method):
                 return None
@@ -350,7 +350,7 @@ class WeightsAndBiases(Tracker):
         try:
             identity.write_text(self._run.id + "\n")
         except OSError:
-            self._run.finish()  # the next try starts a run of its own
+            self._run.finish()  # the next attempt starts another run
             raise
         say(f"Weights & Biases: {mode} run {self._run.id} in {directory / 'wandb'}")
 

@@ -238,7 +238,7 @@ def draw_loss_curves(path: Path, runs: Mapping[str, LossHistory], references: Re
 
 
 def _draw(path: Path, runs: Sequence[Curve], references: References, title: str) -> None:
-    # The import of matplotlib takes half a second, which only the end of a run spends.
+    # The import of matplotlib takes half a second, so it happens only at the end of a run.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

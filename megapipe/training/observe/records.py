@@ -1,4 +1,5 @@
-"""The records of a run, the interface of the listeners that receive them, and lines that outlive a dead terminal."""
+"""The records of a run, the interface of the listeners that receive them, and writers of lines for terminals and
+files."""
 
 import contextlib
 import os

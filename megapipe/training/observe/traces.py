@@ -58,7 +58,8 @@ class Profiler:
             if step >= closes or engine is not self._recording[0]:
                 self.close()
         elif opens <= step < closes:
-            # One step earlier if possible: ranks wait for each other here, and the pipeline has to fill again.
+            # This is one step before the first traced step, if possible: ranks wait for each other here, and the
+            # pipeline has to fill again.
             self._run = self._mesh.world.all_gather_object(time.strftime("%Y-%m-%d %H:%M:%S"))[0]
             self._offset = clock_offset(self._mesh.world)
             recorder = Recorder(engine.schedule, self._mesh.coordinate("pipeline"), self._mesh.device)
@@ -166,8 +167,10 @@ class StragglerReport:
         ]
 
     def take(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
-        """Add a measurement, by rank, and return (rank, its time / median of its peers) for each rank to report
-        now."""
+        """Add a measurement, and return (rank, its time / median of its peers) for each rank to report now.
+
+        seconds: time of each rank, without waits.
+        """
         slow = []
         for rank, own in enumerate(seconds):
             others = statistics.median(seconds[peer] for peer in self._peers[rank]) if self._peers[rank] else own

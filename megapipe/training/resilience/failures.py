@@ -57,7 +57,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def out_of_memory_reported(stages: Mapping[int, Stage]) -> Iterator[None]:
-    """Turn an EngineError in the block into OutOfMemory if an allocator failed. stages: of this rank."""
+    """Turn an EngineError in the block into OutOfMemory if an allocator failed. stages: the stages of this rank."""
     try:
         yield
     except EngineError as error:
@@ -68,7 +68,7 @@ def out_of_memory_reported(stages: Mapping[int, Stage]) -> Iterator[None]:
 
 
 def out_of_memory_report(error: EngineError, stages: Mapping[int, Stage]) -> str | None:
-    """Return the report of a failed step; None if memory was not the reason. stages: of this rank.
+    """Return the report of a failed step; None if memory was not the reason. stages: the stages of this rank.
 
     All figures are computed from the state that the failed step left, so a run that does not fail pays nothing.
     """

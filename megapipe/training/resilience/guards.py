@@ -102,7 +102,7 @@ def _gathered(rows: np.ndarray, world: Group, states: Sequence[UnitState]) -> li
 
 
 NORMAL_SHARE = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Standard deviation of a normal distribution, divided by its median absolute deviation."""
 
 
 class SpikeError(RuntimeError):
@@ -120,13 +120,13 @@ class Spike:
 
 
 def spike_limit(config: SpikesConfig, losses: Sequence[float]) -> float:
-    """Return the loss above which the loss of the next step is a spike; infinite if none would be.
+    """Return the loss above which the loss of the next step is a spike; infinite if no loss would be a spike.
 
     A spike does not depend on its batch only: the same samples do no harm to other weights (Chowdhery et al., 2022,
     arXiv 2204.02311, section 5.1). Therefore a run goes back to its last checkpoint and skips the samples.
 
-    losses: of the steps before, oldest first; losses that are not finite are ignored. The limit depends only on them,
-    so all ranks, and a resumed run, compute the same one.
+    losses: losses of the previous steps, oldest first; losses that are not finite are ignored. The limit depends only
+    on them, so all ranks, and a resumed run, compute the same one.
     """
     limit = math.inf if config.threshold is None else config.threshold
     known = [loss for loss in losses[-config.window :] if math.isfinite(loss)]
@@ -170,7 +170,7 @@ class NonFiniteCount:
 
     def __init__(self, config: PretrainConfig) -> None:
         self._skips = config.reliability.skip_non_finite
-        # An fp16 run skips many steps while it finds its scale: its scaler has the limit.
+        # An fp16 run skips many steps while it finds its loss scale, so the loss scaler has its own limit.
         scaled = config.training.precision == "fp16"
         self._patience = None if scaled else config.reliability.non_finite_patience
         self._count = 0

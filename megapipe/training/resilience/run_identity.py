@@ -126,7 +126,7 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
     training.directory is not included: the lock in it shows whether all ranks use the same folder.
 
     Args:
-        device: of this rank; its kind is compared.
+        device: the device of this rank; its kind is compared.
     """
     values = asdict(config)
     for group, name in (("data", "prefix"), ("data", "blend"), ("training", "directory")):

@@ -14,7 +14,7 @@ _END_SIGNAL = 44
 
 
 class ExitCode(IntEnum):
-    """Exit status of a rank's process. torchrun prints that of the first rank to fail, and itself ends with 1.
+    """Exit status of a rank's process. torchrun prints the status of the first rank that fails, and exits with 1.
 
     docs/reliability.md explains each status.
     """
@@ -104,7 +104,7 @@ class SignalRequests:
     this handler after an error or an agreed stop, so that the process ends by itself.
 
     Attributes:
-        number: of the signal that asked to stop, None before.
+        number: number of the signal that asked to stop; None before such a signal.
     """
 
     def __init__(self) -> None:

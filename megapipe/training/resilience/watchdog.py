@@ -175,7 +175,7 @@ class Watchdog:
             end_signal=ExitCode.STALLED,
         )
         program = str(Path(watchdog_process.__file__))
-        # Isolated, so that files next to the program do not hide modules of the standard library.
+        # The interpreter is isolated, so that files next to the program do not hide modules of the standard library.
         return subprocess.Popen(
             [sys.executable, "-I", "-S", program, str(descriptor), json.dumps(asdict(settings))],
             pass_fds=[descriptor],

@@ -61,7 +61,7 @@ class Pace:
         self._durations: deque[float] = deque(maxlen=_STEPS_KEPT)
 
     def silence(self, memory: bytes, now: float) -> float:
-        """Compare the memory with the last look, and return the seconds since it changed."""
+        """Compare the memory with its content at the last call, and return the seconds since it changed."""
         if memory[STEP] != self._seen[STEP]:
             inside = memory[STEP] != OUTSIDE and self._seen[STEP] not in (OUTSIDE, b"")
             if inside and self._step_began is not None:
