@@ -26,13 +26,13 @@ from checkpoint_contest.throttled import SPEEDS, STEP_SECONDS, overhead
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.2, help="of the state, over both ranks")
+    parser.add_argument("--gigabytes", type=float, default=1.2, help="size of the state over both ranks")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1500, help="of each disk of the second part; 0 leaves it out")
     parser.add_argument("--stalls", type=int, default=9, help="rounds of the third part; 0 leaves it out")
     parser.add_argument("--no-race", action="store_true", help="leave out the first part")
     parser.add_argument("--max-overhead", type=float, default=0.035)
-    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is measured")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="folder on the disk to measure")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there too")
     found = parser.parse_args()
     for name in ("gigabytes", "rounds", "max_overhead"):

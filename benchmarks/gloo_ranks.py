@@ -36,7 +36,7 @@ def in_ranks(number: int, work: Callable[..., T], *arguments: Any) -> T:
         try:
             found: T = ours.recv()
         except EOFError:
-            raise RuntimeError("a rank ended early; its error stands above") from None
+            raise RuntimeError("a rank ended early; its error is printed above") from None
         finally:
             for rank in ranks:
                 rank.join(timeout=60.0)

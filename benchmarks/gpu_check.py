@@ -299,7 +299,7 @@ def run_all(
 
 def _run_within(part: Part, limit: float, progress: Progress | None) -> Outcome:
     if limit <= 0:
-        return Outcome(part.name, STOPPED, "before it began: the time was up", 0.0)
+        return Outcome(part.name, STOPPED, "not started: no time was left", 0.0)
     print(f"--- {part.name}, at most {limit:.0f} s", flush=True)
     if progress is not None:
         progress.note_down(Outcome(part.name, RUNNING, "", 0.0))

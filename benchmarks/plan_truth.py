@@ -186,9 +186,9 @@ def arguments() -> argparse.Namespace:
     if found.steps < 5:
         parser.error(f"--steps is {found.steps}; a median needs 5 or more")
     if found.starts < 1:
-        parser.error(f"--starts is {found.starts}; a layout that is measured starts once or more")
+        parser.error(f"--starts is {found.starts}; it must be at least 1")
     if found.hardware and found.keep:
-        parser.error("--keep is for a new profile, and --hardware names one that is there; leave one out")
+        parser.error("--keep is for a new profile, and --hardware names an existing one; use only one of them")
     return found
 
 

@@ -41,7 +41,7 @@ MODEL = [
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="peak, where a run has none of its own")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="peak, unless a run sets its own")
     parser.add_argument("--prefix", type=Path, default=Path("data/stdlib_text_document"), help="shard of bytes")
     parser.add_argument("--folder", type=Path, default=Path("runs/precision_losses"), help="where the runs go")
     parser.add_argument(
@@ -54,7 +54,7 @@ def train(name: str, options: list[str], arguments: argparse.Namespace) -> Path:
     """Train one run and return its folder."""
     folder: Path = arguments.folder / name.replace(", ", "_").replace(" ", "_")
     if not arguments.prefix.with_suffix(".bin").is_file():
-        sys.exit(f"{arguments.prefix}.bin is not there; examples/gpt_tiny.yaml says how to make it, or use --prefix")
+        sys.exit(f"{arguments.prefix}.bin does not exist; examples/gpt_tiny.yaml says how to make it, or use --prefix")
     command = [
         sys.executable, "pretrain_gpt.py", "--config", "examples/gpt_tiny.yaml", "--data.prefix",
         str(arguments.prefix), *MODEL, "--parallel.device=cpu", "--training.directory", str(folder),

@@ -164,7 +164,7 @@ def _anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text("ascii").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise OSError("this system does not tell a process's memory")
+    raise OSError("this system does not report the memory of a process")
 
 
 def compare_blends(num_corpora: int, num_samples: int) -> dict[str, Any]:

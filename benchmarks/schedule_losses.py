@@ -32,7 +32,7 @@ def train(name: str, arguments: argparse.Namespace) -> Path:
     folder = arguments.folder / name
     prefix = arguments.quickstart / "corpus_text_document"
     if not prefix.with_suffix(".bin").is_file():
-        sys.exit(f"{prefix}.bin is not there; run `make quickstart` first, or name its folder with --quickstart")
+        sys.exit(f"{prefix}.bin does not exist; run `make quickstart` first, or name its folder with --quickstart")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "pretrain_gpt.py",
         "--config", "examples/quickstart.yaml", "--data.prefix", str(prefix), "--training.directory", str(folder),

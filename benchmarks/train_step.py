@@ -99,7 +99,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="5m on a processor, all real ones on a GPU")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="peers too; the default on a GPU")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="also compile the peers; the default on a GPU"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of one process on the CPU")
     parser.add_argument("--repeats", type=int, default=9, help="at least 2")
     parser.add_argument(
@@ -107,7 +109,7 @@ def arguments() -> argparse.Namespace:
     )
     found = parser.parse_args()
     if found.device == "cuda" and not on_gpu:
-        parser.error("no NVIDIA GPU is visible to torch; take --device cpu")
+        parser.error("no NVIDIA GPU is visible to torch; use --device cpu")
     if found.repeats < 2:
         parser.error(f"--repeats is {found.repeats}; quartiles need at least 2")
     found.deadline = time.monotonic() + found.seconds

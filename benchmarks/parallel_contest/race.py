@@ -102,7 +102,7 @@ class World:
         try:
             return [pipe.recv() for pipe in self._pipes]
         except EOFError:
-            raise RuntimeError("a rank ended early; its error stands above") from None
+            raise RuntimeError("a rank ended early; its error is printed above") from None
 
 
 def our_contestants(mesh: Mesh, setting: Setting) -> dict[str, Step]:

@@ -287,7 +287,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
         help="folder of YAML files, the only tasks that --tasks then names (default: the tasks that lm-eval has)",
     )
     parser.add_argument(
-        "--tokenizer", metavar="NAME", help="of the texts of --tasks (default: the one of the training data)"
+        "--tokenizer", metavar="NAME", help="tokenizer of the texts of --tasks (default: the one of the training data)"
     )
     parser.add_argument(
         "--samples",

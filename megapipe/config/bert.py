@@ -26,11 +26,11 @@ class BertModelConfig(ModelConfig):
     """Row of the learned position table for the first token of a sample; rows before it are not used. In RoBERTa it is
     2, one more than the id of its padding."""
     token_types: NaturalInt = 2
-    """Number of learned vectors for the parts of a sample, of which each token adds that of its part: 2 for sentence
+    """Number of learned vectors for the parts of a sample; each token adds the vector of its part: 2 for sentence
     pairs (BERT), 1 for the same vector everywhere (RoBERTa), 0 for none (ModernBERT)."""
     embedding_size: Size | None = None
-    """Width of the embeddings, of their norm and of the head for hidden tokens, if it is not hidden_size: a linear
-    layer after the embeddings makes hidden_size of it (ALBERT); null means hidden_size without that layer."""
+    """Width of the embeddings, of their norm and of the masked-token head, if it is not hidden_size: a linear layer
+    after the embeddings projects them to hidden_size (ALBERT); null means hidden_size without that layer."""
     shared_blocks: bool = False
     """Use the weights of one block for all blocks (ALBERT). Their gradients are summed."""
     norm_epsilon: PositiveFloat = 1e-12
@@ -46,7 +46,7 @@ class BertModelConfig(ModelConfig):
     """Give the dense layer of the masked-token head a bias. The output after it always has one."""
     transform_activation: Literal["gelu", "gelu_tanh", "relu", "relu_squared", "silu"] | None = None
     """Activation function of the dense layer of the masked-token head; null means gelu_tanh if the blocks have it,
-    else gelu. In BERT it is that of the blocks, in RoBERTa always gelu."""
+    else gelu. BERT uses the activation of the blocks, RoBERTa always gelu."""
     sentence_head: bool = True
     """Add a pooler and a two-way classifier that is trained on the sentence pairs of data.pairs."""
 

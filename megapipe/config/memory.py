@@ -29,8 +29,8 @@ class RecomputeConfig:
     """For auto: GiB that all tensors of a rank may take, including weights and optimizer state; null means the
     device's memory less a tenth."""
     hardware: str | None = None
-    """For auto: hardware file or preset that predicts times; null means that of --plan, or else the preset of this
-    machine's devices."""
+    """For auto: hardware file or preset that predicts times; null means the hardware of --plan, or else the
+    preset of this machine's devices."""
     logits: bool = False
     """Recompute the logits in the backward pass, a chunk of tokens at a time, with any method. The loss then saves 4
     bytes per token instead of a [tokens, vocabulary] gradient, for one more matrix product in the output head. Not
@@ -85,7 +85,8 @@ class OffloadConfig:
     bandwidth: PositiveFloat | None = None
     """For auto: GB/s of a copy between device and host in one direction; null means measured at the start."""
     compute: PositiveFloat | None = None
-    """For auto: TFLOP/s at which the blocks run; null means those of a large matrix product, measured at the start."""
+    """For auto: TFLOP/s at which the blocks run; null means the speed of a large matrix product, measured at the
+    start."""
     optimizer: bool = False
     """Keep optimizer moments, and the fp32 master weights of bf16 runs, in host memory except during their update."""
     weights: bool = False

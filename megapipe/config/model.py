@@ -125,8 +125,8 @@ class ModelConfig:
     num_kv_heads: Size | None = None
     """Number of key and value heads, for grouped-query attention; null means num_heads."""
     head_size: Size | None = None
-    """Channels per attention head; null means hidden_size / num_heads. With kv_latent_size: those that are not
-    rotated."""
+    """Channels per attention head; null means hidden_size / num_heads. With kv_latent_size: the channels that are
+    not rotated."""
     kv_latent_size: Size | None = None
     """Channels of the latent that keys and values of all heads are computed from (multi-latent attention, DeepSeek's
     kv_lora_rank); null means ordinary attention."""
@@ -180,8 +180,9 @@ class ModelConfig:
     rms_norm_unit_offset: rms_norm whose factor is 1 + its weight, which starts at 0 (Gemma)."""
     norm_position: Literal["pre", "post", "sandwich", "output", "stream"] = "pre"
     """Where blocks are normalized. pre: the inputs of attention and MLP. output: their outputs, before these are added
-    to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). stream: the residual stream, which they
-    then read and are added to (BLOOM's apply_residual_connection_post_layernorm). post: the sums (only in a BERT)."""
+    to the residual stream (OLMo 2). sandwich: inputs and outputs (Gemma 2). stream: the residual stream; attention and
+    MLP read the normalized stream, and their outputs are added to it (BLOOM's
+    apply_residual_connection_post_layernorm). post: each sum of the residual stream and an output (only in a BERT)."""
     attention_norm: bool = True
     """Normalize the input of attention, if norm_position is pre. false: attention reads the residual stream itself
     (ModernBERT's first block, whose input the embedding has normalized)."""
@@ -214,7 +215,8 @@ class ModelConfig:
     bias: Literal["all", "attention", "qkv", "mlp", "shared", "attention_shared", "none"] = "all"
     """Which linear layers have a bias. all: every one (GPT-2). attention: query, key, value and output projection.
     qkv: query, key and value (Qwen2). mlp: only those of the MLP, all experts included. shared: only those of the
-    shared expert. attention_shared: both (DeepSeek-V2's mlp_bias). none (Llama)."""
+    shared expert. attention_shared: those of attention and of shared (DeepSeek-V2's mlp_bias). none: no layer
+    (Llama)."""
     qk_norm: bool = False
     """Apply RMS normalization to queries and keys before the rotation (Qwen3)."""
     qk_norm_over: Literal["head", "projection"] = "head"
@@ -230,8 +232,9 @@ class ModelConfig:
     """Give every head a trained number that is added to its scores when the softmax is computed, so that a token can
     attend to nothing (gpt-oss)."""
     sliding_window: TokenCount | None = None
-    """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens. In a BERT
-    the number on each side, itself included, so that the window has 2 x sliding_window - 1 tokens (ModernBERT)."""
+    """Number of tokens that each token attends to, itself included (Mistral); null means all earlier tokens. In a
+    BERT, it is the number on each side, itself included, so that the window has 2 x sliding_window - 1 tokens
+    (ModernBERT)."""
     attention_chunk_size: TokenCount | None = None
     """Cut samples into chunks of this number of tokens; each token attends to itself and to the earlier tokens of its
     chunk (Llama 4). null means whole samples."""

@@ -177,10 +177,10 @@ class ParallelConfig:
     """With parallel.sequence: number of chunks in which tokens are gathered and scattered, so that the communication
     of one overlaps with the matrix product of another."""
     vocabulary: Literal["tensor", "pipeline", "pipeline_2"] = "tensor"
-    """Ranks that share a GPT's output layer and word embeddings. tensor: those of the last and of the first stage.
-    pipeline: those of all stages, each of which computes its part of every micro-batch's logits in idle time (arXiv
-    2411.05288, its Vocab-1). pipeline_2: the same with one barrier less and activations of one micro-batch less
-    (Vocab-2)."""
+    """Ranks that share a GPT's output layer and word embeddings. tensor: the tensor ranks of the last and of the
+    first stage. pipeline: the ranks of all stages, each of which computes its part of every micro-batch's logits in
+    idle time (arXiv 2411.05288, its Vocab-1). pipeline_2: the same with one barrier less and activations of one
+    micro-batch less (Vocab-2)."""
     layers_per_stage: list[PositiveInt] | None = None
     """Number of layers in every pipeline stage, in order, where embedding and output head count as one layer each;
     null balances the stages by FLOPs."""
@@ -262,8 +262,8 @@ class ZeroConfig:
     replicas share one copy."""
     expert_shard_size: PositiveInt | None = None
     """Number of replicas that share one copy of the experts' weights, gradients and optimizer state; the experts of a
-    block are then gathered, reduced and updated apart from its other weights. null means that they are sharded with
-    these."""
+    block are then gathered, reduced and updated apart from its other weights. null means that experts are sharded
+    with the other weights."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed over replicas. They are accumulated in fp32."""
 
@@ -357,7 +357,7 @@ class ScheduleConfig:
     """For 2bw: when the optimizer steps. eager: right after the last backward of a batch. lazy: right before the new
     weights are needed, which hides the gradient norm but needs a second gradient buffer. null means lazy."""
     file: str = ""
-    """Schedule file; the same as its path in schedule.name, which is kept here."""
+    """Path of a schedule file. A path in schedule.name is moved here."""
 
     def __post_init__(self) -> None:
         if is_schedule_file(self.name) and not self.file:

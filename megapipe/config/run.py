@@ -136,7 +136,7 @@ class CheckpointConfig:
     keep_last: PositiveInt | None = 2
     """Newest checkpoints to keep; older ones are deleted once a newer one is durable; null keeps all."""
     keep_every: PositiveInt | None = None
-    """Also keep every checkpoint whose step is a multiple of this number; null keeps none."""
+    """Also keep every checkpoint whose step is a multiple of this number; null keeps no additional checkpoints."""
     resume: bool = True
     """Continue from the newest complete checkpoint under training.directory, if there is one."""
     accept_other_data: bool = False

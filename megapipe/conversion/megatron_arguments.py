@@ -186,7 +186,7 @@ def _unsupported_latents(arguments: Mapping[str, Any]) -> list[str]:
     unsupported = {
         "without qk_layernorm": not arguments.get("qk_layernorm"),
         "with add_bias_linear": arguments.get("add_bias_linear", True),
-        f"with norm_epsilon {epsilon} (it must be {EPSILON}, that of norms of latents)": epsilon != EPSILON,
+        f"with norm_epsilon {epsilon} (it must be {EPSILON}, the epsilon of the norms of latents)": epsilon != EPSILON,
         f"with position_embedding_type {positions}": positions != "rope",
         f"with rotary_percent {arguments.get('rotary_percent')}": arguments.get("rotary_percent", 1.0) != 1.0,
     }
@@ -208,7 +208,7 @@ def notes_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"]) -
     arguments, notes = arguments_in(saved, origin), []
     if kind == "bert" and _activation(arguments) == "gelu_tanh":
         notes.append(
-            f"{origin}: Megatron-LM's head for hidden tokens has the exact GELU and its layers the approximation; "
+            f"{origin}: Megatron-LM's masked-token head uses the exact GELU, and its layers use the approximation; "
             "here both have the approximation, so that logits differ by about 1e-3"
         )
     fused = arguments.get("bias_gelu_fusion") and not arguments.get("moe_grouped_gemm")

@@ -106,7 +106,7 @@ def test_a_part_may_use_what_others_left_over(monkeypatch: pytest.MonkeyPatch) -
         ("stopped", 4.0),
         ("stopped", 1.0),
     ]
-    assert [outcome.detail for outcome in run_all(parts, 0.0)] == ["before it began: the time was up"] * 3
+    assert [outcome.detail for outcome in run_all(parts, 0.0)] == ["not started: no time was left"] * 3
 
 
 def test_a_restart_repeats_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

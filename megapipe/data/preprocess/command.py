@@ -96,7 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--drop-duplicates", action="store_true", help="omit documents that equal an earlier document in all fields"
     )
-    parser.add_argument("--append-eod", action="store_true", help="end every document with that token, as GPT needs")
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end every document with the end-of-document token, as GPT needs"
+    )
     parser.add_argument(
         "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="start of the output's paths"
     )
