@@ -345,8 +345,9 @@ class ScheduleConfig:
     """Where sequences are cut into slices. uniform: into equal numbers of tokens. flops: into equal work; attention of
     later tokens costs more."""
     group_size: PositiveInt | None = None
-    """For interleaved_1f1b: consecutive micro-batches that pass through a chunk; null means the number of pipeline
-    ranks, or the larger group that is fastest if the ranks do not divide the micro-batches."""
+    """For interleaved_1f1b and gis: consecutive micro-batches that pass through a chunk; null means the number of
+    pipeline ranks, or for interleaved_1f1b the larger group that is fastest if the ranks do not divide the
+    micro-batches."""
     two_bp: bool = False
     """Split every backward of a schedule that has whole ones, and fill idle time with the weight halves (2BP)."""
     max_pending: PositiveInt | None = None

@@ -125,8 +125,8 @@ class Pipeline:
             fp8: "tensorwise" or "rowwise" multiplies in fp8 within every `ColumnLinear` and `RowLinear`.
             matrices: names of the weights that optimizer muon updates by Muon, such as "1.into.weight"; AdamW updates
                 the rest. Default: all 2-D weights of the layers between the first and the last.
-            options: options of a named schedule, such as `chunks`; see
-                `megapipe.schedules.registry.Options`. A file takes none.
+            options: options of the schedule, such as `chunks`; see `megapipe.schedules.registry.Options`. A file takes
+                those that it declares.
 
         Raises:
             PipelineError: the layers or settings cannot be used.

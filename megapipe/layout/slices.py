@@ -77,13 +77,14 @@ def slice_problems(config: PretrainConfig) -> list[str]:
             "or use a schedule with several slices"
         ]
     model, length = config.model, config.data.sequence_length
+    kinds = model.kinds_of_layers.values()
     unit = TILE * config.parallel.tensor
     even = unit * count if config.schedule.slice_split == "uniform" else unit
     refused = [
         (isinstance(config, BertPretrainConfig), "a BERT's attention is not causal", "train a GPT"),
         (config.parallel.context > 1, f"parallel.context {config.parallel.context} shards them", "set it to 1"),
-        (model.kv_latent_size is not None, "model.kv_latent_size is set", "leave it out"),
-        (model.num_experts is not None, "model.num_experts is set", "leave it out"),
+        (any(each.kv_latent_size is not None for each in kinds), "model.kv_latent_size is set", "leave it out"),
+        (any(each.num_experts is not None for each in kinds), "model.num_experts is set", "leave it out"),
         (bool(model.chunk_sizes(length)), "model.attention_chunk_size cuts samples into chunks", "set it to null"),
         (model.mtp_layers > 0, f"model.mtp_layers is {model.mtp_layers}", "set it to 0"),
         (model.attention == "flex", "model.attention is flex", "set it to auto"),

@@ -58,6 +58,10 @@ def config(**groups: dict[str, Any]) -> PretrainConfig:
         ({"parallel": {"context": 2}}, 2, "parallel.context 2 shards them"),
         ({"model": {"attention_chunk_size": 8}}, 1, "model.attention_chunk_size cuts samples into chunks"),
         ({"model": {"num_experts": 4, "experts_per_token": 2}}, 1, "model.num_experts is set"),
+        (
+            {"model": {"layer_kinds": {"sparse": {"num_experts": 4}}, "layer_pattern": ("base", "sparse")}}, 1,
+            "model.num_experts is set",
+        ),
         ({"training": {"compile": True}}, 1, "training.compile is true"),
         ({"offload": {"activations": "blocks"}}, 1, "offload.activations is blocks"),
         ({"data": {"sequence_length": 40}}, 1, "sequence_length 40 is not a multiple of 16 .*use 32 or 48"),
