@@ -161,8 +161,10 @@ class SearchSpace:
                 )
             usable, errors = GENERATORS.loadable()
             tried = (*self.schedules, *self.other_schedules)
-            left = [each.name for each in usable if each.name not in tried and each.search != "never"]
-            phrases += [f"schedules {', '.join(left)} (--schedules adds them)"] if left else []
+            left = [each for each in usable if each.name not in tried and each.search != "never"]
+            whole = [each.name for each in left if "slices" not in each.order_options]
+            phrases += [f"schedules {', '.join(whole)} (--schedules adds them)"] if whole else []
+            phrases += [f"{each.name} (times of slices are not planned)" for each in left if each.name not in whole]
             phrases += map(str, errors)
         if "schedule.chunks" not in pinned:
             phrases.append(f"more than {self.all_chunks_up_to} chunks, unless they divide the blocks evenly")
