@@ -102,8 +102,6 @@ def run_links(request: Request) -> int:
     first = os.environ.get("RANK", "0") == "0"
     try:
         hardware, num_bytes = request.hardware(), int(flags["megabytes"] * 1e6)
-        if num_bytes < 1:
-            raise ConfigError(f"--megabytes is {flags['megabytes']:g}; it must be at least 1 byte")
         check_output(flags["output"])
         world_size = LaunchEnvironment.read(os.environ).world_size
         if world_size == 1:

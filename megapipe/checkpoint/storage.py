@@ -141,7 +141,7 @@ def explained(error: OSError, folder: Path) -> str:
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{message}; make {folder} writable for this user, or write to another folder"
-    return message
+    return message if folder.is_dir() else f"{message}; {folder} is not a folder: write to another one"
 
 
 _LENGTH = struct.Struct("<Q")

@@ -112,8 +112,8 @@ def read_config(kind: str | None, fields: Sequence[str]) -> "PretrainConfig":
 
 def _rate(text: str) -> float:
     value = real_number(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"is {text}, but must be a number of tokens above 0")
+    if not 1 <= value < math.inf:  # a pause has at most as many seconds as a step has tokens
+        raise argparse.ArgumentTypeError(f"is {text}, but must be a finite number of tokens of at least 1")
     return value
 
 

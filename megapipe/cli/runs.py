@@ -204,7 +204,8 @@ def _plot(options: argparse.Namespace) -> int:
         if options.png:
             curves.write_png(options.png, lines, options.over)
     except OSError as error:
-        raise _WrongInput(f"cannot write {error.filename}: {error.strerror}; give another file") from None
+        path = error.filename or "the picture"  # a full disk is reported without a name
+        raise _WrongInput(f"cannot write {path}: {error.strerror}; give another file") from None
     if not options.json:
         for path in filter(None, (options.html, options.svg, options.png)):
             print_line(_printable(f"written: {path}"))

@@ -89,9 +89,12 @@ def test_a_directory_has_one_job_at_a_time(tmp_path: Path) -> None:
     DirectoryLock(tmp_path).release()
 
 
-def test_a_full_disk_is_reported_with_its_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_reported_with_how_to_fix_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert " bytes are free there" in explained(full, tmp_path / "runs" / "new")
+    (tmp_path / "file").touch()
+    in_the_way = FileExistsError(errno.EEXIST, "File exists")
+    assert "file is not a folder: write to another one" in explained(in_the_way, tmp_path / "file")
     # Btrfs reports zero files, of which zero are free.
     state = SimpleNamespace(f_bavail=2, f_frsize=4096, f_files=0, f_favail=0)
     monkeypatch.setattr("os.statvfs", lambda path: state)

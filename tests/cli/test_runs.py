@@ -268,6 +268,7 @@ def test_each_problem_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["plot", str(tmp_path)], "is not a run"),
         (["list", str(tmp_path / "none")], "cannot read"),
         (["plot", str(folder), "--png", str(tmp_path / "none/p.png")], "cannot write"),
+        (["plot", str(folder), "--html", "/dev/full"], "cannot write the picture: No space left on device"),
     ):
         assert main(arguments) == 2
         last = capsys.readouterr().err.splitlines()[-1]

@@ -69,6 +69,8 @@ plan search --hardware h1000 --devices 8 | h1000
 plan search --hardware h100 --devices 0 --model llama3_8b --batch.global_size 8 | --devices is 0; it must be at least 1
 plan search --hardware h100 --devices 8 --model llama3_9b | did you mean llama3_8b
 plan predict --config missing.yaml --hardware h100 --devices 8 | missing.yaml: the file does not exist
+plan links --hardware h100 --output links.yaml --megabytes 1e400 | --megabytes is inf; it must be from 0.000001
+plan profile --output machine.yaml --ranks 1000000000000 | --ranks is 1,000,000,000,000; it must be from 1 to 1024
 plan dry-run nowhere.yaml --devices 8 | nowhere.yaml
 schedule | required: command
 schedule shwo | invalid choice: 'shwo'
@@ -79,6 +81,7 @@ schedule overlay nowhere | nowhere
 data inspect nowhere | nowhere
 data split corpus --shares x --output-prefix out | --shares 'x' is not a list of numbers
 data stalls --config missing.yaml | missing.yaml
+data stalls --config gpt_tiny --ingestion-tokens-per-second 1e-300 | must be a finite number of tokens of at least 1
 convert | required: command
 convert convert nowhere --to hf out | nowhere
 convert inspect text.txt | text.txt

@@ -150,6 +150,7 @@ def test_gpt2_files_are_found_by_folder_and_by_either_name(gpt2_folder: Path, tm
         ("byte-level-bpe", ".json", ["--vocabulary-size", "100"], "is too small for all bytes, which need 257"),
         ("sentencepiece-bpe", ".json", [], "is a .model file"),
         ("byte-level-bpe", ".model", [], "is a .json file"),
+        ("byte-level-bpe", ".vocab.json", [], "tokenizer.json"),
     ],
 )
 def test_impossible_vocabularies_are_refused(

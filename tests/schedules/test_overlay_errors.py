@@ -88,11 +88,16 @@ def test_wrong_files_are_told(traced: Path, how: str, message: str, capsys: pyte
         ("--output overlay.png", "must end in .html, .svg, .json"),
         ("--output /nowhere/overlay.svg", "cannot write"),
         ("--latency -1", "--latency is -1; it must be at least 0"),
+        ("--latency nan", "--latency is nan; it must be at least 0 and finite"),
+        ("--forward inf --json", "--forward is inf; it must be at least 0 and finite"),
+        ("--forward 0 --backward 0", "--forward is 0; it must be above 0"),
     ],
 )
 def test_wrong_flags_are_told(traced: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overlay", str(traced), *flags.split()]) == 2
-    assert message in capsys.readouterr().err
+    shown, error = capsys.readouterr()
+    assert message in error
+    assert not shown
 
 
 def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,8 +294,11 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     """
     suffix, train = TRAINERS[arguments.type]
     output = Path(arguments.output)
-    if output.suffix != suffix:
-        raise DataError(f"a {arguments.type} tokenizer is a {suffix} file: name it {output.with_suffix(suffix)}")
+    if output.suffix != suffix or output.name.endswith("vocab.json"):  # GPT-2's, which `open_tokenizer` opens as such
+        raise DataError(
+            f"--output {output}: a {arguments.type} tokenizer is a {suffix} file, but not a vocab.json, which belongs "
+            f"to a merges.txt: name it {output.with_name(f'tokenizer{suffix}')}"
+        )
     files = _inputs(arguments)
     texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes)
     check_special_tokens(arguments.special_tokens)

@@ -27,6 +27,11 @@ from megapipe.spec.model_folder import with_model_folders
 
 Devices = Annotated[int, Bound(1, 1_000_000, words="at least 1 and at most 1,000,000")]
 """Ranks of a plan. The limit is above any real machine; the time of planning grows with the number of nodes."""
+Ranks = Annotated[int, Bound(1, 1024)]
+"""Processes that measure at the same time on one machine."""
+Megabytes = Annotated[float, Bound(1e-6, 1e6, words="from 0.000001, a byte, to 1,000,000")]
+Duration = Annotated[float, Bound(1e-9, 1e12, words="from 1e-9 to 1e12")]
+"""A time between failures, or of a save. With these limits, the time between saves neither overflows nor becomes 0."""
 MEMORY_RESERVE = 0.05
 """Fraction of a device's memory that plans keep free by default; 4 GB of 80 GB, for a CUDA context (0.5 GB), NCCL's
 buffers (1 to 2 GB) and fragmentation."""
@@ -120,10 +125,10 @@ _TRAINING = (
     _flag(
         "--mean_time_between_failures",
         "mean time between failures of the whole job; with --save_seconds, also prints how often to save",
-        PositiveFloat,
+        Duration,
         metavar="HOURS",
     ),
-    _flag("--save_seconds", "seconds that a save adds to the training time (docs/checkpoints.md)", PositiveFloat),
+    _flag("--save_seconds", "seconds that a save adds to the training time (docs/checkpoints.md)", Duration),
 )
 _JSON = _flag("--json", "machine-readable output", bool)
 _PICTURES = (
@@ -166,7 +171,7 @@ _DRY_RUN = (
 )
 _PROFILE = (
     _flag("--output", "hardware file to write", Path, required=True),
-    _flag("--ranks", "number of processes that run at the same time (default 2)", int, default=2),
+    _flag("--ranks", "number of processes that run at the same time (default 2)", Ranks, default=2),
     _flag("--tensor_sizes", "sizes of parallel.tensor to measure, such as [1,2]", list[int], default=[1]),
     _flag("--context_sizes", "sizes of parallel.context to measure, such as [1,2]", list[int], default=[1]),
     _flag("--micro_sizes", "micro-batch sizes to measure, such as [1,2]", list[int], default=[1, 2, 4]),
@@ -174,7 +179,7 @@ _PROFILE = (
 _LINKS = (
     _flag("--hardware", f"hardware file that describes a node, or one of {', '.join(PRESETS)}"),
     _flag("--output", "hardware file to write, including the links", Path, required=True),
-    _flag("--megabytes", "size of a message (default 64)", float, default=64.0),
+    _flag("--megabytes", "size of a message (default 64)", Megabytes, default=64.0),
 )
 _FIT = (
     _flag("--published", "name of a table of published rows"),

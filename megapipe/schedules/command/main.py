@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -254,14 +255,13 @@ def _run_overlay(flags: argparse.Namespace) -> None:
     if flags.output is not None and draw is None:
         raise ScheduleError(f"--output {flags.output} must end in {', '.join(OVERLAY_DRAWINGS)}")
     overlay = _overlay(flags)
+    if draw is not None:  # before the output, so that a refused file is the only line
+        try:
+            flags.output.write_text(draw(overlay), encoding="utf-8")
+        except OSError as error:
+            raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; choose another file") from None
     print(json.dumps(overlay_figures(overlay)) if flags.json else overlay_text(overlay))
-    if draw is None:
-        return
-    try:
-        flags.output.write_text(draw(overlay), encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; choose another file") from None
-    if not flags.json:
+    if draw is not None and not flags.json:
         print(f"wrote {flags.output}")
 
 
@@ -277,8 +277,12 @@ def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -
     """The costs, with those that the flags give in the place of the measured ones."""
     for name in (*STAGE_TIMES, "latency", "scalars_time"):
         given = getattr(flags, name)
-        if given is not None and given < 0:
-            raise ScheduleError(f"--{name.replace('_', '-')} is {given:g}; it must be at least 0, in milliseconds")
+        if given is not None and not 0 <= given < math.inf:
+            raise ScheduleError(
+                f"--{name.replace('_', '-')} is {given:g}; it must be at least 0 and finite, in milliseconds"
+            )
+    if flags.forward == 0:
+        raise ScheduleError("--forward is 0; it must be above 0, because bubbles are relative to the time of compute")
     given_times = {
         kind: [getattr(flags, name) / share for share in header.stages_sharing]
         for name, kind in STAGE_TIMES.items()

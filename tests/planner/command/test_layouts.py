@@ -90,7 +90,9 @@ def test_how_often_to_save_follows_young_and_daly(capsys):
     assert found["checkpoint"]["interval_steps"] == round(found["checkpoint"]["interval_s"] / found["step_time_s"])
     assert "save every 15.5 minutes" in output(capsys, "predict", *LAYOUT, *flags)
     assert "--save_seconds is missing" in refusal(capsys, "predict", *LAYOUT, flags[0], flags[1])[0]
-    assert "must be above 0" in refusal(capsys, "predict", *LAYOUT, *flags[:3], "-1")[0]
+    for hours, seconds in (("3", "-1"), ("1e300", "40"), ("1e-300", "1e-300")):
+        wrong = [flags[0], hours, flags[2], seconds]
+        assert "it must be from 1e-9 to 1e12" in refusal(capsys, "predict", *LAYOUT, *wrong)[0]
 
 
 @pytest.mark.parametrize(
