@@ -66,8 +66,7 @@ class FileTensor:
 def write_tensors(
     storage: StorageWriter, path: Path, tensors: Iterable[FileTensor]
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Write a new file durably. Return its size in bytes and, for each key, the checksums of all pieces, computed from
-    the bytes in memory."""
+    """Write a new file durably. Return its size in bytes and, by key, the checksums of all pieces in memory."""
     # Wide types come first, as in the library's files: every tensor then starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.values.element_size())
     checksums: dict[str, tuple[str, ...]] = {}

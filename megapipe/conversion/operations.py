@@ -82,8 +82,7 @@ _ELEMENTS = 1 << 24
 
 
 def average(sources: Sequence[Source], contents: Contents, open_target: Callable[[], Target]) -> list[str]:
-    """Write the mean of the sources' weights (Izmailov et al., 1803.05407), summed in float64; return the target's
-    notes.
+    """Write the mean of the sources' weights (Izmailov et al., 1803.05407), summed in float64. Return the notes.
 
     contents: the target's contents. Raises CheckpointError, before it writes, if the sources have different models.
     """

@@ -242,8 +242,7 @@ class Engine:
         return self._snapshots
 
     def _execute(self, section: SectionName, steps: Sequence[StepState], before: Sequence[Instruction] = ()) -> None:
-        """Run the actions of a section. steps: those in progress, the section's own step first. before: instructions
-        to run first."""
+        """Run the actions of a section. steps: those in progress, its own first. before: instructions to run first."""
         instructions = [*before, *self._sections[section]] if before else self._sections[section]
         for instruction in instructions:
             try:

@@ -118,8 +118,7 @@ def norm(
 ) -> Op:
     """Return a norm of the residual stream. Its kernel reads and writes the stream once; the backward reads the input
     and two gradients and writes one. part: the part of a block whose recomputation calls the kernel again. It is None
-    for the last norm of a block with norms after the residual sums, because the block's backward does not need that
-    norm's result."""
+    for the last norm of a block with norms after the residual sums: the block's backward does not need its result."""
     model, stream = shape.model, shape.own_stream
     statistics = Value(f"{path} statistics", shape.statistics(shape.tokens // shape.shards))
     again = path in ("attention_norm", "mlp_norm") and "norms" in shape.recompute

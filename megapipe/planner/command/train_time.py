@@ -187,8 +187,7 @@ def overheads(model: Transformer, cluster: Cluster, layout: MethodLayout) -> Ove
 
 
 def memory_bytes(model: Transformer, layout: MethodLayout) -> float:
-    """Return the bytes of a device of the first stage: state, weights and gradients in use, checkpoints and the
-    activations of one layer.
+    """Return a first-stage device's bytes: state, weights and gradients in use, checkpoints, one layer's activations.
 
     Layered accumulation keeps the checkpoints of all micro-batches, other methods those in flight. The activations of
     the current layer are s b (34 h + 5 a s): Korthikanti et al. (2022), arXiv 2205.05198, equation 1.
