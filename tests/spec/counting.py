@@ -109,6 +109,9 @@ class Subject:
         """
         known = {each.untyped_storage().data_ptr() for each in self.module.parameters()} | self._batch_addresses()
         kept: dict[int, Tensor] = {}
+        if self.shares_tables:
+            with torch.no_grad():  # ranks are threads, which at their first forward may make a table each
+                self.run()
 
         def pack(tensor: Tensor) -> Tensor:
             if self._keeps_integers or tensor.dtype not in (torch.int64, torch.int32):
