@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from megapipe.calibration.layers import (
     waits,
 )
 from megapipe.calibration.planning import memory_bytes
+from megapipe.config.command_line import end_with_parent
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
@@ -172,7 +172,7 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         mesh = _join(rank, count, device_type, store)
         pipe.send((True, function(mesh, *args)))
@@ -180,14 +180,6 @@ def _work(
         shutdown()
     except Exception:
         pipe.send((False, traceback.format_exc()))
-
-
-def _end_with_parent() -> None:
-    """End this rank when the process that started it ends; nothing else ends it if that process was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 def _join(rank: int, count: int, device_type: str, store: str) -> Mesh:

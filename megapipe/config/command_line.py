@@ -4,18 +4,23 @@ read them, and the progress bar of slow commands."""
 import argparse
 import errno
 import math
+import os
 import re
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from megapipe.config.field_types import real_number, whole_number
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from rich.progress import Progress
 
 _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
@@ -117,6 +122,18 @@ def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a name")
     return text
+
+
+def end_with_parent() -> None:
+    """End this process when the process that started it with multiprocessing ends, because nothing else ends it if
+    that process is killed. In a process that multiprocessing did not start, do nothing."""
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: "BaseProcess") -> None:
+    parent.join()
+    os._exit(1)
 
 
 def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception], bool], interrupted: str = "") -> int:

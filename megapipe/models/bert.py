@@ -89,9 +89,9 @@ class BertHead(nn.Module, OnShards):
 
     def forward(self, hidden: Tensor, context: BertContext) -> tuple[Tensor, ...]:
         """Return (losses,) for hidden [b, s, h]: the summed cross entropies of the masked tokens and of the sentence
-        pairs, [2], or only the former, a scalar, if there is no sentence head. In evaluation, return (losses, numbers
-        of correct predictions in the same shape). Without labels in the context, return (logits of all tokens [b, s,
-        v], logits of the pairs [b, 2] if there is a sentence head).
+        pairs, [2], or those of the masked tokens, a scalar, if there is no sentence head. In evaluation, return
+        (losses, numbers of correct predictions in the same shape). Without labels in the context, return (logits of
+        all tokens [b, s, v], logits of the pairs [b, 2] if there is a sentence head).
         """
         tape = context.tape
         if self.norm is not None:

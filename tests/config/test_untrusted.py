@@ -90,8 +90,12 @@ def test_a_large_yaml_text_is_refused() -> None:
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(bytes(11))
-    for name, told in {"pipe": "not a regular file", "large": "at most 10 are read", "": "directory; choose"}.items():
-        with pytest.raises(ValueError, match=told):
+    for name, message in {
+        "pipe": "not a regular file",
+        "large": "at most 10 are read",
+        "": "directory; choose",
+    }.items():
+        with pytest.raises(ValueError, match=message):
             read_bytes(tmp_path / name, ValueError, 10)
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "none", ValueError)

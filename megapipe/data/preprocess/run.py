@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
-import os
 import shutil
 import signal
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from megapipe.config.command_line import end_with_parent
 from megapipe.config.untrusted import DECODING_ERRORS, read_json
 from megapipe.data.errors import DataError
 from megapipe.data.files import write_whole
@@ -142,14 +142,7 @@ def interrupts_delayed() -> Iterator[None]:
 def _start_worker() -> None:
     """Ignore Ctrl-C, which the parent handles, and end this worker if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 JOURNAL_SECONDS = 0.5
