@@ -97,9 +97,11 @@ class FieldParser(ArgumentParser):
         return str(super().format_help())
 
     def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
-        """Dump only the configuration; see ArgumentParser.dump."""
+        """Dump the whole configuration and nothing else; see ArgumentParser.dump."""
+        whole = self.get_defaults()
+        whole.update(cfg)
         kept = Namespace(  # type: ignore[no-untyped-call]
-            **{name: value for name, value in vars(cfg).items() if name in self.config_groups}
+            **{name: value for name, value in vars(whole).items() if name in self.config_groups}
         )
         return str(super().dump(kept, *args, **kwargs))
 
@@ -239,17 +241,19 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     _check_files(words, {"config", *groups})
     _check_digits(words, {flag: type_of(action) for action in parser._actions for flag in action.option_strings})
     try:
-        namespace: Namespace = parser.parse_args(words)
+        # The dataclasses have the defaults. The parser's own would be parsed and checked like values, which takes longer.
+        namespace: Namespace = parser.parse_args(words, defaults=False)
         values = parser.instantiate(namespace)
     except ConfigError:
         raise
     except DECODING_ERRORS as error:  # jsonargparse fails like this on values that no field can have
         raise ConfigError(f"a value of this command line or of its files cannot be read: {error}") from error
-    own = {name: values[name] for name in vars(namespace) if name not in groups}
-    config = kind(**{name: values[name] for name in groups})
+    own = {each.dest: each.default for each in parser._actions if each.dest.partition(".")[0] not in groups}
+    own |= {name: value for name, value in vars(values).items() if name not in groups}
+    config = kind(**{name: values[name] for name in groups if name in values})
     if problems := bound_problems(config):
         raise ConfigError(problems)
-    return Given(config, _written(parser, words, groups), own)
+    return Given(config, _set_fields(namespace, groups), own)
 
 
 def _check_files(words: Sequence[str], flags: set[str]) -> None:
@@ -289,9 +293,8 @@ def _check_digits(words: Sequence[str], hints: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is {text}, but must be {in_words(hint)}, in the digits 0 to 9")
 
 
-def _written(parser: ArgumentParser, words: Sequence[str], groups: set[str]) -> frozenset[str]:
+def _set_fields(namespace: Namespace, groups: set[str]) -> frozenset[str]:
     """Return the fields that files or flags set to a value other than null."""
-    namespace: Namespace = parser.parse_args(words, defaults=False)
     return frozenset(
         name
         for name, value in namespace.items()
