@@ -200,6 +200,10 @@ MIXED: list[tuple[Case, Change]] = [
     ({"model": "bert", "tensor": "2", "sequence": "on", "schedule": "zb_h1", "pipeline": "2"}, ALBERT),
     ({"model": "bert", "context": "2 ring", "recompute": "full"}, ALBERT),
     ({"model": "bert", "pipeline": "2", "tensor": "2", "precision": "bf16", "offload": "optimizer"}, ALBERT),
+    ({"model": "bert", "tensor": "2", "offload": "weights", "recompute": "full"}, ALBERT),
+    ({"model": "bert", "pipeline": "2", "data": "2"}, {**ALBERT, "optimizer": {"name": "muon"}}),
+    ({"model": "bert", "tensor": "2", "context": "2 ring"}, {"model": {"positions": "alibi"}}),
+    ({"model": "bert", "pipeline": "2", "recompute": "selective", "schedule": "zb_h1"}, {"model": {"positions": "alibi"}}),
     ({"model": "bert", "pipeline": "2", "tensor": "2", "sequence": "on"}, MODERNBERT),
     ({"model": "bert", "context": "2 ring", "schedule": "zb_h1", "pipeline": "2"}, MODERNBERT),
     ({"model": "bert", "context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"}, MODERNBERT),
@@ -384,7 +388,7 @@ def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
 ) -> None:
     case = {**BASE, "model": "llama", **case}
     config = changed(config_of(case, *corpora), change)
-    kept = {group: fields for group, fields in change.items() if group in ("model", "data", "batch")}
+    kept = {group: fields for group, fields in change.items() if group in ("model", "data", "batch", "optimizer")}
     alone = changed(config_of(oracle_of(case), *corpora), kept)
     validate(config, world_size(case))
     (oracle,) = run_threads(sizes_of(alone), run_layout, alone)
