@@ -175,13 +175,7 @@ class Walk:
         rows = [each[kind_mask(each[:, KIND], *ACTING)] for each in rows]
         self._cut(np.concatenate(rows), np.array([len(each) for each in rows]))
         self._symbols = STREAM + self.num_variants + np.arange(len(Tensor)) * self.num_places * self.num_variants
-        self._weights = self._of_weights()
-        self._sent = self._of_messages()
-        states, moved = self._of_moves()
-        self._reloaded = self._changes([states])
-        self._activations = self._of_activations(recomputed, moved)
-        sums = ([], []) if gradients is None else self._of_gradients(gradients)
-        self._gradients, self._summands = (self._changes([self._listed(each)]) for each in sums)
+        self._recomputed, self._buffers = recomputed, gradients
 
     def _cut(self, rows: Rows, lengths: Ints) -> None:
         """Cut rows into steps: one for each unit that a row computes with, and one for any other row."""
@@ -216,10 +210,17 @@ class Walk:
 
     def held(self, sizes: Sizes) -> Held[Bytes]:
         """Return what ranks hold after each action, rank by rank."""
-        parts = self._weights, self._gradients, self._summands, self._reloaded, self._activations, self._sent
+        parts = self._weights, *self._sums, self._reloaded, self._activations, self._sent
         totals = [self._total(each, sizes.flat) for each in parts]
         temporaries = self._temporaries(totals[4], sizes.flat)
         return Held(*[*(each[self._last] for each in totals), temporaries])
+
+    def held_of_units(self, sizes: Sizes) -> tuple[Bytes, Bytes, Bytes]:
+        """Return `Held.weights`, `Held.gradients` and `Held.summands`."""
+        weights, gradients, summands = (
+            self._total(each, sizes.flat)[self._last] for each in (self._weights, *self._sums)
+        )
+        return weights, gradients, summands
 
     def temporaries(self, sizes: Sizes) -> Bytes:
         """Return `Held.temporaries`."""
@@ -282,7 +283,8 @@ class Walk:
         at, number, new = np.array(puts, dtype=np.int64).reshape(-1, 3).T
         return at, number, new
 
-    def _of_weights(self) -> _Changes:
+    @cached_property
+    def _weights(self) -> _Changes:
         """Return the weights that are gathered or copied from host memory, from the start of that to their release."""
         rows = self._rows(Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
         gathers = self._kind[rows] == Kind.GATHER_WEIGHTS
@@ -290,7 +292,8 @@ class Walk:
             [(rows, self._place[rows], np.where(gathers, self._symbol(Tensor.WEIGHTS, rows), NOTHING))]
         )
 
-    def _of_messages(self) -> _Changes:
+    @cached_property
+    def _sent(self) -> _Changes:
         """Return messages to other ranks over NCCL: the last few of each boundary are kept. gloo copies messages."""
         rows = self._rows(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
         boundary = self._kind[rows].astype(np.int64) * len(self._header.stages) + self._stage[rows]
@@ -300,7 +303,20 @@ class Walk:
         message = boundary * MESSAGES_IN_FLIGHT + number % MESSAGES_IN_FLIGHT
         return self._changes([(rows, message, np.full(len(rows), SENT))])
 
-    def _of_activations(self, recomputed: Sequence[Sequence[range]], moved: tuple[Ints, Ints, Ints]) -> _Changes:
+    @cached_property
+    def _reloaded(self) -> _Changes:
+        """Return the optimizer state that has come from host memory for an update."""
+        return self._changes([self._moved[0]])
+
+    @cached_property
+    def _sums(self) -> tuple[_Changes, _Changes]:
+        """Return whole gradients of units whose state is sharded, and the memory of their sums."""
+        found = ([], []) if self._buffers is None else self._of_gradients(self._buffers)
+        gradients, summands = (self._changes([self._listed(each)]) for each in found)
+        return gradients, summands
+
+    @cached_property
+    def _activations(self) -> _Changes:
         """Return the tensors that forwards leave for backwards, input halves for weight halves, and each unit for the
         next one."""
         rows = self._rows(*COMPUTE_STREAM)
@@ -312,10 +328,10 @@ class Walk:
         ):
             chosen = kind_mask(kind, *kinds)
             new[chosen] = self._symbol(tensor, rows[chosen])
-        inside, opens = self._spans(recomputed)
+        inside, opens = self._spans()
         again = (kind == Kind.FORWARD) & inside[self._place[rows]]
         new[again] = np.where(opens[self._place[rows[again]]], self._symbol(Tensor.INPUT, rows[again]), NOTHING)
-        own = rows, self._place[rows] * count + self._microbatch[rows], new
+        own, moved = (rows, self._place[rows] * count + self._microbatch[rows], new), self._moved[1]
         return self._changes([own, moved, self._outlived(moved), *self._passed_on(), *self._handed_on(inside)])
 
     def _outlived(self, moved: tuple[Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints]:
@@ -414,16 +430,17 @@ class Walk:
     def _num_microbatches(self) -> int:
         return int(self._microbatch.max(initial=0)) + 1
 
-    def _spans(self, recomputed: Sequence[Sequence[range]]) -> tuple[Mask, Mask]:
+    def _spans(self) -> tuple[Mask, Mask]:
         """Which places are recomputed, and which of them are the first of their span."""
         inside, opens = np.zeros((2, self.num_places), dtype=np.bool_)
-        for stage, spans in enumerate(recomputed):
+        for stage, spans in enumerate(self._recomputed):
             for span in spans:
                 inside[self.place(stage, span.start) : self.place(stage, span.stop)] = True
                 opens[self.place(stage, span.start)] = True
         return inside, opens
 
-    def _of_moves(self) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:
+    @cached_property
+    def _moved(self) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:
         """Return optimizer state and activations that move to host memory. One tensor at a time is on its way there,
         and is freed when the next one leaves, or when it comes back itself."""
         states: list[tuple[int, int, int]] = []

@@ -203,7 +203,10 @@ MIXED: list[tuple[Case, Change]] = [
     ({"model": "bert", "tensor": "2", "offload": "weights", "recompute": "full"}, ALBERT),
     ({"model": "bert", "pipeline": "2", "data": "2"}, {**ALBERT, "optimizer": {"name": "muon"}}),
     ({"model": "bert", "tensor": "2", "context": "2 ring"}, {"model": {"positions": "alibi"}}),
-    ({"model": "bert", "pipeline": "2", "recompute": "selective", "schedule": "zb_h1"}, {"model": {"positions": "alibi"}}),
+    (
+        {"model": "bert", "pipeline": "2", "recompute": "selective", "schedule": "zb_h1"},
+        {"model": {"positions": "alibi"}},
+    ),
     ({"model": "bert", "pipeline": "2", "tensor": "2", "sequence": "on"}, MODERNBERT),
     ({"model": "bert", "context": "2 ring", "schedule": "zb_h1", "pipeline": "2"}, MODERNBERT),
     ({"model": "bert", "context": "2 all-to-all", "zero": "3", "recompute": "selective", "data": "2"}, MODERNBERT),

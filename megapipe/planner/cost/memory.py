@@ -211,8 +211,8 @@ class StateSizes:
         for number, stage in enumerate(few.stages):
             first, members = walk.place(number, 0), list(cut.kinds[stage])
             sizes.of[Tensor.WEIGHTS : Tensor.STATE, first : first + len(members), 0] = of_kinds[:, members]
-        held = walk.held(sizes)
-        return walk.by_rank(held.weights) + walk.by_rank(held.gradients) + walk.by_rank(held.summands)
+        weights, gradients, summands = map(walk.by_rank, walk.held_of_units(sizes))
+        return weights + gradients + summands
 
     @cached_method
     def of_rank(self, present: tuple[int, ...], versions: int, buffers: int) -> StateBytes:
