@@ -42,7 +42,7 @@ from megapipe.parallel.groups import DistributedGroup, Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import WHOLE, Sharding
 from megapipe.parallel.unit_state import HostWeights, UnitState
-from megapipe.schedules.pairs import pairs_of
+from megapipe.schedules.actions import pairs_of
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.spec.parameters import LayerSpec, ParameterSpec, TiedNames, tied_names, tied_stages
 
