@@ -12,7 +12,7 @@ from megapipe.layout.units import StateUnits
 from megapipe.schedules import Schedule, build
 from megapipe.schedules.build import fit_for_training
 from megapipe.schedules.lowering import Spans
-from megapipe.schedules.offload import NOTHING, Offload
+from megapipe.schedules.memory import NOTHING, Offload
 from megapipe.schedules.schedule import Mode
 
 

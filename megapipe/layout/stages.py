@@ -9,7 +9,7 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import num_stages
-from megapipe.schedules.balance import balance_layers, check_assignment
+from megapipe.schedules.building_blocks import balance_layers, check_assignment
 from megapipe.spec.layers import layer_flops, model_layers, one_of_each, sharded_vocabulary
 from megapipe.spec.parameters import LayerSpec, tied_stages
 

@@ -19,7 +19,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import stage_ranks
 from megapipe.layout.stages import StageLayout
 from megapipe.schedules.lowering import Spans
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.memory import Offload
 
 
 class LayerChoice(NamedTuple):

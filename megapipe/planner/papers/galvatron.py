@@ -37,7 +37,7 @@ from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.step_time import ROUNDING, step_seconds
 from megapipe.planner.papers.two_buffered import uniform_run
-from megapipe.schedules.balance import balance_layers
+from megapipe.schedules.building_blocks import balance_layers
 from megapipe.schedules.simulation.order_times import OrderCosts
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES
 from megapipe.spec.layers import tensor_problems

@@ -28,7 +28,7 @@ from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer, order
 from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
-from megapipe.schedules.balance import balance_layers
+from megapipe.schedules.building_blocks import balance_layers
 from megapipe.spec.dtypes import FULL_BYTES
 
 WIDEST = 8
