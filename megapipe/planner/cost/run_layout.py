@@ -24,7 +24,7 @@ from megapipe.layout.validation import run_problems
 from megapipe.schedules.actions import Ints
 from megapipe.schedules.building_blocks import Policy
 from megapipe.schedules.lowering import Spans
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.memory import Offload
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops

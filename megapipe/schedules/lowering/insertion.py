@@ -10,7 +10,7 @@ import numpy as np
 from megapipe.schedules.actions import COMPUTE_KINDS, KIND, MICROBATCH, STAGE, VERSION, Ints, Kind, Mask, Rows, rows_of
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import residences
-from megapipe.schedules.offload import Offload, unit_places
+from megapipe.schedules.memory import Offload, unit_places
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
 

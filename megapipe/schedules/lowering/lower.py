@@ -20,7 +20,7 @@ from megapipe.schedules.lowering.insertion import (
 )
 from megapipe.schedules.lowering.reductions import add_reductions
 from megapipe.schedules.lowering.slots import assign_slots
-from megapipe.schedules.offload import NOTHING, Offload
+from megapipe.schedules.memory import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule, Sections, shift_rows
 from megapipe.schedules.table import Table, last_row_per
 

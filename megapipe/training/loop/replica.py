@@ -30,8 +30,7 @@ from megapipe.optim.scaling import LossScaler
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
-from megapipe.schedules.memory import microbatches_held
-from megapipe.schedules.offload import NOTHING
+from megapipe.schedules.memory import NOTHING, microbatches_held
 from megapipe.schedules.schedule import Mode
 from megapipe.spec.ops import total_flops
 from megapipe.spec.parameters import LayerSpec
