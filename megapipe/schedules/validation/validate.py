@@ -16,7 +16,6 @@ from megapipe.schedules.schedule import NumericalClass, Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.coverage import check_coverage
 from megapipe.schedules.validation.fields import check_fields, check_header
-from megapipe.schedules.validation.first_use import FirstUses
 from megapipe.schedules.validation.holdings import (
     check_buffers,
     check_gathers,
@@ -24,8 +23,13 @@ from megapipe.schedules.validation.holdings import (
     check_offload,
     check_snapshots,
 )
-from megapipe.schedules.validation.order import check_local_order
-from megapipe.schedules.validation.transfers import check_collectives, check_links, check_progress
+from megapipe.schedules.validation.waits import (
+    FirstUses,
+    check_collectives,
+    check_links,
+    check_local_order,
+    check_progress,
+)
 
 BODIES_PROVED = (0, 1, 2, 3)
 """Bodies between prologue and epilogue that are checked; periodicity gives the rest."""
