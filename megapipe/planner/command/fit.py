@@ -3,7 +3,7 @@
 import json
 
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.files import written
+from megapipe.layout.hardware.description import written
 from megapipe.planner.command.main import Request
 from megapipe.planner.command.planning import check_folders, write_text
 from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_table, report_lines

@@ -18,8 +18,7 @@ from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, Posi
 from megapipe.config.help_format import packaged_files
 from megapipe.config.load import Given, build_parser, kind_of, parse_given
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware
 from megapipe.planner.search.space import Objective
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.registry import GENERATORS, searched
