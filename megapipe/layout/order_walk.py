@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_options
-from megapipe.layout.slices import unplanned
+from megapipe.layout.stages import unplanned
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Options, Schedule, ScheduleError, order
 from megapipe.schedules.actions import KIND, STAGE, VERSION, Ints, Rows, rows_of
