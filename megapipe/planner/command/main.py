@@ -275,12 +275,12 @@ Handler = Callable[[Request], int | None]
 """Runs a command; returns its exit status, None for 0. Raises ConfigError or ScheduleError for wrong input."""
 
 HANDLERS = {
-    "search": ("search", "run_search"),
+    "search": ("layouts", "run_search"),
     "predict": ("layouts", "run_predict"),
     "explain": ("layouts", "run_explain"),
     "compare": ("layouts", "run_compare"),
     "train-time": ("train_time", "run_train_time"),
-    "fit": ("fit", "run_fit"),
+    "fit": ("layouts", "run_fit"),
 }
 """Module in this package and function of each command that does not need torch. A module is imported when its command
 runs, because commands need different imports."""
