@@ -1,10 +1,10 @@
 """How a pipeline cuts a run: the layers of each stage, and the slices of a sequence that a schedule may pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -27,6 +27,14 @@ class Keyed:
 
     key: object
     value: Any = field(compare=False)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def cached_method(method: Method) -> Method:
+    """Return a method that finds each answer once per instance; arguments must be hashable and positional."""
+    return cast(Method, cached_property(lambda instance: cache(partial(method, instance))))
 
 
 PAIR_TERMS = {"order": "sop", "next": "nsp"}

@@ -29,9 +29,8 @@ from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.stages import layers_of
+from megapipe.layout.stages import cached_method, layers_of
 from megapipe.layout.units import Unit
-from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE
 from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, shared, slowest_roofline
