@@ -30,8 +30,7 @@ from megapipe.config.load import parse_as
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh

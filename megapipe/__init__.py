@@ -26,7 +26,7 @@ _MODULES = {
     "build": "megapipe.schedules.build",
     "dumps": "megapipe.schedules.text",
     "initialize": "megapipe.parallel.launch",
-    "load_hardware": "megapipe.layout.hardware.files",
+    "load_hardware": "megapipe.layout.hardware.description",
     "loads": "megapipe.schedules.text",
     "parse": "megapipe.config.load",
     "rank_costs": "megapipe.schedules.simulation.costs",

@@ -32,7 +32,7 @@ from megapipe.parallel.in_process import in_process_meshes, run_in_process
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build, rank_costs, simulate
-from megapipe.schedules.offload import with_snapshots
+from megapipe.schedules.memory import with_snapshots
 from megapipe.spec.parameters import Init, ParameterSpec
 
 from .state import Moments

@@ -17,8 +17,7 @@ from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.errors import DataError
 from megapipe.data.files import write_whole
-from megapipe.layout.hardware.description import Hardware, hardware_device_type, with_named_precision
-from megapipe.layout.hardware.files import written
+from megapipe.layout.hardware.description import Hardware, hardware_device_type, with_named_precision, written
 from megapipe.layout.table import LayoutTable
 from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown

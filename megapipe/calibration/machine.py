@@ -37,8 +37,16 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.data.files import write_whole
-from megapipe.layout.hardware.description import Device, Hardware, HostLink, IntraNodeLink, Network, NodeGroup
-from megapipe.layout.hardware.files import read_hardware, written
+from megapipe.layout.hardware.description import (
+    Device,
+    Hardware,
+    HostLink,
+    IntraNodeLink,
+    Network,
+    NodeGroup,
+    read_hardware,
+    written,
+)
 from megapipe.layout.hardware.measured import Contention, MeasuredLayer, Measurements
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.layout.validation import context_problems

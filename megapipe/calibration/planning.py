@@ -12,8 +12,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
 from megapipe.layers.attention import has_amx
-from megapipe.layout.hardware.description import Hardware, hardware_device_type
-from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.layout.hardware.description import PRESETS, Hardware, hardware_device_type, load_hardware
 from megapipe.parallel.launch import DeviceChoice, set_driver_variables
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.command.main import MEMORY_RESERVE

@@ -31,8 +31,7 @@ from megapipe.layers.compiled import CompiledForward, CompiledUnit
 from megapipe.layers.context_parallel import keep_rings_out_of_graphs
 from megapipe.layers.linear import AccumulatingProducts, Fp8Products, Products, Recipe, shard_sequence, use_products
 from megapipe.layers.sequence_parallel import SequenceProducts
-from megapipe.layout.slices import slice_ranges
-from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, slice_ranges
 from megapipe.layout.table import LayerChoice, LayoutTable
 from megapipe.layout.units import tied_unit
 from megapipe.models.families import DTYPES, family_of
@@ -42,7 +41,7 @@ from megapipe.parallel.groups import DistributedGroup, Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import WHOLE, Sharding
 from megapipe.parallel.unit_state import HostWeights, UnitState
-from megapipe.schedules.pairs import pairs_of
+from megapipe.schedules.actions import pairs_of
 from megapipe.schedules.schedule import Header, Schedule
 from megapipe.spec.parameters import LayerSpec, ParameterSpec, TiedNames, tied_names, tied_stages
 

@@ -21,7 +21,7 @@ from megapipe.engine.step import StepInput, StepResult, StepState, finished
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.offload import with_snapshots
+from megapipe.schedules.memory import with_snapshots
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
 SPARE = (64 * 2**20, *[2**19] * 32)

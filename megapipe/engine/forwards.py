@@ -24,8 +24,7 @@ from megapipe.engine.step import StepState, UnitKey
 from megapipe.engine.transfers import Transfers
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.unit_state import UnitState
-from megapipe.schedules.actions import Action, Kind
-from megapipe.schedules.pairs import on_side_stream
+from megapipe.schedules.actions import Action, Kind, on_side_stream
 from megapipe.schedules.schedule import SECTIONS, Schedule
 
 Tensors = tuple[Tensor, ...]

@@ -21,8 +21,7 @@ import torch
 from megapipe.engine.errors import HalfError
 from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
-from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
-from megapipe.schedules.pairs import on_side_stream, pairs_of
+from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind, on_side_stream, pairs_of
 
 
 class AbandonedError(RuntimeError):

@@ -40,9 +40,9 @@ from megapipe.layout.table import LayerChoice
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.actions import KIND, Kind
-from megapipe.schedules.balance import balance_layers, check_assignment
 from megapipe.schedules.build import check_one_route, fit_for_training, read_file
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.building_blocks import balance_layers, check_assignment
+from megapipe.schedules.memory import Offload
 from megapipe.schedules.parameters import FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Schedule

@@ -15,15 +15,14 @@ import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_options
-from megapipe.layout.slices import unplanned
+from megapipe.layout.stages import unplanned
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Options, Schedule, ScheduleError, order
 from megapipe.schedules.actions import KIND, STAGE, VERSION, Ints, Rows, rows_of
 from megapipe.schedules.gathers import last_additions, residences
 from megapipe.schedules.lowering import Spans, lower
-from megapipe.schedules.lowering.insertion import add_gathers, add_recompute, insert
+from megapipe.schedules.lowering.insertion import add_gathers, add_recompute, add_reductions, insert
 from megapipe.schedules.lowering.lower import STEADY_BODIES, refine
-from megapipe.schedules.lowering.reductions import add_reductions
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.schedule import SECTIONS, Header, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit

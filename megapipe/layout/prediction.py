@@ -15,8 +15,7 @@ import numpy as np
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts, merged, repeated, scalar_exchanges
-from megapipe.layout.slices import slice_ranges
-from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, stage_layers
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, slice_ranges, stage_layers
 from megapipe.layout.table import LayoutTable
 from megapipe.layout.units import StateBytes, Unit, UnitCosts, layer_units, tied_unit
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Held, Sizes, Tensor, Walk

@@ -10,8 +10,8 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.schedules import Schedule, ScheduleError, check_microbatches, rank_costs, simulate
 from megapipe.schedules.actions import KIND, Kind
-from megapipe.schedules.balance import check_assignment
 from megapipe.schedules.build import check_one_route, is_for_all_sizes, order, read_file, read_file_header
+from megapipe.schedules.building_blocks import check_assignment
 from megapipe.schedules.parameters import FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Header

@@ -1,7 +1,7 @@
 """The layout table of a run: mesh sizes, the layers and rank of each stage, and the strategy of each layer.
 
 It is made from a configuration. Its YAML form is a configuration file with the choices of every layer, so that a run
-can use it with --config, and any layer can be changed by hand.
+can use it with --config, and any layer can be changed by hand. The lowered schedule of a run follows from it.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,18 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.parallel import is_fp8, recompute_method, strategy_of, zero_stage_of
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.scheduling import stage_ranks
+from megapipe.layout.batch_plan import num_microbatches
+from megapipe.layout.scheduling import read_schedule, schedule_options, stage_ranks
 from megapipe.layout.stages import StageLayout
+from megapipe.layout.units import StateUnits
+from megapipe.schedules import Schedule, build
+from megapipe.schedules.build import fit_for_training
 from megapipe.schedules.lowering import Spans
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.memory import NOTHING, Offload
+from megapipe.schedules.schedule import Mode
 
 
 class LayerChoice(NamedTuple):
@@ -228,3 +233,55 @@ def _changed(group: Any, **fixed: Any) -> dict[str, Any]:
     """Return the fields of a group that differ from its defaults, with some set to a value."""
     plain = asdict(type(group)())
     return {name: value for name, value in (asdict(group) | fixed).items() if value != plain[name]}
+
+
+def build_schedule(
+    config: PretrainConfig,
+    num_microbatches: int,
+    layout: StageLayout,
+    *,
+    replicas: int,
+    recompute: Spans = (),
+    offload: Offload = NOTHING,
+    mode: Mode = "train",
+) -> Schedule:
+    """Return the lowered schedule that the configuration names, for the micro-batches of one replica in one step.
+
+    layout: how the model is cut into stages. replicas: ranks that hold the same weights, over data and context.
+    recompute: layers that the backward recomputes, by stage. offload: tensors that move to host memory. Raises
+    ScheduleError.
+    """
+    run: dict[str, Any] = {
+        "mode": mode,
+        "units_per_stage": layout.units_per_stage,
+        "tied_groups": layout.tied,
+        "data_parallel": replicas > 1 or config.parallel.sequence,
+        "states": StateUnits(config, layout, replicas).table(),
+        "receive_ahead": config.schedule.receive_ahead,
+        "recompute": recompute,
+        "offload": offload,
+    }
+    if config.schedule.file:
+        file = read_schedule(config, num_microbatches)
+        return fit_for_training(file, config.parallel.pipeline, num_microbatches, **run)
+    options = schedule_options(config)
+    run["vocabulary"] = config.parallel.vocabulary_variant
+    return build(config.schedule.name, config.parallel.pipeline, num_microbatches, **run, **options)
+
+
+def lowered_schedule(config: PretrainConfig, layout: StageLayout) -> Schedule:
+    """Return the lowered schedule of a run, with the recomputation and offloading of its configuration.
+
+    config: with parallel.data filled in. Raises ConfigError for choices that are made when the run starts, and
+    ScheduleError.
+    """
+    shape = MeshShape.of(config.parallel)
+    table = LayoutTable.of(config, layout)
+    return build_schedule(
+        config,
+        num_microbatches(config, shape.world_size),
+        layout,
+        replicas=shape.sizes["data"] * shape.sizes["context"],
+        recompute=table.recomputed,
+        offload=table.offload,
+    )

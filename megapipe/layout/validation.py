@@ -7,10 +7,9 @@ and optimizers.
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches, ramp_problems
-from megapipe.layout.lowered import build_schedule
 from megapipe.layout.scheduling import schedule_problems
-from megapipe.layout.slices import slice_problems
-from megapipe.layout.stages import StageLayout
+from megapipe.layout.stages import StageLayout, slice_problems
+from megapipe.layout.table import build_schedule
 from megapipe.layout.units import StateUnits, has_memory_limits
 from megapipe.schedules import ScheduleError
 from megapipe.spec.family import family_problems

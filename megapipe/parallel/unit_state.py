@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.memory import allocate, allocated, free, is_allocated, transient
 from megapipe.parallel.segments import WHOLE, SegmentTable, Sharding, TableShard
-from megapipe.random.weights import fill_box
+from megapipe.random.bits import fill_box
 from megapipe.spec.parameters import ParameterSpec
 
 

@@ -14,10 +14,10 @@ from megapipe.config.memory import OffloadConfig, RecomputeConfig, RecomputedPar
 from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Device, Hardware, hardware_device_type, with_named_precision
-from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import StageLayout, layers_of
+from megapipe.layout.table import lowered_schedule
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.model import estimate

@@ -5,7 +5,7 @@ from megapipe.schedules.build import build, check_microbatches, order
 from megapipe.schedules.building_blocks import Policy, StagePlacement, Times, alternate, linear, round_robin, v_shape
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering import lower
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.memory import Offload
 from megapipe.schedules.registry import GENERATORS, Generator, Options, schedule
 from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
 from megapipe.schedules.simulation import Costs, Link, Simulation, rank_costs, simulate

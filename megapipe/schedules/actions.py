@@ -11,10 +11,15 @@ A schedule is a table of int32 rows, one row an action, -1 where a column does n
 * ``slot``: the stage's receive buffer that a receive fills or a compute action reads.
 * ``group``: neighbouring compute rows with the same value of at least 0 are one action, such as a forward and a
   backward of two micro-batches that overlap. It starts when all of its rows can start, and runs them in their order.
+
+A group of a forward and a backward is a pair (`pairs_of`): its halves may run at the same time on two streams of a
+GPU.
 """
 
 import re
+from collections.abc import Sequence
 from enum import IntEnum
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -171,3 +176,35 @@ def describe(action: Action, slices: int = 1) -> str:
     names = ("stage", "unit", "micro-batch", "slice", "version", "slot", "group")
     fields = (f"{name} {value}" for name, value in zip(names, _fields(action, slices), strict=True) if value >= 0)
     return " ".join([Kind(action.kind).name, ", ".join(fields)]).strip()
+
+
+BACKWARDS: Final = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def pairs_of(actions: Sequence[Action]) -> list[int]:
+    """Return the index of the first action of each group that is a forward and a backward, in either order.
+
+    actions: of one rank and section, in order.
+    """
+    found = []
+    for group, members in groupby(range(len(actions)), key=lambda index: actions[index].group):
+        rows = list(members)
+        kinds = {actions[row].kind for row in rows}
+        if group >= 0 and len(rows) == 2 and Kind.FORWARD in kinds and not kinds.isdisjoint(BACKWARDS):
+            found.append(rows[0])
+    return found
+
+
+def on_side_stream(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Return (stage, micro-batch) of all actions on the second of two streams, chosen so that the halves of a pair
+    never share a stream.
+
+    All actions of a micro-batch on a stage have one stream. A forward takes the stream that the backward in its pair
+    does not have: a backward comes after its own forward, so pairs never close a circle.
+    """
+    side: dict[tuple[int, int], bool] = {}
+    for first in pairs_of(actions):
+        forward, backward = sorted(actions[first : first + 2], key=lambda action: action.kind != Kind.FORWARD)
+        other = side.get((backward.stage, backward.microbatch), False)
+        side.setdefault((forward.stage, forward.microbatch), not other)
+    return frozenset(place for place, is_side in side.items() if is_side)

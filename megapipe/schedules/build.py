@@ -11,7 +11,7 @@ from megapipe.schedules.actions import GROUP, KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.building_blocks import Times, split_backwards
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering import Spans, lower
-from megapipe.schedules.offload import NOTHING, Offload
+from megapipe.schedules.memory import NOTHING, Offload
 from megapipe.schedules.parameters import UNKNOWN, FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace

@@ -13,7 +13,7 @@ import numpy as np
 
 from megapipe.schedules.actions import Ints, Kind
 from megapipe.schedules.gathers import ADDING, USES, awaited_reductions, num_places, of_states
-from megapipe.schedules.offload import move_needs, reload_needs, snapshot_needs
+from megapipe.schedules.memory import move_needs, reload_needs, snapshot_needs
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 

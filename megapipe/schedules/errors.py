@@ -1,7 +1,8 @@
-"""The exception of the schedules package, and the lines of a schedule file that an error shows."""
+"""The exception of the schedules package, and the lines and words of a schedule file that errors point at."""
 
-from collections.abc import Sequence
-from typing import Final
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 WIDTH: Final = 100
 
@@ -39,3 +40,80 @@ def excerpt(lines: Sequence[str], number: int, column: int = 0) -> str:
         if at == number and column:
             shown.append(f"{'|':>11} {'^':>{column - start + 3 * bool(start)}}")
     return "\n".join(shown)
+
+
+LARGEST: Final = 10**9 - 1
+"""The largest number in a schedule file, apart from those of actions."""
+DIGITS: Final = "[0-9]+"
+"""Pattern of a number. Where the digits of other scripts count too, as in `int`, files are easily misread."""
+
+
+class Word(NamedTuple):
+    """A word and its column, counted from 1. line: number of its line if its row has several lines and this is not the
+    first."""
+
+    text: str
+    column: int
+    line: int = 0
+
+
+class TextLine(NamedTuple):
+    """A line that has words: its number from 1, its words, its text without the comment, and all lines of the file."""
+
+    source: str
+    number: int
+    words: tuple[Word, ...]
+    text: str
+    file: tuple[str, ...]
+
+    def error(self, word: Word, problem: str) -> ScheduleError:
+        """An error at a word of this line."""
+        number = word.line or self.number
+        place = f"{self.source}, line {number}, column {word.column}"
+        return ScheduleError(f"{place}: {problem}", excerpt(self.file, number, word.column))
+
+    def expect_length(self, length: int) -> None:
+        """Raise ScheduleError unless the line has that many words."""
+        if len(self.words) > length:
+            raise self.error(self.words[length], f"unexpected {self.words[length].text!r}; remove it")
+        if len(self.words) < length:
+            raise self.error(self.words[-1], f"a value must follow {self.words[0].text!r}")
+
+    def number_at(self, index: int, least: int = 0) -> int:
+        """The whole number at a word; raises ScheduleError where there is none from ``least`` to `LARGEST`."""
+        if index >= len(self.words):
+            raise self.error(self.words[-1], f"a number must follow {self.words[-1].text!r}")
+        word = self.words[index]
+        return self.whole_number(word, word.text, least)
+
+    def whole_number(self, word: Word, text: str, least: int = 0) -> int:
+        """The whole number of a text, which is a word of this line or a part of it; otherwise as `number_at`."""
+        digits = text.lstrip("0") or text[-1:]
+        if re.fullmatch(DIGITS, text) and len(digits) <= len(str(LARGEST)) and int(digits) >= least:
+            return int(digits)
+        rule = f"a whole number from {least} to {LARGEST:,}"
+        raise self.error(word, f"{text!r} is not {rule}; write one, in the digits 0 to 9")
+
+    def choice_at(self, index: int, choices: tuple[str, ...]) -> str:
+        """The word at an index, which must be one of ``choices``."""
+        self.expect_length(index + 1)
+        return self.one_of(index, choices)
+
+    def one_of(self, index: int, choices: tuple[str, ...]) -> str:
+        """The word at an index, which must be one of ``choices``; others may follow."""
+        if index >= len(self.words):
+            raise self.error(self.words[-1], f"one of {', '.join(choices)} must follow {self.words[-1].text!r}")
+        word = self.words[index]
+        if word.text not in choices:
+            raise self.error(word, f"{word.text!r} is not one of {', '.join(choices)}")
+        return word.text
+
+
+def split_lines(text: str, source: str) -> Iterator[TextLine]:
+    """The lines that hold more than a comment."""
+    file = tuple(text.split("\n"))
+    for number, raw in enumerate(file, start=1):
+        content = raw.split("#", 1)[0].rstrip()
+        words = tuple(Word(match.group(), match.start() + 1) for match in re.finditer(r"\S+", content))
+        if words:
+            yield TextLine(source, number, words, content.strip(), file)

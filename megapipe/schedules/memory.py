@@ -1,11 +1,23 @@
-"""Activations and weight halves that a schedule keeps in memory. They follow from its order, not from times."""
+"""Tensors that a schedule keeps on the device, and those that it copies to host memory and back in the background.
+
+Peaks of activations and weight halves follow from the order of the rows, not from times.
+
+`OFFLOAD` and `RELOAD` without a version move the activations of a unit and micro-batch; with one, they move the state
+of the update that makes this version: moments, and the fp32 master of bf16 weights. `SNAPSHOT` copies the state of a
+version to host memory for a checkpoint; the update that replaces this state waits for the copy (CheckFreq, Mohan et
+al., FAST 2021, section 4.1).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import Kind, Mask
-from megapipe.schedules.offload import activations_moved
-from megapipe.schedules.schedule import Schedule
+from megapipe.schedules.actions import Ints, Kind, Mask, Rows, rows_of
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Header, Schedule, Sections
 from megapipe.schedules.table import Table
 
 
@@ -69,3 +81,156 @@ def _peaks(table: Table, opening: Mask, closing: Mask) -> tuple[float, ...]:
     for first, last in zip(table.offsets, table.offsets[1:], strict=False):
         peaks.append(float(np.round(np.cumsum(change[first:last]).max(initial=0.0), 9)))
     return tuple(peaks)
+
+
+STATES_ON_DEVICE: Final = 2
+"""Units of a rank whose optimizer state may be on the device at once: one in its update, one on its way."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The tensors that a lowered schedule moves to host memory.
+
+    ``units``: per stage, the units whose activations leave after their forward; empty for none. ``prefetch``: compute
+    actions between a reload and its backward, which limits how many reloaded units wait for theirs. ``optimizer``:
+    whether each unit's optimizer state is on the device only around its update.
+    """
+
+    units: tuple[tuple[int, ...], ...] = ()
+    prefetch: int = 1
+    optimizer: bool = False
+
+    @property
+    def activations(self) -> bool:
+        """Whether any unit's activations leave."""
+        return any(self.units)
+
+    def check(self, header: Header, recompute: Sequence[Sequence[range]] = ()) -> None:
+        """Raise ScheduleError unless the units are those of the header's stages, none of them is recomputed, and
+        reloads come before their use. recompute: per stage, the recomputed spans."""
+        if self.prefetch < 1:
+            raise ScheduleError(
+                f"prefetch is {self.prefetch}; it must be at least 1, because a reload starts before its backward"
+            )
+        if self.units and len(self.units) != len(header.stages):
+            raise ScheduleError(f"offload has units for {len(self.units)} stages, but there are {len(header.stages)}")
+        self._check_weights(header)
+        for stage, (count, own) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
+            if len(set(own)) < len(own) or not set(own) <= set(range(count)):
+                raise ScheduleError(
+                    f"offload of stage {stage}: units {list(own)} must be distinct and from 0 to {count - 1}"
+                )
+        for stage, (own, spans) in enumerate(zip(self.units, recompute, strict=False)):
+            twice = sorted(unit for span in spans for unit in span if unit in own)
+            if twice:
+                raise ScheduleError(
+                    f"stage {stage}: units {twice} are both recomputed and offloaded; choose one of the two"
+                )
+
+    def _check_weights(self, header: Header) -> None:
+        if header.host_weights.any() and header.mode == "train" and not self.optimizer:
+            raise ScheduleError(
+                "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
+                "offload both"
+            )
+
+
+NOTHING: Final = Offload()
+
+
+def activations_moved(table: Table, kind: Kind) -> Ints:
+    """Rows that move activations; kind: `OFFLOAD` or `RELOAD`."""
+    rows = table.rows_with(kind)
+    return rows[table.version[rows] < 0]
+
+
+def states_moved(table: Table, kind: Kind) -> Ints:
+    """Rows that move optimizer state; kind: `OFFLOAD` or `RELOAD`."""
+    rows = table.rows_with(kind)
+    return rows[table.version[rows] >= 0]
+
+
+def unit_places(table: Table) -> Ints:
+    """Stage, micro-batch and unit (or whole chunk) of each row as one number."""
+    places: Ints = table.key * (max(table.header.units_per_stage) + 1) + table.unit + 1
+    return places
+
+
+def state_places(table: Table) -> Ints:
+    """Stage, update and state unit of each row as one number."""
+    header = table.header
+    most = header.most_states + len(header.tied_groups)
+    places: Ints = (table.stage.astype(np.int64) * table.num_updates + table.update) * most + table.unit
+    return places
+
+
+def with_snapshots(schedule: Schedule) -> Schedule:
+    """Return a lowered schedule whose first step starts to copy the state of every unit before it computes anything.
+
+    If the schedule flushes, every step does this, because each runs the same rows. Raises ScheduleError for one that
+    trains nothing, or is not lowered.
+    """
+    header, sections = schedule.header, schedule.sections
+    if header.mode != "train" or not header.lowered:
+        raise ScheduleError(
+            f"{header.name} of mode {header.mode!r} updates nothing that can be copied for a checkpoint; take a "
+            "lowered schedule of mode 'train'"
+        )
+    before = sections.body if schedule.flushes else sections.prologue
+    first = tuple(np.concatenate([_snapshots(header, rank), rows]) for rank, rows in enumerate(before))
+    if schedule.flushes:
+        return replace(schedule, sections=Sections.flushing(first))
+    return replace(schedule, sections=replace(sections, prologue=first))
+
+
+def _snapshots(header: Header, rank: int) -> Rows:
+    """Rows that copy the state of a rank's units before the first update of a step."""
+    places = [(stage, unit) for stage in header.stages_on(rank) for unit in header.state_units(stage)]
+    stage, unit = np.array(places, dtype=np.int32).reshape(-1, 2).T
+    kept = np.array(header.versions_per_stage, dtype=np.int32)[stage]
+    return rows_of(Kind.SNAPSHOT, stage, header.microbatches_per_update - 1, unit=unit, version=kept - 1)
+
+
+def snapshot_needs(table: Table) -> tuple[Ints, Ints]:
+    """Return updates and the copies of the state that they replace: (rows, rows that they need)."""
+    return _joined(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
+
+
+def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]:
+    """Return backwards and updates, and the reloads of their activations or state: (rows, rows that they need)."""
+    if len(table.rows_with(Kind.RELOAD)) == 0:
+        return table.rows_with(Kind.RELOAD), table.rows_with(Kind.RELOAD)
+    rows, needed = zip(
+        _joined(table.rows_with(*backwards), activations_moved(table, Kind.RELOAD), unit_places(table)),
+        _joined(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
+        strict=True,
+    )
+    return np.concatenate(rows), np.concatenate(needed)
+
+
+def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
+    """Yield (row, the row that it needs): activations leave after their forward, state after its update, and a reload
+    comes after its offload."""
+    if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
+        return
+    places, states = unit_places(table), state_places(table)
+    out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
+    yield _joined(out, table.rows_with(Kind.FORWARD), places)
+    yield _joined(back, out, places)
+    out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
+    yield _joined(out, table.rows_with(Kind.UPDATE), states)
+    # Sorted by unit, then by update. Each reload of a unit but the first needs the offload of the update before it.
+    out, back = (rows[np.lexsort((table.update[rows], table.unit[rows], table.stage[rows]))] for rows in (out, back))
+    later = np.diff(table.update[back]) > 0
+    yield back[1:][later], out[:-1][later]
+
+
+def _joined(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
+    """Return the rows that have a needed row of the same place, and these needed rows."""
+    if len(needed) == 0:
+        return needed, needed
+    order = np.argsort(places[needed], kind="stable")
+    wanted = places[needed][order]
+    found = np.minimum(np.searchsorted(wanted, places[rows]), len(needed) - 1)
+    known = wanted[found] == places[rows]
+    return rows[known], needed[order][found[known]]

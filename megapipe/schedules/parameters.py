@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lines import DIGITS, TextLine, Word
+from megapipe.schedules.errors import DIGITS, ScheduleError, TextLine, Word
 from megapipe.schedules.schedule import SECTIONS
 
 OPTIONS: Final = ("chunks", "group_size", "max_pending")

@@ -11,7 +11,7 @@
 
 Header lines (each at most once, ``name``, ``microbatches`` and the stages required; the rest as :class:`Header` says):
 ``name``, ``mode train|forward``, ``class A|B|C`` (by default the strongest that the order keeps,
-:mod:`megapipe.schedules.promise`; a stronger one is refused), ``microbatches``, ``slices`` of each,
+:mod:`megapipe.schedules.validation.validate`; a stronger one is refused), ``microbatches``, ``slices`` of each,
 ``updates``, ``gradient_buffers``, ``weight_pool``, ``gradient_pool``, ``data_parallel yes|no``, ``lowered yes|no``;
 ``stage N rank R [part P] [replica R] [units U] [versions V] [activation_slots A] [gradient_slots G]``, ascending;
 ``route S S ...``; ``tied S S ...``; ``state S/L[-L] [weights sharded|host] [gradients sharded] [size N] [shards N]``:
@@ -37,13 +37,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import Action, Rows, empty_rows, read_action, write_action
-from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.lines import DIGITS, TextLine, split_lines
+from megapipe.schedules.errors import DIGITS, ScheduleError, TextLine, split_lines
 from megapipe.schedules.parameters import STATEMENTS, UNKNOWN, FileParameters, expand
-from megapipe.schedules.promise import Promise
 from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule, SectionName, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome, check_number
 from megapipe.schedules.table import Table
+from megapipe.schedules.validation.validate import Promise
 
 MAGIC: Final = "megapipe schedule"
 FORMAT_VERSION: Final = 2

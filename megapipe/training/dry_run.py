@@ -23,12 +23,10 @@ from megapipe.kernels.ops import OPS
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.sequence_slices import sliced
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches
-from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.layout.scheduling import schedule_name
-from megapipe.layout.slices import slice_ranges
-from megapipe.layout.stages import StageLayout
-from megapipe.layout.table import LayoutTable
+from megapipe.layout.stages import StageLayout, slice_ranges
+from megapipe.layout.table import LayoutTable, lowered_schedule
 from megapipe.models.families import family_of
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.parallel.unit_state import UnitState

@@ -24,9 +24,9 @@ from megapipe.config.untrusted import flat
 from megapipe.engine.trace import this_host
 from megapipe.layers.attention import has_amx
 from megapipe.layout.batch_plan import data_parallel_size
-from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
+from megapipe.layout.table import lowered_schedule
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.registry import find_generator
 from megapipe.training.validation import validate

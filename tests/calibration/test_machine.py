@@ -17,7 +17,7 @@ from megapipe.calibration.collectives import Call, fitted
 from megapipe.calibration.machine import measured_bandwidth, measured_products, on_ranks, profile
 from megapipe.calibration.planning import memory_bytes
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.parallel.groups import CommunicationError
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.measured import shape_of

@@ -12,7 +12,7 @@ from megapipe.calibration.planning import planned, preset_of, this_machine
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import build_parser, parse_given
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.files import load_hardware, written
+from megapipe.layout.hardware.description import load_hardware, written
 from megapipe.planner.recompute import resolved
 from megapipe.training.validation import validate
 from tests.planner.measured.machines import ROWS, machine, run

@@ -12,7 +12,7 @@ from megapipe.checkpoint.fit import check_run, model_differences
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import data_identity
 from megapipe.inference.trained_model import read_trained
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.text import dumps, loads
 from megapipe.training.loop.checkpoints import Checkpointer, checkpoint_directory

@@ -15,7 +15,7 @@ from benchmarks.ranks_check import checks
 from megapipe.config.load import parse, parse_as
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
-from megapipe.layout.hardware.files import PRESETS, read_hardware, written
+from megapipe.layout.hardware.description import PRESETS, read_hardware, written
 from megapipe.planner.command.main import COMMANDS
 from megapipe.planner.command.main import main as plan
 from megapipe.schedules import GENERATORS, loads, lower, validate

@@ -24,8 +24,7 @@ from megapipe.layout.table import LayerChoice
 from megapipe.parallel.groups import DistributedGroup, SilentGroup, SoloGroup
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
-from megapipe.schedules.actions import Kind
-from megapipe.schedules.pairs import on_side_stream, pairs_of
+from megapipe.schedules.actions import Kind, on_side_stream, pairs_of
 from megapipe.training.loop import replica
 from tests.support.gpt_runs import GPT2_SHAPE, RankRun, make_config, run_gpt, write_shard
 from tests.support.meshes import run_mesh

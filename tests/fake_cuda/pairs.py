@@ -13,8 +13,7 @@ from typing import Any
 
 from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
-from megapipe.schedules.actions import Kind
-from megapipe.schedules.pairs import pairs_of
+from megapipe.schedules.actions import Kind, pairs_of
 from megapipe.schedules.schedule import Schedule
 from tests.fake_cuda.communicators import Communicator
 from tests.fake_cuda.mode import Watch

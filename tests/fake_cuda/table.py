@@ -13,9 +13,9 @@ import numpy as np
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.shard_writer import ShardWriter
-from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
+from megapipe.layout.table import lowered_schedule
 from tests.fake_cuda.server import run_fake
 
 

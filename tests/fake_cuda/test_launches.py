@@ -13,9 +13,9 @@ from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout import costs
-from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
+from megapipe.layout.table import lowered_schedule
 from megapipe.spec import linear
 from tests.distributed.test_covering import CASES, name_of
 from tests.distributed.test_covering import OPTIONS as LAYOUTS_WITH_OPTIONS

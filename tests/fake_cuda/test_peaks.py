@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import layout_costs, predict_rank
 from megapipe.layout.stages import StageLayout
+from megapipe.layout.table import lowered_schedule
 from tests.fake_cuda import runs
 from tests.fake_cuda.server import run_fake
 from tests.fake_cuda.table import MODELS, Changes, config_of, write_corpus

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.slices import equal_work, slice_ranges
+from megapipe.layout.stages import equal_work, slice_ranges
 from megapipe.planner.cost.run_layout import lay_run
 from megapipe.training.validation import validate
 from tests.planner.search.runs import machine

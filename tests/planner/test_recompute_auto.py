@@ -10,8 +10,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.layout.table import LayoutTable
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.recompute import GIB, RESERVE, least_recomputation, limited, peak_bytes, resolved

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.model import predict
 from megapipe.planner.recompute import Recomputation, least_recomputation, peak_bytes

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megapipe.random.weights import normals
+from megapipe.random.bits import normals
 
 
 def random_words(count: int, seed: int = 7) -> NDArray[np.uint64]:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.model import ModelConfig
-from megapipe.random import weights
-from megapipe.random.weights import fill_box
+from megapipe.random import bits
+from megapipe.random.bits import fill_box
 from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import Box, Init
 
@@ -44,7 +44,7 @@ def shapes_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 def test_any_box_equals_its_part_of_the_whole(case: tuple[tuple[int, ...], Box], block: int, seed: int) -> None:
     shape, box = case
     full = fill_box("some.weight", shape, whole(shape), NORMAL, seed)
-    with patch.object(weights, "BLOCK", block):
+    with patch.object(bits, "BLOCK", block):
         part = fill_box("some.weight", shape, box, NORMAL, seed)
     assert part.dtype == np.float32
     assert part.shape == box.shape
@@ -67,7 +67,7 @@ def test_the_shards_of_a_model_are_parts_of_its_tensors(tensor_size: int) -> Non
 def test_a_tensor_longer_than_a_block_equals_itself_in_small_blocks() -> None:
     shape = (3, 50_021)
     full = fill_box("long", shape, whole(shape), NORMAL, 1)
-    with patch.object(weights, "BLOCK", 1000):
+    with patch.object(bits, "BLOCK", 1000):
         assert fill_box("long", shape, whole(shape), NORMAL, 1).tobytes() == full.tobytes()
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.schedules import ScheduleError
-from megapipe.schedules.balance import balance_layers, check_assignment
+from megapipe.schedules.building_blocks import balance_layers, check_assignment
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedules import Schedule, ScheduleError, build, dumps, loads, validate
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.first_use import FirstUses
+from megapipe.schedules.validation.waits import FirstUses
 from tests.schedules.support import schedules
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, loads, order, parameters
 from megapipe.schedules.build import load_file, read_file
 from megapipe.schedules.command.main import main
-from megapipe.schedules.lines import split_lines
+from megapipe.schedules.errors import split_lines
 from megapipe.schedules.parameters import FileParameters, Scanner
 
 OWN = """megapipe schedule 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedules import Kind, Schedule, ScheduleError, build, rank_costs, simulate, validate
 from megapipe.schedules.actions import KIND
-from megapipe.schedules.offload import with_snapshots
+from megapipe.schedules.memory import with_snapshots
 from megapipe.schedules.schedule import SECTIONS, Sections
 from megapipe.schedules.simulation.costs import CostPlace
 from tests.schedules.support import schedules

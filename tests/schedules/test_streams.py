@@ -13,7 +13,7 @@ from megapipe.schedules import GENERATORS, Kind, Rows, Schedule, ScheduleError, 
 from megapipe.schedules.actions import KIND, rows_of
 from megapipe.schedules.lowering import lower
 from megapipe.schedules.schedule import SECTIONS, Header, StagePlace
-from megapipe.schedules.validation.transfers import needs_resident_kernels
+from megapipe.schedules.validation.waits import needs_resident_kernels
 from tests.schedules.streams import RECEIVES, SENDS, Hang, Mismatch, run
 from tests.schedules.support import BOTH_WAYS, schedules, with_rank_rows
 

@@ -18,9 +18,9 @@ from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.transfers import Boundary, receive_slots
-from megapipe.layout.lowered import build_schedule
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
+from megapipe.layout.table import build_schedule
 from megapipe.parallel.groups import SilentGroup
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.planner.command.main import main

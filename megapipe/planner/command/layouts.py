@@ -1,28 +1,52 @@
-"""`predict`, `explain` and `compare`: step time and memory of given layouts."""
+"""The commands `predict`, `explain` and `compare` of given layouts, `search` of the best ones, and `fit` of a machine.
 
+`search` prints why other layouts are slower; `fit` prints the errors of predictions that remain.
+"""
+
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from megapipe.config.command_line import bytes_text, seconds_text
+from megapipe.config.command_line import bytes_text, progress_bar, seconds_text
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.description import Hardware
+from megapipe.config.load import parse_as
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware, written
 from megapipe.layout.validation import run_problems
-from megapipe.planner.command.main import Request
+from megapipe.planner.command.main import NO_DATA, Request
 from megapipe.planner.command.planning import (
     check_folders,
+    config_yaml,
     figures_cells,
     layout_cells,
     layout_text,
+    measured_times,
     planned_config,
     priced,
     print_cells,
+    print_table,
+    provenance,
     run_line,
     terms_cells,
     training_facts,
+    write_text,
 )
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
-from megapipe.planner.recompute import resolved
+from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_table, report_lines
+from megapipe.planner.papers.galvatron import per_layer
+from megapipe.planner.papers.two_buffered import two_buffered_plan
+from megapipe.planner.recompute import limited, resolved
+from megapipe.planner.search.findings import Findings, Found
+from megapipe.planner.search.plan import Effort, search
+from megapipe.planner.search.space import SearchSpace
+from megapipe.spec.model_folder import with_model_folders
 
 
 def run_predict(request: Request) -> None:
@@ -131,3 +155,243 @@ def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str
     choice = resolved(config, hardware, devices)
     remarks += [] if choice.remark is None else [choice.remark]
     return predict(choice.config, hardware, world_size=devices), remarks
+
+
+OUTPUT_NAME = "plan.yaml"
+"""File name in the printed command if no file was written."""
+PUBLISHED = {"per_layer": per_layer, "two_buffered": two_buffered_plan}
+"""Published planners by their flags."""
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Disable the cyclic garbage collector: objects of a search live until its end, and scanning them would take a
+    tenth of the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_uncollected()
+def run_search(request: Request) -> None:
+    """Print the result of a search, and write the files that flags request."""
+    flags = request.flags
+    check_folders(flags["html"], flags["write_config"])
+    hardware, devices = priced(request.hardware(), flags["price_per_hour"]), _devices(request)
+    config, remarks = planned_config(request, hardware, layout_open=True)
+    pinned = request.given
+    if config.recompute.method == "auto":
+        pinned -= {"recompute.method"}
+        config, hardware = limited(config, hardware)
+        remarks.append(
+            "recompute.method auto: the search also chooses the method, and the "
+            "memory limit of a device is the budget of recompute.method auto"
+        )
+    findings = _findings(request, config, hardware, pinned)
+    best = findings.best
+    facts, lines = training_facts(request, best.estimate, hardware)
+    file = flags["write_config"] or OUTPUT_NAME
+    command = _start_command(best.config, hardware, best.estimate.world_size, str(file))
+    if flags["html"] is not None or flags["pictures"] is not None:
+        times = measured_times(hardware, best.estimate.world_size)
+        prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
+        prediction = replace(prediction, estimate=best.estimate)  # the table's figures
+        from megapipe.planner.command.reports import write_search  # imported only if something is drawn
+
+        write_search(request, hardware, prediction, findings, command, [*remarks, *lines])
+    if flags["write_config"] is not None:
+        write_text(flags["write_config"], _config_text(hardware, best, command))
+    advice = {name: plan(best.config, hardware, devices) for name, plan in PUBLISHED.items() if flags[name]}
+    if flags["json"]:
+        additions = {"advice": advice, "launch": command, **facts, "remarks": remarks}
+        print(json.dumps(best.as_json() | additions | {"search": findings.as_json()}, indent=2))
+        return
+    notes = (f"note: {remark}" for remark in remarks)
+    print(run_line(best.config, hardware, best.estimate.world_size), *notes, sep="\n")
+    print_findings(findings, flags["top"])
+    print("\nthe best layout:")
+    print_cells(terms_cells(best.estimate))
+    print_memory(best.estimate)
+    if best.node_order is not None:
+        print(f"\norder of the nodes, chosen by measured links: {' '.join(map(str, best.node_order))}")
+    print_advice(advice)
+    for line in lines:
+        print(f"\n{line}")
+    _print_start(request, hardware, best, command)
+
+
+def _findings(request: Request, config: PretrainConfig, hardware: Hardware, pinned: frozenset[str]) -> Findings:
+    """Run the search that the flags describe, with a progress bar."""
+    flags, devices, names = request.flags, request.devices(), request.flags["schedules"]
+    space = SearchSpace() if names is None else SearchSpace(schedules=tuple(names.split(",")), other_schedules=())
+    models, times, effort = _models(request), measured_times(hardware, devices), Effort(keep=flags["top"])
+    options = {"objective": flags["objective"], "space": space, "tokens": flags["tokens"], "models": models}
+    with progress_bar("searching layouts") as report:
+        return search(config, hardware, devices, pinned, **options, times=times, effort=effort, report=report)
+
+
+def print_findings(findings: Findings, top: int) -> None:
+    """Print the ranked layouts of a search, the trials that it compared, and why other layouts are slower."""
+    counts = f"{findings.layouts:,} layouts, of which {findings.examined:,} were estimated"
+    print(f"\n{counts} and the others ruled out by lower bounds")
+    ranked = enumerate(findings.ranked[:top], start=1)
+    rows = [{"": str(place)} | layout_cells(each.config) | _figures(each) for place, each in ranked]
+    if all(row["context"] == "1" for row in rows):
+        for row in rows:
+            del row["context"]
+    print_cells(rows)
+    if any(each.simulated for each in findings.ranked[:top]):
+        print("(*: time from a simulation of the schedule, others: estimates)")
+    if findings.trials:
+        print()
+        trials = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
+        print_table(["compared", _COMPARED[findings.objective]], trials)
+    hints = (f"hint: {hint}" for hint in findings.hints)
+    print(f"not searched: {'; '.join(findings.not_searched)}", *hints, sep="\n")
+    if findings.alternatives:
+        others = (f"  {each.name}: {each.reason}" for each in findings.alternatives)
+        print("\nalternatives:", *others, sep="\n")
+
+
+_COMPARED = {"speed": "tokens per second", "cost": "price of a million tokens", "time": "days", "size": "parameters"}
+
+
+def _figures(layout: Found) -> dict[str, str]:
+    cells = figures_cells(layout.estimate)
+    if layout.simulated:
+        cells["step"] += " *"
+    del cells["fits"]
+    return cells | ({} if layout.price is None else {"price/M tokens": f"{layout.price:.4g}"})
+
+
+def _devices(request: Request) -> int:
+    """Return --devices. A search needs it, because it chooses the sizes of the layout that are not given."""
+    if request.flags["devices"] is None:
+        raise ConfigError("--devices is missing; set it to the number of devices that may be used")
+    if "batch.global_size" not in request.given:
+        raise ConfigError(
+            "--batch.global_size is missing; set it to the samples per step, because the best layout depends on it"
+        )
+    return request.devices()
+
+
+def _models(request: Request) -> list[tuple[str, ModelConfig]]:
+    """Return the models to try with objective size. Raises ConfigError if models are given with another objective."""
+    files, objective = request.flags["models"], request.flags["objective"]
+    if files is None:
+        return []
+    if objective != "size":
+        raise ConfigError(
+            "--models needs --objective size, but the objective is "
+            f"{objective}; set --objective size, or leave --models out"
+        )
+    try:
+        flags = {Path(file).stem: with_model_folders(["--model", file]) for file in files}
+        return [(name, parse_as(request.kind, words).model) for name, words in flags.items()]
+    except ConfigError as error:
+        raise ConfigError([problem.replace("--model ", "--models ", 1) for problem in error.problems]) from None
+
+
+def _config_text(hardware: Hardware, best: Found, command: str) -> str:
+    """Return the configuration file of a layout, with comments on its origin and on the command that starts it."""
+    estimate, step = best.estimate, seconds_text(best.estimate.step_seconds)
+    return (
+        f"# Planned for {estimate.world_size:,} devices of {hardware.name}: {step} a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s, predicted; {provenance(hardware)}.\n"
+        f"# Start on every node: {command}\n{config_yaml(best.config)}"
+    )
+
+
+def _start_command(config: PretrainConfig, hardware: Hardware, devices: int, file: str) -> str:
+    """Return the command to run on every node; $HEAD_NODE is one of several (examples/launch/several_nodes.sh)."""
+    nodes = hardware.nodes(devices)
+    where = f"-n {min(devices, nodes[0].devices_per_node)}"
+    if len(nodes) > 1:
+        where += f" --nodes {len(nodes)} --rendezvous $HEAD_NODE:29500"
+    kind = f" --kind {config.kind}" if config.kind != PretrainConfig.kind else ""
+    data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
+    return f"megapipe train {where}{kind} --config {file}{data}"
+
+
+def _print_start(request: Request, hardware: Hardware, best: Found, command: str) -> None:
+    file = request.flags["write_config"]
+    wrote, add = (f"wrote {file}; ", "") if file else ("", f"add --write_config {OUTPUT_NAME}, then ")
+    print(f"\n{wrote}to train with it, {add}run on every node\n  {command}")
+    if not best.config.data.prefixes[0]:
+        print(f"  ({NO_DATA}: path of the shard that megapipe preprocess printed)")
+    devices = best.estimate.world_size
+    sizes = [node.devices_per_node for node in hardware.nodes(devices)]
+    if len(sizes) > 1 and (sum(sizes) != devices or len(set(sizes)) > 1):
+        # One command cannot express that nodes run different numbers of ranks.
+        ranks = ", ".join(map(str, [*sizes[:-1], devices - sum(sizes[:-1])]))
+        print(f"  nodes run {ranks} ranks: set -n on each node accordingly")
+
+
+def print_advice(advice: Mapping[str, Any]) -> None:
+    """Print the plans of `PUBLISHED` planners that flags request."""
+    if "per_layer" in advice:
+        plan = advice["per_layer"]
+        print(f"\n{plan['source']}: {seconds_text(plan['step_time_s'])} per step by its model; {plan['note']}")
+        for number, stage in enumerate(plan["stages"]):
+            print(f"  stage {number}, {bytes_text(stage['memory_bytes'])}: {'; '.join(_runs(stage['layers']))}")
+    if "two_buffered" in advice:
+        plan = advice["two_buffered"]
+        settings = " ".join(f"--{name} {_flag(value)}" for name, value in plan["settings"].items())
+        print(
+            f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, micro-batch {plan['micro_size']}, "
+            f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} per step by its model\n"
+            f"  {settings}"
+        )
+
+
+def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield one text for each group of neighbouring layers with the same strategy."""
+    for strategy, members in groupby(layers, key=_strategy_text):
+        names = [each["name"] for each in members]
+        yield f"{names[0] if len(names) == 1 else f'{names[0]} to {names[-1]}'}: {strategy}"
+
+
+def _strategy_text(layer: Mapping[str, Any]) -> str:
+    methods = ("data", "sharded_data", "tensor")
+    parts = [f"{name.replace('_', ' ')} {layer[name]}" for name in methods if layer[name] > 1]
+    parts = parts or ["one rank"]
+    return ", ".join([*parts, "recompute"] if layer["recompute"] else parts)
+
+
+def _flag(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text.lower() if isinstance(value, bool) else text
+
+
+def run_fit(request: Request) -> None:
+    """Fit a machine, print every row with its prediction, and write the machine to --output."""
+    flags = request.flags
+    check_folders(flags["output"])
+    result, title, unit = _fit(request)
+    if flags["output"] is not None:
+        write_text(flags["output"], written(result.hardware, f"Efficiency fitted by megapipe plan fit: {title}."))
+    if flags["json"]:
+        print(json.dumps(result.as_json(), indent=2))
+        return
+    print(title, *report_lines(result, unit), sep="\n")
+    if flags["output"] is not None:
+        print(f"wrote {flags['output']}; use it with --hardware {flags['output']}")
+
+
+def _fit(request: Request) -> tuple[FitResult, str, str]:
+    """Return the result, its title, and the unit of its speeds."""
+    flags = request.flags
+    if (flags["published"] is None) == (flags["rows"] is None):
+        raise ConfigError("pass either --published, a table of published rows, or --rows, a file with your own rows")
+    if flags["rows"] is not None:
+        return fit_rows(flags["rows"], request.hardware()), f"rows of {flags['rows']}", "tokens/s"
+    if flags["hardware"] is not None:
+        raise ConfigError(
+            f"--hardware {flags['hardware']} can only be used with --rows, because the published rows were measured "
+            f"on {find_table(flags['published']).hardware}; leave it out"
+        )
+    return fit_table(flags["published"]), find_table(flags["published"]).title, "TFLOP/s"

@@ -18,8 +18,7 @@ from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, Posi
 from megapipe.config.help_format import packaged_files
 from megapipe.config.load import Given, build_parser, kind_of, parse_given
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware
 from megapipe.planner.search.space import Objective
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.registry import GENERATORS, searched
@@ -276,12 +275,12 @@ Handler = Callable[[Request], int | None]
 """Runs a command; returns its exit status, None for 0. Raises ConfigError or ScheduleError for wrong input."""
 
 HANDLERS = {
-    "search": ("search", "run_search"),
+    "search": ("layouts", "run_search"),
     "predict": ("layouts", "run_predict"),
     "explain": ("layouts", "run_explain"),
     "compare": ("layouts", "run_compare"),
     "train-time": ("train_time", "run_train_time"),
-    "fit": ("fit", "run_fit"),
+    "fit": ("layouts", "run_fit"),
 }
 """Module in this package and function of each command that does not need torch. A module is imported when its command
 runs, because commands need different imports."""

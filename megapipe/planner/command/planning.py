@@ -14,8 +14,7 @@ from megapipe.config.command_line import DAY, HOUR, bytes_text, count_text, dura
 from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Efficiency, Hardware, with_named_precision
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Efficiency, Hardware, load_hardware, with_named_precision
 from megapipe.layout.scheduling import schedule_name
 from megapipe.layout.stages import num_parameters
 from megapipe.planner.command.main import NO_DATA, Request

@@ -28,10 +28,9 @@ from megapipe.layout.order_walk import (
     stage_walk,
 )
 from megapipe.layout.prediction import PHASES
-from megapipe.layout.stages import Keyed, StageLayout
+from megapipe.layout.stages import Keyed, StageLayout, cached_method
 from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer_units, tied_unit
 from megapipe.layout.walk import Bytes, Sizes, Tensor
-from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules.actions import Ints, Mask

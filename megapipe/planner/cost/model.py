@@ -14,9 +14,8 @@ import numpy as np
 from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
-from megapipe.layout.lowered import lowered_schedule
 from megapipe.layout.prediction import RankPrediction, predict_rank
-from megapipe.layout.table import moves_to_host
+from megapipe.layout.table import lowered_schedule, moves_to_host
 from megapipe.layout.units import StateBytes, layer_units
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory, Term
 from megapipe.planner.cost.layer_costs import (

@@ -17,14 +17,13 @@ from megapipe.layout.hardware.description import Hardware, HostLink, hardware_de
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import num_stages, schedule_options, stage_ranks
-from megapipe.layout.slices import unplanned
-from megapipe.layout.stages import Keyed, StageLayout, predictions_of
+from megapipe.layout.stages import Keyed, StageLayout, predictions_of, unplanned
 from megapipe.layout.table import LayoutTable, moves_to_host, undecided
 from megapipe.layout.validation import run_problems
 from megapipe.schedules.actions import Ints
 from megapipe.schedules.building_blocks import Policy
 from megapipe.schedules.lowering import Spans
-from megapipe.schedules.offload import Offload
+from megapipe.schedules.memory import Offload
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops

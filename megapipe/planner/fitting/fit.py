@@ -24,8 +24,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
 from megapipe.config.untrusted import read_bytes
-from megapipe.layout.hardware.description import Efficiency, Hardware
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Efficiency, Hardware, load_hardware
 from megapipe.planner.cost.estimate import Assumptions, Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.priors import ROW_ERROR, Prior, prior_of

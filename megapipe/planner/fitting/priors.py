@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.layout.hardware.description import Device, Efficiency
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Device, Efficiency, load_hardware
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES
 

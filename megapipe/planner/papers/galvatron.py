@@ -29,15 +29,14 @@ from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.stages import layers_of
+from megapipe.layout.stages import cached_method, layers_of
 from megapipe.layout.units import Unit
-from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.estimate import ENGINE
 from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.step_time import ROUNDING, step_seconds
 from megapipe.planner.papers.two_buffered import uniform_run
-from megapipe.schedules.balance import balance_layers
+from megapipe.schedules.building_blocks import balance_layers
 from megapipe.schedules.simulation.order_times import OrderCosts
 from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES
 from megapipe.spec.layers import tensor_problems

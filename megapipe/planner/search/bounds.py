@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.layout.scheduling import schedule_options
+from megapipe.layout.stages import cached_method
 from megapipe.layout.units import layer_units
-from megapipe.planner.cached import cached_method
 from megapipe.planner.cost.layer_costs import overlapped, replica_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.step_time import ROUNDING, TrafficCounts

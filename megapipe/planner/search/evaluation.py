@@ -10,7 +10,7 @@ from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
-from megapipe.planner.cached import cached_method
+from megapipe.layout.stages import cached_method
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory
 from megapipe.planner.cost.layer_costs import LayerCost, MicrobatchCost, microbatch_cost, stage_costs, state_cost
 from megapipe.planner.cost.layer_times import LayerTimes, SharedRoofline

@@ -15,7 +15,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.node_order import OrderCost, best_node_order
+from megapipe.layout.hardware.placement import OrderCost, best_node_order
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import num_stages
 from megapipe.layout.stages import StageLayout, layers_of, num_parameters
@@ -28,7 +28,7 @@ from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer, order
 from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
-from megapipe.schedules.balance import balance_layers
+from megapipe.schedules.building_blocks import balance_layers
 from megapipe.spec.dtypes import FULL_BYTES
 
 WIDEST = 8

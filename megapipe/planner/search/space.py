@@ -15,10 +15,10 @@ from megapipe.config.field_types import PositiveInt, bound_problems
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_problems
+from megapipe.layout.stages import cached_method
 from megapipe.layout.table import moves_to_host
 from megapipe.layout.units import has_memory_limits
 from megapipe.layout.validation import context_problems
-from megapipe.planner.cached import cached_method
 from megapipe.schedules import ScheduleError
 from megapipe.schedules.registry import GENERATORS, find_generator, searched
 from megapipe.spec.layers import tensor_problems

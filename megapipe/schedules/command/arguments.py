@@ -20,7 +20,7 @@ from megapipe.schedules.build import (
 )
 from megapipe.schedules.building_blocks import Times
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.offload import Offload, with_snapshots
+from megapipe.schedules.memory import Offload, with_snapshots
 from megapipe.schedules.parameters import OPTIONS, FileParameters
 from megapipe.schedules.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.schedule import Header, Schedule

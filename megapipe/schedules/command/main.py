@@ -24,10 +24,15 @@ from megapipe.schedules.command.arguments import (
     steps_of,
 )
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
-from megapipe.schedules.drawing.overlay import draw_overlay_html, draw_overlay_svg, draw_overlay_trace
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.measured.medians import choose, measured_costs
-from megapipe.schedules.measured.overlay import Overlay, lay_over
+from megapipe.schedules.measured.overlay import (
+    Overlay,
+    draw_overlay_html,
+    draw_overlay_svg,
+    draw_overlay_trace,
+    lay_over,
+)
 from megapipe.schedules.measured.overlay import figures as overlay_figures
 from megapipe.schedules.measured.overlay import text as overlay_text
 from megapipe.schedules.measured.traces import read_run

@@ -8,19 +8,18 @@ import numpy as np
 from megapipe.schedules.actions import COMPUTE_KINDS, GROUP, UNIT, VERSION, Kind, Rows, kind_mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import check_states
-from megapipe.schedules.lowering.communication import MessageTable, Posts, place_receives
+from megapipe.schedules.lowering.communication import MessageTable, Posts, assign_slots, place_receives
 from megapipe.schedules.lowering.insertion import (
     Spans,
     add_gathers,
     add_offload,
     add_recompute,
+    add_reductions,
     around_updates,
     check_spans,
     insert,
 )
-from megapipe.schedules.lowering.reductions import add_reductions
-from megapipe.schedules.lowering.slots import assign_slots
-from megapipe.schedules.offload import NOTHING, Offload
+from megapipe.schedules.memory import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule, Sections, shift_rows
 from megapipe.schedules.table import Table, last_row_per
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Ints, Kind
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.offload import states_moved
+from megapipe.schedules.memory import states_moved
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
 from megapipe.schedules.vocabulary import PASS_SECONDS

@@ -9,7 +9,7 @@ from megapipe.schedules.schedule import SECTIONS, Schedule
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.failure import failure, missing
 from megapipe.schedules.validation.fields import check_places, check_units
-from megapipe.schedules.validation.order import check_compute_order
+from megapipe.schedules.validation.waits import check_compute_order
 
 REMOVE_ONE = "remove one of the two, or change its micro-batch"
 NOT_ASKED = "nothing asks for it; remove it"

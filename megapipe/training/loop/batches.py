@@ -21,7 +21,7 @@ from megapipe.layers.attention import block_lists, document_blocks
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.sequence_slices import sliced
 from megapipe.layout.batch_plan import BatchPlan
-from megapipe.layout.slices import slice_ranges
+from megapipe.layout.stages import slice_ranges
 from megapipe.parallel.memory import tensor_on
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.attention import why_a_mask

@@ -19,19 +19,17 @@ from megapipe.engine.program import Instruction
 from megapipe.kernels.ops import OPS
 from megapipe.layers.attention import has_amx
 from megapipe.layout.batch_plan import num_microbatches
-from megapipe.layout.lowered import build_schedule
 from megapipe.layout.offload import BlockCost, DoesNotFit, Treatments, treat
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import StageLayout
-from megapipe.layout.table import LayoutTable
+from megapipe.layout.table import LayoutTable, build_schedule
 from megapipe.models.families import DTYPES, family_of
 from megapipe.optim.scaling import LossScaler
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
-from megapipe.schedules.memory import microbatches_held
-from megapipe.schedules.offload import NOTHING
+from megapipe.schedules.memory import NOTHING, microbatches_held
 from megapipe.schedules.schedule import Mode
 from megapipe.spec.ops import total_flops
 from megapipe.spec.parameters import LayerSpec

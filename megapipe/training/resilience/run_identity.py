@@ -42,7 +42,7 @@ from megapipe.data.errors import DataError
 from megapipe.data.files import sampled_checksum
 from megapipe.data.identity import shard_identity
 from megapipe.kernels.preferences import VARIABLE as PREFERENCES
-from megapipe.layout.hardware.files import PRESETS
+from megapipe.layout.hardware.description import PRESETS
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start, StartError, in_words

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from functools import cache, partial
 
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.planner.fitting.fit import PARAMETERS, TABLES, FitResult, PublishedRun, fit_table, judge
 from megapipe.planner.fitting.priors import LINKS, MEMORY, Rate, prior_of
 from tests.docs.figures import head, table

@@ -20,7 +20,7 @@ from megapipe.calibration.commands import run_dry_run
 from megapipe.config.command_line import bytes_text, seconds_text
 from megapipe.config.load import parse
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.command.main import main, parse_request
 from megapipe.planner.command.planning import config_yaml, layout_text, provenance
 from megapipe.planner.recompute import resolved

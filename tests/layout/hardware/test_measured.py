@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import PRESETS, load_hardware, read_hardware, written
+from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware, read_hardware, written
 from megapipe.layout.hardware.measured import (
     LAYER_KINDS,
     Contention,

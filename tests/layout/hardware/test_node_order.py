@@ -7,8 +7,7 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, Network, NodeGroup
-from megapipe.layout.hardware.node_order import EXACT_NODES, OrderCost, best_node_order
-from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.hardware.placement import EXACT_NODES, OrderCost, Placement, best_node_order
 
 
 def machine(matrix: tuple[tuple[float, ...], ...] | None, devices: int = 4, adapters: int = 2) -> Hardware:

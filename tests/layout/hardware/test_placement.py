@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from megapipe.config.errors import ConfigError
 from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.layout.hardware.collectives import GroupLinks
-from megapipe.layout.hardware.description import Device, Efficiency, Hardware, IntraNodeLink, Network, NodeGroup
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import (
+    Device,
+    Efficiency,
+    Hardware,
+    IntraNodeLink,
+    Network,
+    NodeGroup,
+    load_hardware,
+)
 from megapipe.layout.hardware.placement import Placement
 
 FITTED = load_hardware("a100-80")

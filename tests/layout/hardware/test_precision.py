@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Device, with_named_precision
-from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.layout.hardware.description import PRESETS, Device, load_hardware, with_named_precision
 from megapipe.planner.cost.model import estimate
 from tests.planner.command.plan import LAYOUT, json_of, output
 

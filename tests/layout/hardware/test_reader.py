@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.description import Efficiency
-from megapipe.layout.hardware.files import LARGEST_FILE, PRESETS, load_hardware, read_hardware
+from megapipe.layout.hardware.description import LARGEST_FILE, PRESETS, Efficiency, load_hardware, read_hardware
 from megapipe.layout.hardware.roofline import peak_flops
 
 FILE = """\

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from megapipe.config.load import parse
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.command.planning import save_interval
 from megapipe.planner.cost.model import predict
 from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal

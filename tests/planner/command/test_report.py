@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 
 from megapipe.config.command_line import bytes_text, duration_text, seconds_text
 from megapipe.config.load import parse
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.command.planning import layout_text, plain_table
 from megapipe.planner.command.reports import (
     DARK,

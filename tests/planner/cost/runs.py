@@ -5,8 +5,15 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Device, Efficiency, Hardware, IntraNodeLink, Network, NodeGroup
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import (
+    Device,
+    Efficiency,
+    Hardware,
+    IntraNodeLink,
+    Network,
+    NodeGroup,
+    load_hardware,
+)
 
 NOMINAL = Efficiency()
 SMALL = ModelConfig(

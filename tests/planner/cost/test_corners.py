@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.layout.units import Unit
 from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.layer_costs import tensor_by_tensor_seconds

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.table import lowered_schedule
 from megapipe.planner.cost.run_layout import lay_run
 from megapipe.planner.cost.step_time import traffic_counts
 from megapipe.schedules import Kind

@@ -8,8 +8,7 @@ import pytest
 
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import hardware_device_type
-from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.layout.hardware.description import PRESETS, hardware_device_type, load_hardware
 from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.schedules import dumps, order

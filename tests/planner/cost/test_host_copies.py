@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware, HostLink
-from megapipe.layout.hardware.files import PRESETS, load_hardware, read_hardware, written
+from megapipe.layout.hardware.description import PRESETS, Hardware, HostLink, load_hardware, read_hardware, written
 from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.plan import search_speed

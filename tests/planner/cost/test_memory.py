@@ -12,7 +12,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.lowered import lowered_schedule
+from megapipe.layout.table import lowered_schedule
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.model import exact_memories
 from megapipe.planner.cost.run_layout import lay_run

@@ -9,7 +9,7 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.model import estimate, predict
 from tests.planner.cost.runs import SMALL, config_of, even_stages, machine

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig
 from megapipe.config.run import BatchConfig, PretrainConfig
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import A100

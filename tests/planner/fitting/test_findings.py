@@ -2,7 +2,7 @@
 
 import pytest
 
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import A100
 from tests.planner.fitting.findings import (

@@ -7,8 +7,7 @@ import pytest
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import (

@@ -8,7 +8,7 @@ import yaml
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import fit_rows, read_rows, report_lines, with_shares
 

@@ -11,7 +11,7 @@ from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ZeroConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.papers.galvatron import Method, OpCosts, Strategy, iteration_seconds, per_layer
 from megapipe.planner.papers.two_buffered import Machine, two_buffered_plan, uniform_run

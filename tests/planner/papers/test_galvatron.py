@@ -20,7 +20,7 @@ from megapipe.planner.papers.galvatron import (
 )
 from megapipe.schedules import build
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.balance import balance_layers
+from megapipe.schedules.building_blocks import balance_layers
 from megapipe.schedules.simulation.costs import rank_costs, stage_times
 from megapipe.schedules.simulation.simulate import simulate
 

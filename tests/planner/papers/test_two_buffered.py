@@ -8,8 +8,7 @@ import pytest
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig, TrainingConfig
-from megapipe.layout.hardware.description import hardware_device_type
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import hardware_device_type, load_hardware
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.stages import layers_of
 from megapipe.planner.cost.step_time import step_seconds

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megapipe.config.run import BatchConfig, PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import PRESETS, load_hardware
+from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.search.findings import hints, neighbour_batches, neighbour_devices, single_groups
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import A100

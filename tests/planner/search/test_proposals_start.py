@@ -16,8 +16,7 @@ import pytest
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import predict

@@ -15,7 +15,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
-from megapipe.layout.hardware.files import load_hardware
+from megapipe.layout.hardware.description import load_hardware
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
 from megapipe.layout.units import Unit
 from megapipe.layout.validation import run_problems

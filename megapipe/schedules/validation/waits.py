@@ -1,24 +1,111 @@
-"""Checks that messages meet: one order at both ends of a link, collectives in one order, no circle of waits.
+"""Checks of order: every action comes after what it needs, messages meet, and ranks never wait in a circle.
 
-A link carries the messages of an ordered pair of ranks, activations and gradients together, and matches them by their
-order: it has no tags (docs/nccl.md).
+On one rank, program order decides. Between ranks, a link carries the messages of an ordered pair of ranks, activations
+and gradients together, and matches them by their order: it has no tags (docs/nccl.md).
 
 NCCL asks that a GPU runs the communication kernels of several communicators one after another, in launch order. A
 receive that is posted early then keeps every later operation of the device from running until its message has arrived.
 Most schedules run only because these kernels are on the GPU at the same time, which is so in practice: each takes few
 thread blocks. `needs_resident_kernels` returns whether a schedule relies on it.
+
+NCCL connects two ranks when they first send or receive on a communicator, one direction at a time, and the members of
+a group in their first collective. The call blocks the host of every member until all members have made it. So a rank
+that posts an early receive does not reach the send that the other side waits for. `FirstUses` finds such deadlocks of
+the first step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind, Mask, describe
+from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, shard_passes
-from megapipe.schedules.schedule import Schedule
-from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import action_at, failure
-from megapipe.schedules.validation.order import deadlock, hanging
+from megapipe.schedules.errors import ScheduleError
+from megapipe.schedules.schedule import Connection, Header, Schedule
+from megapipe.schedules.table import Table, first_row_per
+from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
+
+
+def check_compute_order(table: Table) -> None:
+    """Raise ScheduleError unless compute actions, without lowering, can run in their order. The table is complete."""
+    dependencies = Dependencies(table)
+    check_local_order(table, dependencies.compute_needs())
+    waits = dependencies.remote_needs()
+    stuck = hanging(table, waits)
+    if len(stuck):
+        raise deadlock(table, waits, stuck, "deadlocks")
+
+
+def check_local_order(table: Table, parts: Iterable[Needs]) -> None:
+    """Raise ScheduleError at the first action that comes before something that it needs on its rank."""
+    for needs in parts:
+        wrong = needs.needed > needs.row
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            row, late = int(needs.row[index]), int(needs.needed[index])
+            remedy = f"move {write_action(action_at(table, late), table.header.slices)} before it"
+            if table.text_place(row)[1] and not table.text_place(late)[1]:
+                remedy = "move it to a later place"  # the text has no word for what lowering placed after it
+            shown = describe(action_at(table, late), table.header.slices)
+            raise failure(table, row, f"it needs {shown}, which comes after it; {remedy}")
+        joined = table.action_first[needs.needed] == table.action_first[needs.row]
+        if joined.any():
+            index = int(np.argmax(joined))
+            needed, slices = action_at(table, int(needs.needed[index])), table.header.slices
+            raise failure(
+                table,
+                int(needs.row[index]),
+                f"it needs {describe(needed, slices)}, which is part of the same group; move "
+                f"{write_action(needed, slices)} before it",
+            )
+
+
+def hanging(table: Table, waits: Needs) -> Ints:
+    """Return the wait in which each rank hangs, empty if all ranks get through."""
+    # A group is one action: it starts when all of its rows can.
+    return Progress(table.action_first[waits.row], waits.needed, table.offsets).stuck()
+
+
+def deadlock(table: Table, waits: Needs, stuck: Ints, problem: str, remedy: str = "") -> ScheduleError:
+    """Follow the waits from one stuck rank until they close, and report the circle.
+
+    stuck: as `hanging` gives it. remedy: by default, to move one of the actions that are waited for.
+    """
+    waits_of = {int(table.rank[waits.row[index]]): index for index in stuck}
+    rank = min(waits_of)
+    seen: list[int] = []
+    while rank in waits_of and rank not in seen:
+        seen.append(rank)
+        rank = int(table.rank[waits.needed[waits_of[rank]]])
+    circle = seen[seen.index(rank) :] if rank in seen else seen
+    at = [int(waits.row[waits_of[member]]) for member in circle]
+    needed = [int(waits.needed[waits_of[member]]) for member in circle]
+    # Each rank waits for an action of the next one, which is at an earlier action, or at this one.
+    moves = list(zip(needed, at[1:] + at[:1], strict=True))
+    steps = [_placed(table, at[0])]
+    for wanted, before in moves:
+        here = _word(table, before) if before == at[0] else _placed(table, before)
+        steps.append(here if wanted == before else f"{_word(table, wanted)}, which comes after {here}")
+    if not remedy:
+        later = [each for each in moves if each[0] != each[1]]
+        forwards = [each for each in later if table.kind[each[0]] == Kind.FORWARD]
+        words = [f"{_word(table, wanted)} before {_word(table, before)}" for wanted, before in forwards or later]
+        remedy = "change the order" + "".join(f", such as {each}" for each in words[:1])
+    ranks, story = ", ".join(map(str, circle)), ", which waits for ".join(steps)
+    first = f"{table.header.name} {problem}: ranks {ranks} wait for each other in a cycle: {story}; {remedy}"
+    near = "\n".join(neighbourhood(table, row) for row in at)
+    return ScheduleError(first.replace(", which waits", " waits", 1), near)
+
+
+def _placed(table: Table, row: int) -> str:
+    return f"{_word(table, row)} of {table.place_of(row)}"
+
+
+def _word(table: Table, row: int) -> str:
+    """The word of a row, without what lowering adds to it."""
+    return write_action(action_at(table, row)._replace(version=-1, slot=-1), table.header.slices)
 
 
 def check_links(dependencies: Dependencies) -> None:
@@ -212,3 +299,100 @@ def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask, *
         parts.append(Needs(rows, np.tile(by_rank, (len(by_rank), 1)).ravel()))
     both = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
     return both.where_known()
+
+
+_SENDERS: Final = {Kind.SEND_ACTIVATION: "following", Kind.SEND_GRADIENT: "preceding"}
+_RECEIVERS: Final = {Kind.RECV_ACTIVATION: "preceding", Kind.RECV_GRADIENT: "following"}
+_Meeting = Connection | frozenset[int]
+"""A link, or the ranks of a group with a reduction."""
+
+
+@dataclass(frozen=True)
+class FirstUses:
+    """The first use of each link and group by each rank of a lowered schedule, in program order, with its action."""
+
+    header: Header
+    by_rank: list[list[tuple[_Meeting, Action]]]
+
+    @classmethod
+    def of(cls, table: Table) -> "FirstUses":
+        """Return the first uses in an unrolled table."""
+        uses: list[list[tuple[_Meeting, Action]]] = [[] for _ in range(table.header.num_ranks)]
+        met: set[tuple[int, _Meeting]] = set()
+        for row in _candidates(table):
+            meeting, rank = _meeting(table, row), int(table.rank[row])
+            if len(meeting) > 1 and (rank, meeting) not in met:
+                met.add((rank, meeting))
+                uses[rank].append((meeting, action_at(table, row)))
+        return cls(table.header, uses)
+
+    def deadlock(self, connected: Collection[Connection]) -> str:
+        """Return where ranks deadlock, or an empty string if they do not.
+
+        Args:
+            connected: links that all ranks connect at the start, in this order.
+        """
+        programs: list[list[tuple[_Meeting, Action | None]]] = [[] for _ in self.by_rank]
+        for connection in connected:
+            for rank in connection:
+                programs[rank].append((connection, None))
+        known = set(connected)
+        for program, uses in zip(programs, self.by_rank, strict=True):
+            program += [(meeting, action) for meeting, action in uses if meeting not in known]
+        return _hanging_ranks(programs)
+
+
+def _candidates(table: Table) -> list[int]:
+    """Return rows that include all first uses, in program order: the first of each kind, stage and route or unit."""
+    routes, header = len(table.header.routes), table.header
+    found: list[Ints] = []
+    for kind in (*_SENDERS, *_RECEIVERS):
+        rows = table.rows_with(kind)
+        keys = table.stage[rows] * np.int64(routes) + table.microbatch[rows] % routes
+        found.append(first_row_per(keys, rows, table.num_stages * routes))
+    for kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
+        rows = table.rows_with(kind)
+        found.append(first_row_per(table.rank[rows], rows, header.num_ranks))
+    rows = table.rows_with(Kind.REDUCE_TIED)
+    units = header.most_states + len(header.tied_groups)
+    found.append(first_row_per(table.stage[rows] * np.int64(units) + table.unit[rows], rows, table.num_stages * units))
+    rows = table.shared_reductions
+    found.append(first_row_per(table.stage[rows].astype(np.int64), rows, table.num_stages))
+    every = np.concatenate(found)
+    return sorted(every[every >= 0].tolist())
+
+
+def _meeting(table: Table, row: int) -> _Meeting:
+    header = table.header
+    kind, stage = Kind(int(table.kind[row])), int(table.stage[row])
+    if kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
+        return frozenset(range(header.num_ranks))
+    if kind in (Kind.REDUCE_TIED, Kind.REDUCE_GRADIENTS):
+        return header.summing_ranks(stage, int(table.unit[row]))
+    neighbours = {"following": header.following_stages, "preceding": header.preceding_stages}
+    route = int(table.microbatch[row]) % len(header.routes)
+    neighbour = int(neighbours[_SENDERS.get(kind) or _RECEIVERS[kind]][route, stage])
+    rank, other = header.stages[stage].rank, header.stages[neighbour].rank
+    return (rank, other) if kind in _SENDERS else (other, rank)
+
+
+def _hanging_ranks(programs: list[list[tuple[_Meeting, Action | None]]]) -> str:
+    at = [0] * len(programs)
+    moved = True
+    while moved:
+        moved = False
+        waiting: dict[_Meeting, set[int]] = {}
+        for rank, program in enumerate(programs):
+            if at[rank] < len(program):
+                waiting.setdefault(program[at[rank]][0], set()).add(rank)
+        for meeting, present in waiting.items():
+            if present == set(meeting):
+                moved = True
+                for rank in present:
+                    at[rank] += 1
+    hanging = []
+    for rank, program in enumerate(programs):
+        if at[rank] < len(program):
+            action = program[at[rank]][1]
+            hanging.append(f"rank {rank} at {'its start' if action is None else describe(action)}")
+    return "; ".join(hanging)
