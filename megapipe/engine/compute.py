@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from megapipe.engine.errors import UnitError
 from megapipe.engine.stage import TensorSpec, UnitForward
 from megapipe.layers import split
 from megapipe.layers.split import SplitTape, accumulate, gradient_edge
@@ -58,6 +57,14 @@ def unsplit_parameters(units: Sequence[UnitForward]) -> tuple[nn.Parameter, ...]
     """Return the parameters whose gradients the input half computes, because their modules cannot split."""
     modules = (unit for unit in units if isinstance(unit, nn.Module))
     return tuple(parameter for module in modules for parameter in split.unsplit_parameters(module))
+
+
+class UnitError(RuntimeError):
+    """The forward of a unit failed; `__cause__` is its error. unit: index in the chain that ran."""
+
+    def __init__(self, unit: int) -> None:
+        super().__init__(f"the forward of unit {unit} failed")
+        self.unit = unit
 
 
 def run_units(

@@ -16,11 +16,10 @@ from megapipe.engine.compute import (
     run_units,
     unsplit_parameters,
 )
-from megapipe.engine.errors import EngineError
 from megapipe.engine.host_memory import SavedTensors, StateCopies, Swaps, address_of
 from megapipe.engine.reductions import shared_states
 from megapipe.engine.stage import Stage, UnitForward
-from megapipe.engine.step import StepState, UnitKey
+from megapipe.engine.step import EngineError, StepState, UnitKey
 from megapipe.engine.transfers import Transfers
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.unit_state import UnitState

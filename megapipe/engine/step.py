@@ -1,4 +1,4 @@
-"""Input and result of a step, and the state that lives while it runs."""
+"""Input and result of a step, the state that lives while it runs, and the error that ends it."""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from megapipe.engine.compute import SavedGraph
 from megapipe.engine.host_memory import SavedTensors, StateCopies
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
+from megapipe.schedules.actions import Action
 
 Key = tuple[int, int]
 """(stage, micro-batch)."""
@@ -207,3 +208,23 @@ def finished(state: StepState) -> StepResult:
         save_failed=save_failed,
         squared_loads=scalars.squared_loads,
     )
+
+
+class EngineError(RuntimeError):
+    """A step failed. The message names the rank, the step and the action, and the peer that it waited for, if any.
+
+    action: the action that failed. states: state of each step in progress. unit: index, in the action's stage, of the
+    unit whose forward failed. None or empty if there is none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        action: Action | None = None,
+        states: Sequence[StepState] = (),
+        unit: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.action = action
+        self.states = tuple(states)
+        self.unit = unit

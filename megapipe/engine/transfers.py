@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.engine.errors import EngineError
 from megapipe.engine.shards import Shards
 from megapipe.engine.stage import Stage, TensorSpec, described
+from megapipe.engine.step import EngineError
 from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.pipeline_links import LinkKind, make_links

@@ -10,9 +10,8 @@ from torch import Tensor
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
-from megapipe.engine.errors import EngineError
 from megapipe.engine.host_memory import Copy, Move, Swaps, ThreadCopies
-from megapipe.engine.step import StepInput
+from megapipe.engine.step import EngineError, StepInput
 from megapipe.engine.transfers import Transfers
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.layout.units import flat_elements
