@@ -3,11 +3,10 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from megapipe.engine.compute import WHOLE, apart, backward, backward_input, unsplit_parameters
 from megapipe.engine.forwards import Closure, Forwards, Moves, Tensors
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
-from megapipe.engine.stage import Stage
+from megapipe.engine.stage import WHOLE, Stage, apart, backward, backward_input, unsplit_parameters
 from megapipe.engine.step import EngineError, StepState
 from megapipe.engine.transfers import Shards, Transfers
 from megapipe.parallel.unit_state import HostWeights, UnitState

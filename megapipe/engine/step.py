@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.engine.compute import SavedGraph
 from megapipe.engine.host_memory import SavedTensors, StateCopies
+from megapipe.engine.stage import SavedGraph
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
 from megapipe.schedules.actions import Action
@@ -140,9 +140,9 @@ class StepState:
     saved: saved tensors that move to host memory, from the forward to the backward or input half.
     activations, gradients: from the action that made them to the next unit or stage on this rank, or to a send.
     handed_out, summed: if the vocabulary is sharded over all pipeline ranks, tensors that are broadcast to shards and
-    tensors that are summed over them, by shard and micro-batch (`engine.transfers`). counts: loss tokens of each update,
-    by term, then the number of ranks that set each flag; float64. reductions: sums of gradients that were started but
-    not awaited. scalars: the step's sums, once they are started.
+    tensors that are summed over them, by shard and micro-batch (`engine.transfers`). counts: loss tokens of each
+    update, by term, then the number of ranks that set each flag; float64. reductions: sums of gradients that were
+    started but not awaited. scalars: the step's sums, once they are started.
     """
 
     input: StepInput

@@ -26,11 +26,12 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine import engine
 from megapipe.engine.pipeline import Pipeline
+from megapipe.engine.stage import CompiledForward
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import DeviceClock
 from megapipe.inference.generation import Limits, SamplingSettings, generate
 from megapipe.inference.trained_model import LoadedModel
-from megapipe.layers import compiled, rotary
+from megapipe.layers import rotary
 from megapipe.optim.scaling import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
@@ -169,8 +170,8 @@ def _capture_graphs(watch: Watch) -> None:
 
     It calls functions of constants outside of all modes.
     """
-    forward = compiled.CompiledForward.__init__
-    compiled.CompiledForward.__init__ = (  # type: ignore[method-assign]
+    forward = CompiledForward.__init__
+    CompiledForward.__init__ = (  # type: ignore[method-assign]
         lambda self, **options: forward(self, **options, backend="eager")
     )
     tables = rotary._cached_tables
