@@ -32,6 +32,7 @@ from megapipe.kernels.registry import Registry
 from megapipe.layers.attention_pieces import Weighing
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout
+from megapipe.layers.embedding import RotaryAngles, rotated
 from megapipe.layers.linear import (
     ColumnParallelLinear,
     OnShards,
@@ -42,7 +43,6 @@ from megapipe.layers.linear import (
     within,
 )
 from megapipe.layers.norms import Norm, ProjectionNorm
-from megapipe.layers.rotary import RotaryAngles, rotated
 from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_in_backward
 from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group

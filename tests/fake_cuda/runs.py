@@ -31,7 +31,7 @@ from megapipe.engine.step import StepInput
 from megapipe.engine.trace import DeviceClock
 from megapipe.inference.generation import Limits, SamplingSettings, generate
 from megapipe.inference.trained_model import LoadedModel
-from megapipe.layers import rotary
+from megapipe.layers import embedding
 from megapipe.optim.scaling import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
@@ -174,14 +174,14 @@ def _capture_graphs(watch: Watch) -> None:
     CompiledForward.__init__ = (  # type: ignore[method-assign]
         lambda self, **options: forward(self, **options, backend="eager")
     )
-    tables = rotary._cached_tables
+    tables = embedding._cached_tables
 
     @functools.lru_cache(maxsize=8)
     def within_modes(*constants: Any) -> Any:
         with watch.entered():
             return tables(*constants)
 
-    rotary._cached_tables = within_modes
+    embedding._cached_tables = within_modes
 
 
 @on_fake_device
