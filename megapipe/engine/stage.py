@@ -20,7 +20,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape, accumulate, gradient_edge
 from megapipe.parallel.groups import Group
 from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.ops import ContextAttention
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.schedule import Header
-from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.ops import ContextAttention
 from megapipe.spec.parameters import Init, LayerSpec, ParameterSpec
 from megapipe.spec.token_order import Share, TokenOrder, order_of
 

@@ -22,9 +22,8 @@ from megapipe.layers.linear import OwnTokensLinear, Shapes, partial_parameters, 
 from megapipe.layers.norms import Norm
 from megapipe.layers.split import Rerun, SplitTape
 from megapipe.parallel.groups import Group
-from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.layers import layer_ops
-from megapipe.spec.ops import MicrobatchShape, partial_weights
+from megapipe.spec.ops import ContextAttention, MicrobatchShape, partial_weights
 from megapipe.spec.parameters import LayerSpec
 
 

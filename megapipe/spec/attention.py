@@ -6,7 +6,6 @@ from functools import partial
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.latent_attention import latent_projections, operand_elements
 from megapipe.spec.linear import (
     all_tokens,
@@ -24,12 +23,15 @@ from megapipe.spec.linear import (
 )
 from megapipe.spec.moments import attention_moments
 from megapipe.spec.ops import (
+    FULL_BYTES,
+    AttentionPath,
     Collective,
     Flops,
     Kernel,
     KernelUse,
     MicrobatchShape,
     Op,
+    Precision,
     Value,
     linear_flops,
     passes,

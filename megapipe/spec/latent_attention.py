@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 
 from megapipe.config.model import ModelConfig
-from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.linear import (
     all_tokens,
     column_exchanges,
@@ -15,7 +14,7 @@ from megapipe.spec.linear import (
     norm_init,
     vector,
 )
-from megapipe.spec.ops import Collective, KernelUse, MicrobatchShape, Op, Value, linear_flops, passes
+from megapipe.spec.ops import FULL_BYTES, Collective, KernelUse, MicrobatchShape, Op, Value, linear_flops, passes
 
 
 def latent_projections(shape: MicrobatchShape, source: Value) -> Iterator[Op]:

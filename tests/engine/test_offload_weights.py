@@ -20,8 +20,8 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
-from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.layers import model_layers
+from megapipe.spec.ops import FULL_BYTES
 from megapipe.training.loop.replica import Replica
 from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
 from tests.optim.test_optimizer import SPECS
