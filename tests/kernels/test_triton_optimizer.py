@@ -11,7 +11,7 @@ from torch import Tensor
 from megapipe.kernels.reference import optimizer as reference_optimizer
 from megapipe.kernels.reference.optimizer import Coefficients, Elements
 from megapipe.kernels.registry import Implementation
-from megapipe.optim.steps import AdamW, adamw_step
+from megapipe.optim.optimizer import AdamW, adamw_step
 from megapipe.parallel.norms import squared_norm
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 from tests.kernels import adamw_checks
