@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megapipe.engine.reductions import squared_norms
 from megapipe.parallel.memory import is_allocated
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.norms import squared_norms
 from megapipe.parallel.segments import Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
