@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.stage import Stage
-from megapipe.engine.step import Counted, Scalars, StepState
+from megapipe.engine.step import Counted, Scalars, StepState, tensor_on
 from megapipe.parallel.groups import Group, Work
-from megapipe.parallel.memory import tensor_on
 from megapipe.parallel.unit_state import UnitState, sum_partial_gradients
 from megapipe.schedules.schedule import Header
 

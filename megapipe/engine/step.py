@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -208,6 +209,22 @@ def finished(state: StepState) -> StepResult:
         save_failed=save_failed,
         squared_loads=scalars.squared_loads,
     )
+
+
+def tensor_on(array: np.ndarray, device: torch.device, *, wide: bool = False) -> Tensor:
+    """Return a contiguous tensor of the array's values and dtype on `device`.
+
+    A GPU copies from pinned memory, in stream order, so that the host does not wait; the allocator keeps that memory
+    until the copy is done. int64 is sent as int32 and widened on the device: token ids, positions and lengths all fit.
+
+    wide: send integers unchanged, because int32 cannot hold all of them.
+    """
+    if device.type != "cuda":
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    narrowed = array.dtype == np.int64 and not wide
+    sent = array.astype(np.int32) if narrowed else np.ascontiguousarray(array)
+    moved = torch.from_numpy(sent).pin_memory().to(device, non_blocking=True)
+    return moved.long() if narrowed else moved
 
 
 class EngineError(RuntimeError):

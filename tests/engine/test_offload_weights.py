@@ -15,9 +15,8 @@ from megapipe.engine.step import EngineError, StepInput
 from megapipe.engine.transfers import Transfers
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.layout.units import flat_elements
-from megapipe.parallel.memory import is_allocated
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.unit_state import HostWeights, UnitState
+from megapipe.parallel.unit_state import HostWeights, UnitState, is_allocated
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.spec.layers import model_layers
