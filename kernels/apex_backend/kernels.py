@@ -38,9 +38,9 @@ from megapipe.kernels.apex_backend.signatures import (
     why_unsupported,
 )
 from megapipe.kernels.cuda_backend.kernels import operands
-from megapipe.kernels.norm_functions import norm_functions, result_of, statistic_of
 from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.attention import softmax_operators
+from megapipe.kernels.reference.norms import norm_functions, result_of, statistic_of
 from megapipe.kernels.reference.optimizer import BLOCK, Buffers, Coefficients, adamw_operator
 from megapipe.kernels.registry import FLOATS, KernelError, refusal, refused_dtype, refused_master
 
