@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.cuda_backend import library
-from megapipe.kernels.norm_functions import norm_functions, result_of, statistic_of
 from megapipe.kernels.reference.attention import softmax_operators
+from megapipe.kernels.reference.norms import norm_functions, result_of, statistic_of
 from megapipe.kernels.reference.optimizer import Buffers, Coefficients, adamw_operator
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.registry import refused_master

@@ -178,7 +178,7 @@ def adamw_operator(launch: Callable[[Buffers, Coefficients], None]) -> Callable[
 
 
 BLOCK = 65_536
-"""Elements whose squares are summed together: the unit of the canonical norm (`megapipe.parallel.norms`)."""
+"""Elements whose squares are summed together: the unit of the canonical norm (`megapipe.engine.reductions`)."""
 
 
 def gradient_norm(values: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.norm_functions import norm_functions, statistic_of
-from megapipe.kernels.reference.norms import unit_offset, without_bias
+from megapipe.kernels.reference.norms import norm_functions, statistic_of, unit_offset, without_bias
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import RESIDENT, RESIDENT_UNALIGNED, Launch, Specimen, meta, over_rows
 from megapipe.kernels.triton_backend.norms_backward import Operands

@@ -17,8 +17,8 @@ from megapipe.conversion.formats import Contents
 from megapipe.conversion.megapipe_format import model_of
 from megapipe.conversion.megatron_model import VOCABULARY_DIVISOR, models_of_layers, padded_rows, window_of
 from megapipe.conversion.sandbox import InertObject
-from megapipe.layers.latent_attention import EPSILON
-from megapipe.layers.rotary import attention_factor
+from megapipe.layers.attention import EPSILON
+from megapipe.layers.embedding import attention_factor
 from megapipe.spec.decoder_family import layer_fields
 from megapipe.spec.family import FamilyError, known_word
 

@@ -23,11 +23,18 @@ from megapipe.engine.host_memory import Swaps
 from megapipe.engine.pairs import TwoStreams
 from megapipe.engine.program import Instruction
 from megapipe.engine.reductions import Communicators, Reductions
-from megapipe.engine.stage import BlockModule, Stage, TensorSpec, UnitForward, unit_states
+from megapipe.engine.stage import (
+    BlockModule,
+    CompiledForward,
+    CompiledUnit,
+    Stage,
+    TensorSpec,
+    UnitForward,
+    unit_states,
+)
 from megapipe.engine.transfers import LinkPool, connect
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
-from megapipe.layers.compiled import CompiledForward, CompiledUnit
 from megapipe.layers.context_parallel import keep_rings_out_of_graphs
 from megapipe.layers.linear import AccumulatingProducts, Fp8Products, Products, Recipe, shard_sequence, use_products
 from megapipe.layers.sequence_parallel import SequenceProducts

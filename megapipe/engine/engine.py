@@ -10,14 +10,12 @@ from functools import partial
 
 import torch
 
-from megapipe.engine.compute import WHOLE
-from megapipe.engine.errors import EngineError, HalfError, UnitError
 from megapipe.engine.host_memory import Swaps
-from megapipe.engine.pairs import TwoStreams
+from megapipe.engine.pairs import HalfError, TwoStreams
 from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
-from megapipe.engine.stage import Stage, unit_states
-from megapipe.engine.step import StepInput, StepResult, StepState, finished
+from megapipe.engine.stage import WHOLE, Stage, UnitError, unit_states
+from megapipe.engine.step import EngineError, StepInput, StepResult, StepState, finished
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.actions import Kind

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.engine.compute import (
+from megapipe.engine.host_memory import SavedTensors, StateCopies, Swaps, address_of
+from megapipe.engine.reductions import shared_states
+from megapipe.engine.stage import (
     WHOLE,
     SavedGraph,
+    Stage,
+    UnitForward,
     apart,
     as_leaves,
     requires_grad_flags,
     run_units,
     unsplit_parameters,
 )
-from megapipe.engine.errors import EngineError
-from megapipe.engine.host_memory import SavedTensors, StateCopies, Swaps, address_of
-from megapipe.engine.reductions import shared_states
-from megapipe.engine.stage import Stage, UnitForward
-from megapipe.engine.step import StepState, UnitKey
+from megapipe.engine.step import EngineError, StepState, UnitKey
 from megapipe.engine.transfers import Transfers
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.unit_state import UnitState

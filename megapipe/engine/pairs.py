@@ -18,10 +18,13 @@ from dataclasses import replace
 
 import torch
 
-from megapipe.engine.errors import HalfError
 from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind, on_side_stream, pairs_of
+
+
+class HalfError(RuntimeError):
+    """The second action of a pair failed; `__cause__` is its error."""
 
 
 class AbandonedError(RuntimeError):

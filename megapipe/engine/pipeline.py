@@ -23,7 +23,6 @@ from megapipe.config.memory import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig, is_schedule_file
 from megapipe.engine.assembly import Assembly, Holding
-from megapipe.engine.errors import PipelineError
 from megapipe.engine.stage import described
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.engine.user_modules import (
@@ -32,6 +31,7 @@ from megapipe.engine.user_modules import (
     Microbatch,
     ModelPlan,
     ModuleUnit,
+    PipelineError,
     UserModules,
     plan_layers,
 )

@@ -3,15 +3,12 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from megapipe.engine.compute import WHOLE, apart, backward, backward_input, unsplit_parameters
-from megapipe.engine.errors import EngineError
 from megapipe.engine.forwards import Closure, Forwards, Moves, Tensors
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
-from megapipe.engine.shards import Shards
-from megapipe.engine.stage import Stage
-from megapipe.engine.step import StepState
-from megapipe.engine.transfers import Transfers
+from megapipe.engine.stage import WHOLE, Stage, apart, backward, backward_input, unsplit_parameters
+from megapipe.engine.step import EngineError, StepState
+from megapipe.engine.transfers import Shards, Transfers
 from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName

@@ -1,4 +1,4 @@
-"""Input and result of a step, and the state that lives while it runs."""
+"""Input and result of a step, the state that lives while it runs, and the error that ends it."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.engine.compute import SavedGraph
 from megapipe.engine.host_memory import SavedTensors, StateCopies
+from megapipe.engine.stage import SavedGraph
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
+from megapipe.schedules.actions import Action
 
 Key = tuple[int, int]
 """(stage, micro-batch)."""
@@ -139,9 +141,9 @@ class StepState:
     saved: saved tensors that move to host memory, from the forward to the backward or input half.
     activations, gradients: from the action that made them to the next unit or stage on this rank, or to a send.
     handed_out, summed: if the vocabulary is sharded over all pipeline ranks, tensors that are broadcast to shards and
-    tensors that are summed over them, by shard and micro-batch (`engine.shards`). counts: loss tokens of each update,
-    by term, then the number of ranks that set each flag; float64. reductions: sums of gradients that were started but
-    not awaited. scalars: the step's sums, once they are started.
+    tensors that are summed over them, by shard and micro-batch (`engine.transfers`). counts: loss tokens of each
+    update, by term, then the number of ranks that set each flag; float64. reductions: sums of gradients that were
+    started but not awaited. scalars: the step's sums, once they are started.
     """
 
     input: StepInput
@@ -207,3 +209,39 @@ def finished(state: StepState) -> StepResult:
         save_failed=save_failed,
         squared_loads=scalars.squared_loads,
     )
+
+
+def tensor_on(array: np.ndarray, device: torch.device, *, wide: bool = False) -> Tensor:
+    """Return a contiguous tensor of the array's values and dtype on `device`.
+
+    A GPU copies from pinned memory, in stream order, so that the host does not wait; the allocator keeps that memory
+    until the copy is done. int64 is sent as int32 and widened on the device: token ids, positions and lengths all fit.
+
+    wide: send integers unchanged, because int32 cannot hold all of them.
+    """
+    if device.type != "cuda":
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    narrowed = array.dtype == np.int64 and not wide
+    sent = array.astype(np.int32) if narrowed else np.ascontiguousarray(array)
+    moved = torch.from_numpy(sent).pin_memory().to(device, non_blocking=True)
+    return moved.long() if narrowed else moved
+
+
+class EngineError(RuntimeError):
+    """A step failed. The message names the rank, the step and the action, and the peer that it waited for, if any.
+
+    action: the action that failed. states: state of each step in progress. unit: index, in the action's stage, of the
+    unit whose forward failed. None or empty if there is none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        action: Action | None = None,
+        states: Sequence[StepState] = (),
+        unit: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.action = action
+        self.states = tuple(states)
+        self.unit = unit

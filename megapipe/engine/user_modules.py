@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from megapipe.engine.assembly import Assembly, ModelTable
-from megapipe.engine.errors import PipelineError
 from megapipe.engine.reductions import Communicators
 from megapipe.engine.stage import TensorSpec, described, short
 from megapipe.layers.adoption import adopt, adopted_modules, recording
@@ -28,12 +27,17 @@ from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.schedule import Header
-from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.ops import ContextAttention
 from megapipe.spec.parameters import Init, LayerSpec, ParameterSpec
 from megapipe.spec.token_order import Share, TokenOrder, order_of
 
 Loss = Callable[..., Tensor]
 """(the last layer's outputs, then the micro-batch's targets) -> loss summed over the micro-batch, 0-dim."""
+
+
+class PipelineError(ValueError):
+    """Modules, data or settings that a Pipeline cannot run; the message names the value, the rule, and how to fix
+    it."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,16 @@
-"""Self-attention: causal or bidirectional, grouped-query, sliding window, rotary positions, query and key norms.
+"""Self-attention: causal or bidirectional, grouped-query or multi-latent, sliding window, rotary positions, query and
+key norms.
 
 Attention within documents on a GPU is torch's flex_attention over the blocks of keys that a block of queries sees.
 Blocks without visible keys cost nothing (Dong et al., "Flex Attention", arXiv 2412.05496, section 3.2), whereas the
 cost of a mask is quadratic in the sample's length. The visible blocks are computed from the starts of documents,
 without reading tokens and in less than quadratic memory.
+
+Multi-latent attention computes keys and values from a small latent of each token (DeepSeek-V2, arXiv 2405.04434,
+section 2.1). A token has one latent for the keys and values of all heads, one rotated key that all heads share and, in
+some models, a latent for queries. Generation caches only latents and rotated keys. Every tensor rank computes the
+latents of all tokens, and its own heads; under sequence parallelism it computes latents of its own tokens, which are
+then gathered, because they are narrower than hidden states.
 """
 
 import math
@@ -25,10 +32,19 @@ from megapipe.kernels.registry import Registry
 from megapipe.layers.attention_pieces import Weighing
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout
-from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, Shapes, empty_parameter, within
+from megapipe.layers.embedding import RotaryAngles, rotated
+from megapipe.layers.linear import (
+    ColumnParallelLinear,
+    OnShards,
+    OwnTokensLinear,
+    RowParallelLinear,
+    Shapes,
+    empty_parameter,
+    within,
+)
 from megapipe.layers.norms import Norm, ProjectionNorm
-from megapipe.layers.rotary import RotaryAngles, rotated
 from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_in_backward
+from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
 from megapipe.spec.token_order import Share
@@ -449,6 +465,66 @@ class BidirectionalAttention(Attention):
         scores = products.view(len(hidden), -1, *hidden.shape[1:])
         weights = torch.softmax(torch.add(hidden.unsqueeze(1), scores, alpha=scale), dim=-1)
         return weights.view(query.shape[0], query.shape[1], key.shape[1])
+
+
+EPSILON = 1e-6
+"""Epsilon of the norms of latents, independent of the model's norm_epsilon (transformers' DeepseekV2Attention)."""
+
+
+class MultiLatentAttention(Attention, OnShards):
+    """One block's multi-latent attention on one tensor rank, which has an equal part of the heads.
+
+    shapes: of `kv_down.weight` (latent + rotated channels, hidden), `kv_latent_norm.weight` (latent),
+    `kv_up.weight` (heads x (d - rotated channels + d'), latent) with the key before the value, and of `query.weight`
+    (heads x d, hidden), or `query_down`, `query_latent_norm` and `query_up` likewise. Among the d channels of a head,
+    the rotated ones come first, in queries and in keys; values have d' channels.
+    """
+
+    def _add_projections(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
+        self.group = group
+        self.kv_groups, self.heads_per_group = model.num_heads // group.size, 1
+        self.head_dim, self.value_dim, self.latent_size = model.head_dim, model.value_dim, shapes["kv_up.weight"][-1]
+        self.query_down: OwnTokensLinear | None = None
+        if model.query_latent_size is None:
+            self.query = ColumnParallelLinear(within(shapes, "query"), group)
+        else:
+            self.query_down = OwnTokensLinear(within(shapes, "query_down"), group)
+            self.query_latent_norm = _latent_norm(model, within(shapes, "query_latent_norm"), kernels)
+            self.query_up = ColumnParallelLinear(within(shapes, "query_up"), group)
+        self.kv_down = OwnTokensLinear(within(shapes, "kv_down"), group)
+        self.kv_latent_norm = _latent_norm(model, within(shapes, "kv_latent_norm"), kernels)
+        self.kv_up = ColumnParallelLinear(within(shapes, "kv_up"), group)
+
+    def _projected(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None) -> tuple[Tensor, Tensor, Tensor]:
+        tape = context.tape
+        query = self._prepare(self.queries(x, tape, rerun), None, context)
+        latent, shared = self.latents(x, tape, rerun)
+        own, value = (
+            self.kv_up(latent, tape)
+            .unflatten(-1, (self.kv_groups, 1, -1))
+            .split([self.head_dim - shared.shape[-1], self.value_dim], dim=-1)
+        )
+        whole = copy_to_group(shared, self.group) if self.sequence is None else gather_tokens(shared, self.group)
+        rotated = self._prepare(whole[:, :, None, None], None, context)
+        return query, torch.cat([rotated.expand(-1, -1, self.kv_groups, -1, -1), own], dim=-1), value
+
+    def queries(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+        """Return queries [b, s, heads, 1, d], before rotation, for hidden states [b, s, h]."""
+        if self.query_down is None:
+            query = self.query(x, tape, rerun)
+        else:
+            query = self.query_up(self.query_latent_norm(self.query_down(x, tape, rerun), tape), tape)
+        return query.unflatten(-1, (self.kv_groups, 1, self.head_dim))
+
+    def latents(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> tuple[Tensor, Tensor]:
+        """Return normalised latents [b, s, c] of keys and values, and shared keys [b, s, r] before rotation."""
+        down = self.kv_down(x, tape, rerun)
+        latent, shared = down.split([self.latent_size, down.shape[-1] - self.latent_size], dim=-1)
+        return self.kv_latent_norm(latent, tape), shared
+
+
+def _latent_norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
+    return Norm(model.head_norm_kind.op, shapes, EPSILON, kernels)
 
 
 @lru_cache(maxsize=8)

@@ -36,7 +36,7 @@ from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.spec.attention import kv_copies
-from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.ops import ContextAttention
 from megapipe.spec.token_order import Piece, Share, TokenOrder, Visibility, order_of, pieces, token_numbers
 
 

@@ -18,16 +18,18 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import loss_terms_of
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.spec.attention import why_a_mask
-from megapipe.spec.dtypes import FULL_BYTES, AttentionPath, Precision
 from megapipe.spec.layers import layer_ops
 from megapipe.spec.linear import OUTPUT_GRADIENT
 from megapipe.spec.moments import peaks_within
 from megapipe.spec.ops import (
+    FULL_BYTES,
+    AttentionPath,
     BackwardPhase,
     Exchange,
     MicrobatchShape,
     Op,
     Operation,
+    Precision,
     exchanges,
     partial_weights,
     saved_bytes,

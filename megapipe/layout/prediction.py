@@ -22,8 +22,7 @@ from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Held, Sizes, Te
 from megapipe.schedules import Kind, Schedule
 from megapipe.schedules.schedule import Header
 from megapipe.spec.attention import attention_path
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.spec.ops import BackwardPhase, Exchange
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, BackwardPhase, Exchange, Precision
 from megapipe.spec.parameters import LayerSpec
 
 Traffic = dict[tuple[str, str], tuple[int, int, int]]

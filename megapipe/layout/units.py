@@ -16,8 +16,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout
 from megapipe.layout.whole_matrices import MatrixPlacement, place
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.spec.ops import Exchange
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Exchange, Precision
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, LayerSpec, ParameterSpec, TiedNames, tied_names
 
 

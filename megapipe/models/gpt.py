@@ -11,21 +11,19 @@ from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import Attention, MultiLatentAttention
 from megapipe.layers.context import MicrobatchContext, token_numbers
 from megapipe.layers.context_parallel import attend_in_pieces, share_samples
 from megapipe.layers.cross_entropy import SharedHead, VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding, scaled
 from megapipe.layers.feed_forward import MLP, Experts
-from megapipe.layers.latent_attention import MultiLatentAttention
 from megapipe.layers.linear import OwnTokensLinear, Shapes, partial_parameters, within
 from megapipe.layers.norms import Norm
 from megapipe.layers.split import Rerun, SplitTape
 from megapipe.parallel.groups import Group
-from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.layers import layer_ops
-from megapipe.spec.ops import MicrobatchShape, partial_weights
+from megapipe.spec.ops import ContextAttention, MicrobatchShape, partial_weights
 from megapipe.spec.parameters import LayerSpec
 
 

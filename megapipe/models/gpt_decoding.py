@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megapipe.config.model import Reach
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import Attention, MultiLatentAttention
 from megapipe.layers.attention_pieces import Seen, piece_forward, with_sinks
-from megapipe.layers.latent_attention import MultiLatentAttention
+from megapipe.layers.embedding import rotated
 from megapipe.layers.norms import Norm
-from megapipe.layers.rotary import rotated
 from megapipe.models.gpt import Block, Embedding, Head
 
 

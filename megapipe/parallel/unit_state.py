@@ -4,7 +4,8 @@ A unit is a layer, or a tied weight, which has one gradient accumulator per use.
 versions, the optimizer and the checkpoint are operations on this object (docs/design.md, idea 2).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy as shallow_copy
 from typing import Any, Protocol
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.parallel.groups import Group, Work
-from megapipe.parallel.memory import allocate, allocated, free, is_allocated, transient
 from megapipe.parallel.segments import WHOLE, SegmentTable, Sharding, TableShard
 from megapipe.random.bits import fill_box
 from megapipe.spec.parameters import ParameterSpec
@@ -381,3 +381,40 @@ def sum_partial_gradients(state: UnitState, gradient: Tensor, group: Group) -> N
     group.all_reduce(total)
     for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
         part.copy_(summed)
+
+
+def allocate(flat: Tensor) -> None:
+    """Allocate memory for a flat tensor that was freed; its values are undefined. Its views use the new memory."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def free(flat: Tensor) -> None:
+    """Free a flat tensor's memory. The tensor keeps its size, and so do its views and tensors that autograd saved of
+    it."""
+    flat.untyped_storage().resize_(0)
+
+
+def is_allocated(flat: Tensor) -> bool:
+    """Return whether a flat tensor has memory."""
+    return flat.numel() == 0 or flat.untyped_storage().nbytes() > 0
+
+
+def transient(size: int, *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return a flat tensor that has no memory yet."""
+    flat = torch.empty(size, dtype=dtype, device=device)
+    free(flat)
+    return flat
+
+
+@contextmanager
+def allocated(flat: Tensor) -> Iterator[None]:
+    """Allocate a flat tensor for the duration of the block, if it has no memory: only then can views be taken of
+    it."""
+    had_memory = is_allocated(flat)
+    if not had_memory:
+        allocate(flat)
+    try:
+        yield
+    finally:
+        if not had_memory:
+            free(flat)

@@ -6,7 +6,6 @@ from functools import partial
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.linear import (
     ZEROS,
     all_tokens,
@@ -20,6 +19,7 @@ from megapipe.spec.linear import (
 )
 from megapipe.spec.moments import output_moments, table_moments
 from megapipe.spec.ops import (
+    FULL_BYTES,
     Collective,
     GroupName,
     Kernel,

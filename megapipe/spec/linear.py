@@ -4,8 +4,8 @@ import math
 from functools import lru_cache
 
 from megapipe.config.model import ModelConfig, NormKind
-from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.ops import (
+    FULL_BYTES,
     Collective,
     Kernel,
     MicrobatchShape,

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.linear import chunk_rows
-from megapipe.spec.ops import BackwardPhase, MicrobatchShape, Moment, Op
+from megapipe.spec.ops import FULL_BYTES, BackwardPhase, MicrobatchShape, Moment, Op
 from megapipe.spec.parameters import ParameterSpec
 
 

@@ -13,9 +13,14 @@ from typing import Literal, NamedTuple
 
 from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, AttentionPath, ContextAttention, Precision
 from megapipe.spec.parameters import ParameterSpec
 
+Precision = Literal["fp32", "bf16", "fp16"]
+AttentionPath = Literal["sdpa", "unfused"]
+ContextAttention = Literal["ring", "all_to_all"]
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+FULL_BYTES = 4
+"""Bytes of an fp32 element: master weights, gradients, moments and statistics in every precision."""
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
 GroupName = Literal["tensor", "context", "pipeline+tensor"]
 BackwardPhase = Literal["backward", "input half", "weight half"]

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.ops import ContextAttention
 
 TokenOrder = Literal["head_tail", "contiguous"]
 PieceKind = Literal["full", "causal", "masked"]

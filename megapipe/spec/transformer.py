@@ -16,7 +16,6 @@ from typing import Literal
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.memory import RecomputedPart
 from megapipe.spec.attention import attention
-from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.linear import (
     OUTPUT_GRADIENT,
     ZEROS,
@@ -42,6 +41,7 @@ from megapipe.spec.moments import (
     up_moments,
 )
 from megapipe.spec.ops import (
+    FULL_BYTES,
     Collective,
     Flops,
     Kernel,

@@ -11,7 +11,7 @@ import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.dtypes import Precision
+from megapipe.spec.ops import Precision
 
 SIZES = {"cpu": 512, "cuda": 4096}
 """Rows and columns of the timed matrices: similar to those of a micro-batch, but small enough that a product takes

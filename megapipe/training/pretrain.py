@@ -26,8 +26,8 @@ from megapipe.parallel.launch import (
 )
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
-from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import active_parameters
+from megapipe.spec.ops import Precision
 from megapipe.spec.parameters import LayerSpec
 from megapipe.training.device import keep_freed_memory, require_determinism, with_precision
 from megapipe.training.loop.batches import Samples, open_loader, open_samples, reference_losses

@@ -15,9 +15,8 @@ from megapipe.engine.step import StepInput
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.units import StateBytes, flat_elements
 from megapipe.parallel.groups import Group, Work
-from megapipe.parallel.memory import is_allocated
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.unit_state import UnitState
+from megapipe.parallel.unit_state import UnitState, is_allocated
 from megapipe.spec.layers import model_layers
 from megapipe.training.loop.batches import BatchLoader, split_samples
 from megapipe.training.loop.replica import Replica

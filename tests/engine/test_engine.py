@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.engine.errors import EngineError
-from megapipe.engine.step import StepInput
+from megapipe.engine.step import EngineError, StepInput
 from megapipe.parallel.groups import ReduceOperation, SoloGroup, Work
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.launch import connected_mesh

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.engine.errors import PipelineError
 from megapipe.engine.pipeline import Pipeline
+from megapipe.engine.user_modules import PipelineError
 from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import run_threads

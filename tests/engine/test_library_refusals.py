@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.engine.errors import EngineError, PipelineError
 from megapipe.engine.pipeline import Pipeline
-from megapipe.engine.step import StepResult
+from megapipe.engine.step import EngineError, StepResult
+from megapipe.engine.user_modules import PipelineError
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import ScheduleError, dumps, order
 from megapipe.schedules.states import StateTable, StateUnit

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.engine.errors import PipelineError
 from megapipe.engine.pipeline import Pipeline
+from megapipe.engine.user_modules import PipelineError
 from megapipe.layers import ColumnLinear, RowLinear
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState

@@ -12,11 +12,10 @@ import torch
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
-from megapipe.engine.errors import EngineError
 from megapipe.engine.forwards import Closure
 from megapipe.engine.host_memory import Copy, Move, Swaps, ThreadCopies
 from megapipe.engine.program import Instruction
-from megapipe.engine.step import StepInput, StepState
+from megapipe.engine.step import EngineError, StepInput, StepState
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.parallel.mesh import Mesh

@@ -10,19 +10,17 @@ from torch import Tensor
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
-from megapipe.engine.errors import EngineError
 from megapipe.engine.host_memory import Copy, Move, Swaps, ThreadCopies
-from megapipe.engine.step import StepInput
+from megapipe.engine.step import EngineError, StepInput
 from megapipe.engine.transfers import Transfers
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.layout.units import flat_elements
-from megapipe.parallel.memory import is_allocated
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.unit_state import HostWeights, UnitState
+from megapipe.parallel.unit_state import HostWeights, UnitState, is_allocated
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
-from megapipe.spec.dtypes import FULL_BYTES
 from megapipe.spec.layers import model_layers
+from megapipe.spec.ops import FULL_BYTES
 from megapipe.training.loop.replica import Replica
 from tests.engine.test_offload import CPU, CountingRecorder, Progress, SlowCopies, two_steps
 from tests.optim.test_optimizer import SPECS

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Holding, pair_overlap
-from megapipe.engine.errors import HalfError
-from megapipe.engine.pairs import AbandonedError, Alternation, TwoStreams
+from megapipe.engine.pairs import AbandonedError, Alternation, HalfError, TwoStreams
 from megapipe.engine.program import Instruction
 from megapipe.layout.table import LayerChoice
 from megapipe.parallel.groups import DistributedGroup, SilentGroup, SoloGroup

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.engine.errors import EngineError
+from megapipe.engine.step import EngineError
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import ScheduleError
 from tests.engine.asynchronous_runs import Outcome, train, train_after_a_restart, train_each

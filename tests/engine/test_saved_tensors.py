@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
-from megapipe.engine.compute import SavedGraph, backward, backward_input
 from megapipe.engine.host_memory import HostPool, SavedTensors, address_of
+from megapipe.engine.stage import SavedGraph, backward, backward_input
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
 from megapipe.spec.layers import model_layers

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.kernels.apex_backend.signatures import FUNCTIONS
+from megapipe.kernels.apex_backend.kernels import FUNCTIONS
 from megapipe.kernels.cuda_backend import library
 from tests.fake_cuda.mode import Watch, tensors_in
 from tests.fake_cuda.timeline import ROOT

@@ -2,7 +2,7 @@
 
 import torch
 
-from megapipe.kernels.apex_backend.signatures import WEIGHT_GRADIENT
+from megapipe.kernels.apex_backend.kernels import WEIGHT_GRADIENT
 from megapipe.kernels.cuda_backend import library
 from tests.fake_cuda import extensions
 from tests.fake_cuda.runs import FakeRank, on_fake_device

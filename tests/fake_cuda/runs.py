@@ -26,11 +26,12 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine import engine
 from megapipe.engine.pipeline import Pipeline
+from megapipe.engine.stage import CompiledForward
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import DeviceClock
 from megapipe.inference.generation import Limits, SamplingSettings, generate
 from megapipe.inference.trained_model import LoadedModel
-from megapipe.layers import compiled, rotary
+from megapipe.layers import embedding
 from megapipe.optim.scaling import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
@@ -169,18 +170,18 @@ def _capture_graphs(watch: Watch) -> None:
 
     It calls functions of constants outside of all modes.
     """
-    forward = compiled.CompiledForward.__init__
-    compiled.CompiledForward.__init__ = (  # type: ignore[method-assign]
+    forward = CompiledForward.__init__
+    CompiledForward.__init__ = (  # type: ignore[method-assign]
         lambda self, **options: forward(self, **options, backend="eager")
     )
-    tables = rotary._cached_tables
+    tables = embedding._cached_tables
 
     @functools.lru_cache(maxsize=8)
     def within_modes(*constants: Any) -> Any:
         with watch.entered():
             return tables(*constants)
 
-    rotary._cached_tables = within_modes
+    embedding._cached_tables = within_modes
 
 
 @on_fake_device

@@ -1,6 +1,6 @@
 """A stand-in for NVIDIA's apex: its extensions with the arguments of the table, computed with torch.
 
-Every call is compared with `megapipe.kernels.apex_backend.signatures`: the number of arguments, the kind of each, and
+Every call is compared with `megapipe.kernels.apex_backend.kernels`: the number of arguments, the kind of each, and
 the rules that apex's sources have for dtypes and shapes. A call that apex would refuse, or misread, fails here.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.kernels.apex_backend.signatures import FUNCTIONS, Form, Function
+from megapipe.kernels.apex_backend.kernels import FUNCTIONS, Form, Function
 from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import norms as reference_norms
 

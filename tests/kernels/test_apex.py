@@ -9,7 +9,6 @@ import torch
 
 from megapipe.kernels import apex_backend
 from megapipe.kernels.apex_backend import kernels as apex_kernels
-from megapipe.kernels.apex_backend import signatures
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import optimizer as reference_optimizer
@@ -179,13 +178,13 @@ def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
 @pytest.mark.usefixtures("_apex")
 def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     extension = importlib.import_module("fused_layer_norm_cuda")
-    known = signatures.LAYER_NORM_BACKWARD.forms[-1]
-    longer = signatures.Form("later", "2030", (*known.arguments, "more:int"))
+    known = apex_kernels.LAYER_NORM_BACKWARD.forms[-1]
+    longer = apex_kernels.Form("later", "2030", (*known.arguments, "more:int"))
     monkeypatch.setattr(extension, "backward_affine", lambda *arguments: None)
     expected = "fused_layer_norm_cuda.backward_affine takes unknown arguments instead of 8 or 9; build apex at commit"
     assert apex_kernels.REFUSALS["layer_norm"]("cuda", torch.float32, 8) == f"{expected} 6ff45486f"
     extension.backward_affine.__doc__ = apex_stand_in.docstring("backward_affine", longer)
-    monkeypatch.setattr(extension, "backward_affine", apex_stand_in.checked(signatures.LAYER_NORM_BACKWARD, longer))
+    monkeypatch.setattr(extension, "backward_affine", apex_stand_in.checked(apex_kernels.LAYER_NORM_BACKWARD, longer))
     assert apex_kernels.REFUSALS["layer_norm"]("cuda", torch.float32, 8) == f"{expected} 6ff45486f".replace(
         "unknown", "10"
     )
@@ -201,9 +200,9 @@ def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytes
 
 def test_arguments_are_counted_in_docstrings_of_pybind11() -> None:
     """Of functions of torch, which the same library binds."""
-    assert signatures._count(torch._C._jit_set_profiling_mode) == 1
-    assert signatures._count(torch._C._jit_pass_inline) == 1
-    assert signatures._count(torch._C._propagate_shapes) == 3
+    assert apex_kernels._count(torch._C._jit_set_profiling_mode) == 1
+    assert apex_kernels._count(torch._C._jit_pass_inline) == 1
+    assert apex_kernels._count(torch._C._propagate_shapes) == 3
 
 
 @pytest.mark.usefixtures("_apex")

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megapipe.engine.reductions import squared_norm
 from megapipe.kernels.reference import optimizer as reference_optimizer
 from megapipe.kernels.reference.optimizer import Coefficients, Elements
 from megapipe.kernels.registry import Implementation
-from megapipe.optim.steps import AdamW, adamw_step
-from megapipe.parallel.norms import squared_norm
+from megapipe.optim.optimizer import AdamW, adamw_step
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 from tests.kernels import adamw_checks
 from tests.kernels.cases import DEVICE, DTYPES, assert_same_bits, draw, implementation, misaligned, needs_triton

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from megapipe.layers.compiled import CompiledForward
+from megapipe.engine.stage import CompiledForward
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Group

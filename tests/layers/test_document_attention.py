@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from torch.nn.attention import flex_attention
 
+from megapipe.engine.stage import CompiledForward
 from megapipe.layers import attention as blocks
 from megapipe.layers.attention import block_lists, document_blocks, visible_within_documents
-from megapipe.layers.compiled import CompiledForward
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape
 from megapipe.spec.attention import why_a_mask

@@ -16,7 +16,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.layers.feed_forward import MLP, Experts, assign, assign_evenly, pick_rows, sum_rows
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Group
-from megapipe.parallel.memory import free
+from megapipe.parallel.unit_state import free
 from megapipe.spec.layers import model_layers
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, BoundLayer, bind, make_context, small_model
 from tests.support.meshes import run_threads

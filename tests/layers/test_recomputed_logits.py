@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megapipe.engine.stage import CompiledForward
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference.cross_entropy import CHUNK_ROWS
-from megapipe.layers.compiled import CompiledForward
 from megapipe.layers.cross_entropy import MaskedTokenHead, VocabParallelHead
 from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.groups import Group, SoloGroup

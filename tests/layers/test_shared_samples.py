@@ -18,8 +18,8 @@ from megapipe.layers.context_parallel import attend_in_pieces, share_samples
 from megapipe.layers.linear import within
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.layers import model_layers
+from megapipe.spec.ops import ContextAttention
 from megapipe.spec.token_order import order_of, token_numbers
 from tests.support.meshes import run_mesh
 

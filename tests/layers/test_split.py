@@ -10,7 +10,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.kernels.reference import activations as reference_activations
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitError, SplitTape, unsplit_parameters
-from megapipe.parallel.memory import free
+from megapipe.parallel.unit_state import free
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
 
 SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "dropout": DROPOUT}

@@ -21,7 +21,7 @@ from megapipe.config.model import ModelConfig, Reach
 from megapipe.config.rope import RopeScaling
 from megapipe.conversion.megatron_arguments import arguments_of, model_of_arguments
 from megapipe.conversion.sandbox import InertObject
-from megapipe.layers.rotary import attention_factor, inverse_frequencies
+from megapipe.layers.embedding import attention_factor, inverse_frequencies
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from tests.layers.bound import LLAMA, bind, bind_model, make_context, small_model
 from tests.layers.bound import run as run_layers

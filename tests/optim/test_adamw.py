@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.kernels.reference import optimizer as reference_optimizer
+from megapipe.optim.optimizer import BLOCK, AdamW, adamw_step
 from megapipe.optim.scaling import clip_coefficient
-from megapipe.optim.steps import BLOCK, AdamW, adamw_step
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megapipe.optim.optimizer import BLOCK, SGD, sgd_step
 from megapipe.optim.scaling import clip_coefficient
-from megapipe.optim.steps import BLOCK, SGD, sgd_step
 
 LEARNING_RATES = [3e-2, 1e-2, 5e-2, 2e-3]
 DEVICES = [

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megapipe.parallel.memory import is_allocated
+from megapipe.engine.reductions import squared_norms
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.norms import squared_norms
 from megapipe.parallel.segments import Sharding
-from megapipe.parallel.unit_state import UnitState
+from megapipe.parallel.unit_state import UnitState, is_allocated
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
 from tests.support.meshes import run_mesh
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megapipe.parallel.norms import BLOCK, squared_norm, squared_norms
+from megapipe.engine.reductions import BLOCK, squared_norm, squared_norms
 from megapipe.parallel.segments import SEGMENT_ALIGNMENT, SegmentTable
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Init, ParameterSpec

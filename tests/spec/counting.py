@@ -20,7 +20,7 @@ from megapipe.models import bert, gpt
 from megapipe.models.gpt import Block
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.dtypes import ContextAttention
+from megapipe.spec.ops import ContextAttention
 from megapipe.spec.parameters import LayerSpec
 from megapipe.spec.token_order import Share, order_of
 

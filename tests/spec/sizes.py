@@ -5,9 +5,16 @@ from typing import Any
 
 from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
-from megapipe.spec.dtypes import AttentionPath, ContextAttention, Precision
 from megapipe.spec.layers import layer_ops
-from megapipe.spec.ops import MicrobatchShape, exchanges, saved_bytes, weight_half_bytes
+from megapipe.spec.ops import (
+    AttentionPath,
+    ContextAttention,
+    MicrobatchShape,
+    Precision,
+    exchanges,
+    saved_bytes,
+    weight_half_bytes,
+)
 from megapipe.spec.parameters import LayerSpec
 
 

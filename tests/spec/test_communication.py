@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.layout.costs import merged, repeated, scalar_exchanges
-from megapipe.spec.dtypes import ELEMENT_BYTES, Precision
 from megapipe.spec.layers import layer_ops
-from megapipe.spec.ops import Exchange, MicrobatchShape, exchanges
+from megapipe.spec.ops import ELEMENT_BYTES, Exchange, MicrobatchShape, Precision, exchanges
 from megapipe.spec.parameters import LayerKind
 
 SIZES = st.integers(1, 4), st.sampled_from([16, 64, 256]), st.sampled_from([1, 2, 4, 8])

@@ -14,8 +14,8 @@ from megapipe.config.model import ModelConfig
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.dtypes import ContextAttention
 from megapipe.spec.layers import layer_flops, model_layers, tensor_problems
+from megapipe.spec.ops import ContextAttention
 from tests.spec.counting import DTYPES, PREDICTIONS, SEQUENCE, Subject
 from tests.spec.sizes import predicted_bytes, sent_bytes
 from tests.support.meshes import run_threads

@@ -14,8 +14,8 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.optim.muon import make_optimizer
-from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import model_layers
+from megapipe.spec.ops import Precision
 from tests.spec.sizes import predicted_bytes
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megapipe.config.errors import ConfigError
-from megapipe.engine.errors import EngineError
+from megapipe.engine.step import EngineError
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.rendezvous import Start
 from megapipe.training.resilience import failures

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.mesh_shape import MeshShape
-from megapipe.engine.errors import EngineError
 from megapipe.engine.host_memory import Swaps
-from megapipe.engine.step import StepInput
+from megapipe.engine.step import EngineError, StepInput
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import HostWeights

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.errors import EngineError
-from megapipe.engine.step import StepInput
+from megapipe.engine.step import EngineError, StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
 from megapipe.schedules.measured.traces import read_rank, read_run

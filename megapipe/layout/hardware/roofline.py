@@ -16,7 +16,7 @@ import numpy as np
 
 from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Device, Efficiency
-from megapipe.spec.dtypes import Precision
+from megapipe.spec.ops import Precision
 
 DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of an element in memory."""

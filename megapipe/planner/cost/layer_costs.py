@@ -19,8 +19,7 @@ from megapipe.layout.units import Unit, layer_units, tied_unit
 from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSeconds
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.spec.ops import Exchange, Flops
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Exchange, Flops, Precision
 from megapipe.spec.parameters import LayerSpec, TiedNames
 
 

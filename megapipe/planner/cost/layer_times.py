@@ -13,8 +13,7 @@ from megapipe.layout.hardware.roofline import KernelTime, matrix_product_time, m
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.layout.units import Unit, UnitCosts
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
-from megapipe.spec.ops import Kernel, KernelPhase, MicrobatchShape
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Kernel, KernelPhase, MicrobatchShape, Precision
 from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
 

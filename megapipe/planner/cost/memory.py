@@ -35,7 +35,7 @@ from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules.actions import Ints, Mask
 from megapipe.schedules.building_blocks import Policy
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.parameters import LayerSpec, TiedNames
 
 Floats = npt.NDArray[np.float64]

@@ -45,7 +45,7 @@ from megapipe.planner.measured import (
 from megapipe.schedules import Costs, Header, Link, Schedule, Simulation, simulate
 from megapipe.schedules.actions import KIND, STAGE, UNIT, VERSION, Kind
 from megapipe.schedules.simulation import CostPlace
-from megapipe.spec.dtypes import ELEMENT_BYTES
+from megapipe.spec.ops import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ from megapipe.planner.cost.step_time import ROUNDING, step_seconds
 from megapipe.planner.papers.two_buffered import uniform_run
 from megapipe.schedules.building_blocks import balance_layers
 from megapipe.schedules.simulation.order_times import OrderCosts
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES
 from megapipe.spec.layers import tensor_problems
-from megapipe.spec.ops import Exchange
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Exchange
 
 Method = Literal["data", "sharded", "tensor"]
 """Replicas with a whole state, replicas that shard one (ZeRO stage 3), or devices that share the layer's compute."""

@@ -25,7 +25,7 @@ from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.run_layout import lay_run
 from megapipe.schedules.registry import find_published
-from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.ops import FULL_BYTES
 
 PAPER = "arXiv 2006.09503"
 SETTINGS = (

@@ -29,7 +29,7 @@ from megapipe.planner.cost.step_time import ROUNDING, TrafficCounts
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.space import Branch, Choice, Layout, Recompute, Shape, ZeroStage
 from megapipe.schedules.registry import find_generator
-from megapipe.spec.dtypes import ELEMENT_BYTES, FULL_BYTES, Precision
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Precision
 
 Floats = npt.NDArray[np.float64]
 

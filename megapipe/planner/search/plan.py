@@ -29,7 +29,7 @@ from megapipe.planner.search.explorer import Explorer, order
 from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
 from megapipe.schedules.building_blocks import balance_layers
-from megapipe.spec.dtypes import FULL_BYTES
+from megapipe.spec.ops import FULL_BYTES
 
 WIDEST = 8
 """Maximum number of layouts to refine, in multiples of `Effort.keep`, if simulation makes the first ones slower."""

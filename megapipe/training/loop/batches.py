@@ -16,13 +16,12 @@ from megapipe.data.megatron_order import MegatronBlendOrder, MegatronSamples, sa
 from megapipe.data.mixing import BlendedSamples, BlendOrder, FillInTheMiddle, FillInTheMiddleRule
 from megapipe.data.packed_samples import PackedSamples
 from megapipe.data.samples import GptSamples, SampleSet, SplitName
-from megapipe.engine.step import Counts
+from megapipe.engine.step import Counts, tensor_on
 from megapipe.layers.attention import block_lists, document_blocks
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.sequence_slices import sliced
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.layout.stages import slice_ranges
-from megapipe.parallel.memory import tensor_on
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.attention import why_a_mask
 from megapipe.training.loop.loader import Consumer, HeldTokens, Loader, runs_ring

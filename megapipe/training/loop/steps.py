@@ -14,10 +14,9 @@ import torch
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.step import Counts, StepInput, StepResult
+from megapipe.engine.step import Counts, StepInput, StepResult, tensor_on
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.optim.scaling import learning_rate
-from megapipe.parallel.memory import tensor_on
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.layers import load_variations
 from megapipe.training.loop.batches import Samples, open_loader

@@ -20,8 +20,8 @@ from rich.text import Text
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.roofline import peak_flops
 from megapipe.models.families import DTYPES, family_of
-from megapipe.spec.dtypes import Precision
 from megapipe.spec.layers import model_flops_per_token
+from megapipe.spec.ops import Precision
 from megapipe.spec.parameters import LayerSpec
 from megapipe.training.device import product_flops, product_size
 from megapipe.training.observe.records import EvaluationRecord, LineFile, Listener, StepRecord, write_line

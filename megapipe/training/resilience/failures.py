@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.errors import ConfigError
 from megapipe.data.errors import DataError
-from megapipe.engine.compute import WHOLE, SavedGraph
-from megapipe.engine.errors import EngineError
-from megapipe.engine.stage import Stage, unit_states
-from megapipe.engine.step import StepState
+from megapipe.engine.stage import WHOLE, SavedGraph, Stage, unit_states
+from megapipe.engine.step import EngineError, StepState
 from megapipe.optim.scaling import LossScaleError
 from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.rendezvous import Start

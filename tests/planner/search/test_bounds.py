@@ -23,7 +23,7 @@ from megapipe.planner.search.space import Branch, Layout, Layouts, SearchSpace, 
 from megapipe.schedules import Kind, order
 from megapipe.schedules.actions import KIND, STAGE
 from megapipe.schedules.registry import GENERATORS, Options
-from megapipe.spec.dtypes import ELEMENT_BYTES
+from megapipe.spec.ops import ELEMENT_BYTES
 from tests.planner.search.runs import machine, run, runs
 from tests.schedules.support import TRAINED, fewest_microbatches
 

@@ -20,8 +20,8 @@ from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
 from megapipe.layout.units import Unit
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.layer_times import RooflineTimes
-from megapipe.spec.dtypes import AttentionPath
 from megapipe.spec.layers import layer_flops
+from megapipe.spec.ops import AttentionPath
 
 COUNT = 5000
 SEQUENCE = 64

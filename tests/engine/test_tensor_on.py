@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megapipe.parallel.memory import tensor_on
+from megapipe.engine.step import tensor_on
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
