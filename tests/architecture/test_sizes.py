@@ -12,7 +12,7 @@ from package import (
 )
 
 # A comment.
-X = 1  # a comment beside code
+X = 1  # a comment after code
 """About X."""
 
 
