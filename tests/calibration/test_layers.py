@@ -60,7 +60,7 @@ def test_halves_and_what_runs_again_are_the_schedules_own_actions() -> None:
     assert Kind.BACKWARD not in kinds
 
 
-def test_what_the_configuration_asks_of_layers_is_kept_and_its_layout_is_not() -> None:
+def test_layer_options_are_kept_and_layout_is_dropped() -> None:
     config = replace(CONFIG, recompute=replace(CONFIG.recompute, method="selective"))
     config.parallel = replace(config.parallel, pipeline=4, data=2, sequence=True, tensor=2)
     config.zero = replace(config.zero, stage=3)

@@ -59,7 +59,7 @@ def chosen(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig | Config
 
 
 @pytest.mark.parametrize("make", [gpt, bert], ids=["gpt", "bert"])
-def test_every_rank_takes_what_the_first_one_chose(make: Callable[[], PretrainConfig]) -> None:
+def test_every_rank_uses_the_choice_of_the_first(make: Callable[[], PretrainConfig]) -> None:
     config = make()
     budget = 0.9 * peak_bytes(config, "cpu")
     (first, messages), (second, _) = run_threads({"pipeline": 2}, chosen, auto(config, budget))
@@ -155,7 +155,7 @@ def test_real_ranks_stay_within_their_budgets_and_train_the_same(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_says_what_it_chose_and_a_resume_chooses_anew(tmp_path: Path) -> None:
+def test_a_run_reports_its_choice_and_a_resume_chooses_again(tmp_path: Path) -> None:
     """Six steps at once and with nothing run again; or three on one rank within a budget, and three more on two ranks
     of a pipeline within another one."""
     prefix = write_shard(tmp_path)

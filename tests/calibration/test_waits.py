@@ -51,16 +51,16 @@ def test_all_wait_for_a_rank_that_comes_late() -> None:
 def test_what_is_beyond_the_same_work_alone_is_waiting(alone: list[float], beyond: list[float]) -> None:
     one = MeasuredLayer("block", 2, 1, 4, *alone)
     both = MeasuredLayer("block", 2, 1, 4, *(1.5 * (own + more) for own, more in zip(alone, beyond, strict=True)))
-    (found,) = waits([MeasuredLayer("head", 2, 1, 4, *[9.0] * 5), one], [both], 1.5)
-    assert (found.kind, found.tensor, found.context, found.micro_size) == ("block", 2, 1, 4)
-    told = (found.forward, found.backward, found.backward_input, found.backward_weight)
-    assert told == pytest.approx(beyond[:4], abs=1e-9)
+    (layer,) = waits([MeasuredLayer("head", 2, 1, 4, *[9.0] * 5), one], [both], 1.5)
+    assert (layer.kind, layer.tensor, layer.context, layer.micro_size) == ("block", 2, 1, 4)
+    seconds = (layer.forward, layer.backward, layer.backward_input, layer.backward_weight)
+    assert seconds == pytest.approx(beyond[:4], abs=1e-9)
 
 
-def test_nobody_waits_less_than_nothing() -> None:
+def test_waits_are_never_negative() -> None:
     alone = MeasuredLayer("block", 2, 1, 1, *[1.0] * 5)
-    (found,) = waits([alone], [alone], 1.1)
-    assert (found.forward, found.backward, found.backward_input, found.backward_weight) == (0.0, 0.0, 0.0, 0.0)
+    (layer,) = waits([alone], [alone], 1.1)
+    assert (layer.forward, layer.backward, layer.backward_input, layer.backward_weight) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_layers_are_shared_by_as_many_ranks_as_there_are() -> None:
