@@ -176,7 +176,7 @@ def test_a_schedule_file_rules_out_what_it_says_itself() -> None:
     assert parse(["--schedule.name", "mine.txt", "--schedule.receive_ahead", "2"]).schedule.problems() == []
 
 
-def test_fields_that_were_written_are_told_from_defaults(tmp_path: Path) -> None:
+def test_written_fields_are_distinguished_from_defaults(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("batch: {micro_size: 1}\nmodel: {rope_scaling: {kind: linear, factor: 2.0}}\n")
     parser = build_parser("")
     parser.add_argument("--devices", type=int)
