@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel and BertModel beside ours: they load what is written here; what they save is read here."""
+"""Compare with megatron-core's GPTModel and BertModel: each side loads what the other one saves."""
 
 import importlib.util
 import os
