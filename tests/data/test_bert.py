@@ -459,7 +459,7 @@ def test_megatron_core_hides_runs_of_the_same_lengths(max_ngram: int) -> None:
         inner = parts >= 0
         tokens = np.concatenate([tokens[:1], tokens[inner], tokens[-1:]])
         parts = np.where(np.isin(np.arange(len(tokens)), (0, len(tokens) - 1)), -1, 0)
-        tokens[1] = 10  # a word begins
+        tokens[1] = 10  # a word starts
         found = ours.apply(tokens, parts, Draws(1, "ours", number)).positions
         state = np.random.RandomState(number)
         other = Theirs._create_masked_lm_predictions(theirs, tokens.tolist(), LENGTH, state)[1]

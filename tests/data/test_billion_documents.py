@@ -1,6 +1,6 @@
 """The keyed order over 10^9 documents: what starting and drawing read of the index, counted, not timed.
 
-The index of such a corpus takes 20 GB. Here it is computed as it is read, which also tells what was read.
+The index of such a corpus takes 20 GB. Here it is computed as it is read, and each read is recorded.
 """
 
 from pathlib import Path

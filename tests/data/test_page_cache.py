@@ -56,7 +56,7 @@ def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     if not made_cold(file):
         pytest.skip("this folder's file system keeps its files in memory")
     with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # disable readahead
         opened.seek(PAGES // 2 * mmap.PAGESIZE)
         while opened.read(mmap.PAGESIZE):
             pass

@@ -81,9 +81,9 @@ def test_any_number_of_threads_reads_the_same(
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(samples.tokens, ordinals))
         boundaries = list(pool.map(samples.boundaries, ordinals))
-    for numbers, tokens, begins in zip(ordinals, found, boundaries, strict=True):
+    for numbers, tokens, starts in zip(ordinals, found, boundaries, strict=True):
         assert np.array_equal(tokens, samples.tokens(numbers))
-        assert [each.tolist() for each in begins] == [each.tolist() for each in samples.boundaries(numbers)]
+        assert [each.tolist() for each in starts] == [each.tolist() for each in samples.boundaries(numbers)]
 
 
 @pytest.mark.parametrize("kind", ["one corpus", "blend"])

@@ -22,7 +22,7 @@ from megapipe.data.tokenizers.training import TRAINERS
 
 SOURCES = ["--input", "python-stdlib", "--include", "arg*.py", "textwrap.py", "json/*.py"]
 VOCABULARY = 500
-# U+2581 stands for the space in SentencePiece and comes back as one.
+# U+2581 represents the space in SentencePiece and comes back as one.
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=60)
 
 
