@@ -1,4 +1,4 @@
-"""Features in pairs: each pair of values of tests/support/layouts.py in some run, beside one process and the formulas.
+"""Features in pairs: each pair of values of tests/support/layouts.py, compared with one process and the formulas.
 
 Losses, first gradients and weights are those of one process, bit for bit where no sum is reordered. What every rank
 exchanges, keeps between steps and holds for a while is what megapipe/layout/prediction.py predicts, to the byte.
@@ -317,7 +317,7 @@ FORM_RULES = (
 """Kinds that do not go together; tests of the models name the reasons."""
 FORM_CASES = covering_array(FORM_AXES, lambda case: not any(Rule(each, "").forbids(case) for each in FORM_RULES))
 SCALARS = 4096
-"""Bytes of tables and numbers that live on between steps besides the buffers."""
+"""Bytes of tables and numbers that live between steps in addition to the buffers."""
 NUMBERS = 512
 """Bytes of a step's own numbers: how many tokens count in each update, and the terms of a BERT's losses."""
 TABLES = 1024
@@ -425,11 +425,11 @@ def predicted_and_counted(config: PretrainConfig) -> list[tuple[RankPrediction, 
         )
         return list(zip(predicted, ranks, strict=True))
 
-    return undisturbed(run, lambda ranks: all(held_fits(*each) for each in ranks))
+    return undisturbed(run, lambda ranks: all(activations_fit(*each) for each in ranks))
 
 
-def held_fits(predicted: RankPrediction, rank: LayoutRun) -> bool:
-    """Whether activations, and the peak of all that lives besides the state, are those predicted, but for the few
+def activations_fit(predicted: RankPrediction, rank: LayoutRun) -> bool:
+    """Whether activations, and the peak of all bytes that are not state, are those predicted, except for the few
     numbers of a step that no op of a layer declares."""
     tables = TABLES if predicted.costs.config.offload.activations != "none" else 0
     together = float(np.sum(predicted.timeline[:-1], axis=0).max())
@@ -444,7 +444,7 @@ def check_costs(predicted: RankPrediction, rank: LayoutRun) -> None:
     assert rank.state.total <= rank.lasting - rank.host <= rank.state.total + SCALARS
     peak = predicted.peak()
     assert list(rank.peak[:-1]) == [peak.weights, peak.gradients, peak.summands, peak.reloaded]
-    assert held_fits(predicted, rank), f"counted {rank.peak.activations} and {rank.together}, predicted {peak}"
+    assert activations_fit(predicted, rank), f"counted {rank.peak.activations} and {rank.together}, predicted {peak}"
 
 
 def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:
@@ -468,7 +468,7 @@ def broken(case: Mapping[str, str]) -> list[Rule]:
 
 
 def test_the_array_leaves_out_what_rules_forbid_and_wide_pipelines_alone() -> None:
-    """The array's own construction is tested in tests/support/test_covering.py, four stages beside two of something
+    """The array's own construction is tested in tests/support/test_covering.py, four stages with two of something
     else, eight ranks, with the table of docs/parallelism.md."""
     assert len(CASES) <= MOST_CASES
     for pair in possible_pairs(AXES, lambda case: not broken(case)) - possible_pairs(AXES, allowed):

@@ -85,7 +85,7 @@ def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
         (1, ["--schedule.name", "zigzag"], ["zigzag"]),
     ],
 )
-def test_a_wrong_start_says_what_and_how_to_mend_it(
+def test_a_wrong_start_names_the_value_and_the_fix(
     tmp_path: Path, corpus: str, num_processes: int, arguments: list[str], parts: list[str]
 ) -> None:
     finished = launch(num_processes, "--data.prefix", corpus, "--training.steps", "1", *arguments, folder=tmp_path)

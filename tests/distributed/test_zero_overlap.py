@@ -122,7 +122,7 @@ def test_a_layers_gradients_travel_while_the_one_before_it_computes(corpus: str)
         reductions = [(start, end) for operation, start, end in log if operation == "reduce_into_part"]
         layers = passes(events, "B")
         assert len(reductions) == len(layers) == UNITS
-        # The first pair shares its stream with the gathers that the backward begins with.
+        # The first pair shares its stream with the gathers at the start of the backward.
         for layer, following, reduction in list(zip(layers, layers[1:], reductions, strict=False))[1:]:
             assert layer[1] <= reduction[0] <= following[0]
             assert reduction[1] < following[1]
