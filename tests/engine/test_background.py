@@ -1,4 +1,4 @@
-"""What runs beside a rank's actions: on a thread of its own, in turns, its errors where its result is read."""
+"""Background work of a rank: on a thread of its own, in turns, with its errors raised where its result is read."""
 
 import threading
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from megapipe.engine.reductions import Turns, run_beside, run_now
 CPU = torch.device("cpu")
 
 
-def test_what_runs_beside_does_not_hold_the_caller() -> None:
+def test_background_work_does_not_block_the_caller() -> None:
     gate = threading.Event()
     future = run_beside(lambda: gate.wait(10), None)
     assert not future.done()
@@ -43,7 +43,7 @@ def test_ranks_are_spoken_to_in_the_order_of_the_starts() -> None:
     assert shared == ["first", "second"]
 
 
-def test_a_turn_that_failed_does_not_hold_the_next_one() -> None:
+def test_a_failed_turn_does_not_block_the_next_one() -> None:
     turns = Turns()
     broken = turns.run_beside(lambda: 1 / 0, lambda _: None, CPU)
     assert turns.run_beside(lambda: 2, lambda found: found, CPU).result(10) == 2

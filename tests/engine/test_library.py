@@ -85,10 +85,10 @@ def test_layers_that_cannot_split_get_equal_gradients(schedule: str, options: di
     assert_same_bits(merged(outcomes), plain(layers, 4))
 
 
-def test_layers_that_cannot_split_are_told_once() -> None:
-    with pytest.warns(UserWarning, match="without a weight half") as told:
+def test_layers_that_cannot_split_are_warned_about_once() -> None:
+    with pytest.warns(UserWarning, match="without a weight half") as warnings:
         train(solo(), foreign(), "zb_h1", 2)
-    assert len({str(each.message) for each in told}) == 1
+    assert len({str(warning.message) for warning in warnings}) == 1
 
 
 def test_processes_give_the_same_bits() -> None:
@@ -237,7 +237,7 @@ def test_one_module_as_two_layers_is_one_set_of_weights() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_layers_without_parameters_can_stand_anywhere(schedule: str) -> None:
+def test_layers_without_parameters_can_be_anywhere(schedule: str) -> None:
     def steps(mesh: Mesh) -> list[float]:
         pipeline = Pipeline(
             FLAT, mesh, loss=lambda y, t: (y - t).square().sum(), sample=x[:2], microbatches=2, schedule=schedule

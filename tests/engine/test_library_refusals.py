@@ -1,4 +1,4 @@
-"""What a Pipeline refuses, and what it leaves behind: by name, before it trains anything wrongly."""
+"""A Pipeline refuses wrong input by name before it trains, and releases its resources."""
 
 import gc
 import os
@@ -125,7 +125,7 @@ def test_what_cannot_run_is_named_before_the_first_step(case: str) -> None:
 
 
 def test_a_file_with_several_state_units_in_a_layer_is_refused(tmp_path: Path) -> None:
-    """A layer of a library user is one state unit that is kept whole: nothing says which weights a second one has."""
+    """A library user's layer is one whole state unit, because nothing says which weights a second one has."""
     states = StateTable(((StateUnit(0), StateUnit(0)),))
     plain = order("gpipe", 1, 2)
     path = tmp_path / "apart.txt"
@@ -245,11 +245,11 @@ def seconds_until_failure(mesh: Mesh) -> tuple[float, str]:
 
     pipeline = Pipeline(adoptable(1), mesh, loss=failing, sample=SAMPLE, microbatches=2, timeout=40.0)
     start = time.monotonic()
-    with pytest.raises(EngineError) as told:
+    with pytest.raises(EngineError) as raised:
         pipeline.step(*batch(0, 2))
     seconds = time.monotonic() - start
     mesh.world.barrier()
-    return seconds, str(told.value)
+    return seconds, str(raised.value)
 
 
 def test_a_step_that_fails_on_one_rank_soon_fails_on_all() -> None:

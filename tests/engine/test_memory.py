@@ -1,4 +1,4 @@
-"""What a rank keeps alive during a step: activations of the micro-batches in flight, and nothing of those behind."""
+"""During a step a rank keeps the activations of micro-batches in flight alone, none of finished ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Copies run beside the compute, and a rank holds on its device what its schedule says."""
+"""Copies run alongside the compute, and a rank holds on its device what its schedule says."""
 
 import threading
 from collections import deque
@@ -67,20 +67,20 @@ class SlowCopies(ThreadCopies):
     def __init__(self, name: str, progress: Progress) -> None:
         super().__init__(name)
         self._progress = progress
-        self._begun: deque[int] = deque()
+        self._starts: deque[int] = deque()
         self.overlapped: list[bool] = []
 
     def start(self, moves: Sequence[Move]) -> Copy:
-        self._begun.append(self._progress.done)
+        self._starts.append(self._progress.done)
         return super().start(moves)
 
     def copy(self, moves: Sequence[Move]) -> None:
-        self.overlapped.append(self._progress.wait_beyond(self._begun.popleft()))
+        self.overlapped.append(self._progress.wait_beyond(self._starts.popleft()))
         super().copy(moves)
 
 
 class CountingRecorder(Recorder):
-    """Tells a Progress of every compute action that has run."""
+    """Notifies a Progress of every compute action that has run."""
 
     progress: Progress
 
@@ -133,7 +133,7 @@ def test_compute_goes_on_while_copies_are_under_way(config: PretrainConfig, sche
 
 
 def counted_run(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
-    """The most bytes that the second step made and held at once, bytes of host memory, and most units away at once."""
+    """Return the peak bytes allocated in the second step, bytes of host memory, and the most units away at once."""
     config = replace(config, parallel=replace(config.parallel, data=1))
     replica = Replica(config, mesh, swaps := Swaps(CPU))
     first, second = two_steps(replica, config, mesh)
@@ -197,7 +197,7 @@ def test_two_units_states_are_on_the_device_and_changes_reach_the_host(dtype: to
         assert torch.equal(state.master, (masters[index].float() + 0.5).to(state.master.dtype))
 
 
-def test_state_that_begins_on_the_device_goes_to_the_host_with_its_first_update() -> None:
+def test_state_on_the_device_moves_to_the_host_at_its_first_update() -> None:
     swaps = Swaps(CPU)
     state = UnitState("layer", SPECS, compute_dtype=torch.bfloat16)
     swaps.reload_state(state)

@@ -1,4 +1,4 @@
-"""Weights in host memory: what the device holds of them, counted, and that their copies run beside the compute."""
+"""Weights in host memory: the bytes of them on the device, and copies that run alongside the compute."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -163,7 +163,7 @@ def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_th
 
 
 class PrefetchedCopies(SlowCopies):
-    """Of these, copies that have something to hide behind are slow.
+    """Slow copies, except those that no compute can hide.
 
     hidden: for each copy, in order, whether an action is computed between its start and its use.
     """
@@ -180,7 +180,7 @@ class PrefetchedCopies(SlowCopies):
         if slow:
             super().copy(moves)
         else:
-            self._begun.popleft()
+            self._starts.popleft()
             ThreadCopies.copy(self, moves)
 
 
@@ -224,7 +224,7 @@ def plain_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[Ten
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 def test_weights_come_while_the_unit_before_computes(config: PretrainConfig, schedule: str) -> None:
     """A copy ends only once an action that follows its start has run: were it waited for, the run would hang. Only a
-    step's first gather has nothing to hide behind. Evaluation brings weights the same way."""
+    step's first gather has no compute to hide it. Evaluation brings weights the same way."""
     config = replace(config, schedule=replace(config.schedule, name=schedule))
     losses, overlapped, hidden, outputs = run_threads({}, slow_run, config)[0]
     gathers = hidden[: hidden.index(False, 1)]

@@ -100,7 +100,7 @@ def slow_first_rank(mesh: Mesh) -> list[Event]:
     return recorder.events()
 
 
-def test_waiting_for_a_slow_peer_is_told_from_working() -> None:
+def test_waiting_for_a_slow_peer_is_distinguished_from_working() -> None:
     first, second = run_threads({"pipeline": 2}, slow_first_rank)
     forwards = [[event for event in events if event.action.startswith("F")] for events in (first, second)]
     assert len(forwards[1]) == MICROBATCHES
@@ -167,16 +167,16 @@ def test_a_wait_for_a_copy_is_a_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert max(event.wait for event in events if event.action.startswith("B")) >= 10e6
 
 
-def test_a_single_rank_waits_for_nobody() -> None:
+def test_a_single_rank_does_not_wait() -> None:
     events, *_ = recorded(connected_mesh(MeshShape({}), torch.device("cpu")), "1f1b", [2])
     assert statistics.median(event.wait for event in events if event.wait > 0) < 5e6
     assert {event.wait for event in events if event.action[0] == "F"} == {0}
 
 
 def compared(mesh: Mesh) -> tuple[int, int, bool]:
-    """Rank 1's host runs 5 s ahead."""
-    ahead = 5_000_000_000 * mesh.rank
-    found = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + ahead)
+    """The clock of rank 1's host is 5 s fast."""
+    lead = 5_000_000_000 * mesh.rank
+    found = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + lead)
     return found.nanoseconds, found.error, found.leads_host
 
 
