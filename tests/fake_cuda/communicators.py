@@ -39,7 +39,7 @@ class Nccl:
 
     Attributes:
         log: every exchange of tensors, in the order of the calls.
-        open: works that nobody has waited for, and where they were started.
+        open: works that no thread has waited for, and where they were started.
     """
 
     def __init__(self, watch: Watch, rank: int, world_size: int, folder: Path) -> None:

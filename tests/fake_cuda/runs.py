@@ -161,7 +161,7 @@ def on_fake_device(function: Callable[..., None]) -> Callable[..., Report]:
 
 
 SPARE = 2**16
-"""Bytes that a step of a small model may have beside what its rehearsal had."""
+"""Bytes that a step of a small model may have in addition to its rehearsal's."""
 
 
 def _capture_graphs(watch: Watch) -> None:
@@ -197,7 +197,7 @@ def train(
 ) -> None:
     """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
 
-    dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: bytes beside a step.
+    dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: more bytes of a step.
     chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`. pairs_in_order: run the
     halves of pairs one after the other.
     """
