@@ -30,7 +30,7 @@ from megapipe.training.observe import records
 from megapipe.training.observe.display import PlainLines
 from megapipe.training.pretrain import _train, named_recompute, pretrain
 from megapipe.training.resilience.watchdog import Heartbeat
-from tests.faults.jobs import saved_steps, told_steps
+from tests.faults.jobs import metrics_of_steps, saved_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
 
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_at_any_moment_ends_no_run(
         finally:
             freed.cancel()
     assert files(tmp_path / "run") == files(undisturbed)
-    ours, theirs = told_steps(tmp_path / "run"), told_steps(undisturbed)
+    ours, theirs = metrics_of_steps(tmp_path / "run"), metrics_of_steps(undisturbed)
     assert ours.items() <= theirs.items(), "lines may be missing, and those that are there are right"
 
 
@@ -181,7 +181,7 @@ def test_a_disk_that_stays_full_costs_what_came_after_the_last_save(
     assert output.count("warning: log.txt failed and is turned off") == 1
     assert [output.count(f"warning: no checkpoint after step {step}: ") for step in (6, 8)] == [1, 1]
     assert pretrain(configuration(corpus, tmp_path), LaunchEnvironment()) == 0
-    assert sorted(told_steps(tmp_path)) == list(range(1, STEPS + 1))
+    assert sorted(metrics_of_steps(tmp_path)) == list(range(1, STEPS + 1))
 
 
 def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> list[str]:
