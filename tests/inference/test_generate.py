@@ -158,7 +158,7 @@ def test_prompts_may_pass_in_chunks_of_any_size(name: str, chunk: int, monkeypat
 
 @pytest.mark.parametrize("name", most_exhaustive(("mistral", "gemma2", "gpt_oss")))
 def test_prompts_may_be_longer_than_the_window(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks, beside prompts that end in earlier ones."""
+    """In chunks, together with prompts that end in earlier ones."""
     case, prompts = case_of(name), [[*range(3, 40)], [7, 5], [*range(40, 19, -1)], [*range(9, 34, 2)]]
     monkeypatch.setattr(generation, "CHUNK", 4)
     expected = [their_greedy(case, prompt) for prompt in prompts]
