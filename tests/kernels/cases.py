@@ -38,12 +38,12 @@ def draw(
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """The same numbers one element behind an aligned address."""
+    """The same numbers one element after an aligned address."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers with a gap behind each."""
+    """The same numbers with a gap after each."""
     return torch.stack([x, x], dim=-1)[..., 0]
 
 

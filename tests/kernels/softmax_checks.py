@@ -69,7 +69,7 @@ def check_against_double(
 def check_rules(
     module: Implementation, shape: tuple[int, ...], dtype: torch.dtype, device: str, keys: int = 24
 ) -> None:
-    """Check two runs of scores with this shape, special numbers among so many keys, empty scores, and autograd."""
+    """Check two runs of scores with this shape, special numbers among `keys` keys, empty scores, and autograd."""
     check_two_runs(module, shape, dtype, device)
     check_special_values(module, keys, device)
     check_empty(module, device)

@@ -200,7 +200,7 @@ def test_what_misses_an_aim_or_loses_to_the_compiler_is_named() -> None:
     assert said(figure("triton", 1.25e-3, BOTH), figure("torch.compile", 1.2e-3, BOTH)) == [below, slower]
 
 
-def test_a_document_tells_who_did_not_run() -> None:
+def test_a_document_lists_backends_that_did_not_run() -> None:
     findings = Findings(
         [figure("triton", 1e-3)], {"Liger": "No module"}, ["gelu, 1 x 2: the time was up"], CEILING, CPU
     )

@@ -110,7 +110,7 @@ def test_a_named_module_is_imported_when_a_tensor_first_reaches_it(
     ]
 
 
-def test_a_module_that_cannot_be_imported_is_passed_over_and_told(
+def test_a_module_that_cannot_be_imported_is_skipped_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops = lazy(tmp_path, monkeypatch, "import no_such_library")
