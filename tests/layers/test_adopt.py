@@ -100,7 +100,7 @@ def test_both_halves_have_the_bits_of_torch(case: str, dtype: torch.dtype, head:
 
 
 class Block(nn.Module):
-    """A little of everything: a shared layer, a tied weight, a functional use of a weight, layers nobody knows."""
+    """A little of everything: a shared layer, a tied weight, a functional use of a weight, unknown layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_recomputed_activations_split_as_well() -> None:
 
 @pytest.mark.filterwarnings("ignore:some parameters")
 def test_what_is_compiled_gets_whole_gradients() -> None:
-    """And is compiled once, not anew for every micro-batch's tape."""
+    """It is compiled once, not again for every micro-batch's tape."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""Experts beside transformers' Mixtral, beside every expert run on every token, and beside the dense MLP."""
+"""Experts compared with transformers' Mixtral, with every expert run on every token, and with the dense MLP."""
 
 from typing import Any
 
@@ -227,7 +227,7 @@ def test_equal_scores_go_to_the_experts_of_the_lowest_numbers() -> None:
 def test_the_split_backward_has_the_bits_of_the_fused_one(
     shape: str, parts: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
-    """What is made again, and the weight half with its weights released, too."""
+    """Recomputed tensors too, and the weight half after its weights were released."""
     model = small_model(**ROUTED[shape], **EXPERTS)
     block, context = block_of(model, dtype), make_context(model)
     x, dy = drawn(2, 12, 32).to(dtype).requires_grad_(), drawn(2, 12, 32, seed=2).to(dtype)

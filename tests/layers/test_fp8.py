@@ -127,7 +127,7 @@ def test_a_split_backward_gives_the_same_bits(recipe: Recipe) -> None:
 
 
 def shared_products(mesh: Mesh) -> list[Tensor]:
-    """What this rank computes of products whose operands are shared out as tensor ranks do."""
+    """Return this rank's results of products whose operands are sharded over tensor ranks."""
     group = mesh.group("tensor")
     x, weight, dy = drawn(16, 32, seed=1), drawn(24, 32, seed=2), drawn(16, 24, seed=3)
     rows, columns = slice(group.rank * 12, group.rank * 12 + 12), slice(group.rank * 16, group.rank * 16 + 16)

@@ -68,8 +68,8 @@ def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) 
         shard_sequence(block.module, SequenceProducts(group, chunks))
     assert context.tokens is not None
     batch, length = context.tokens.shape
-    held = length if chunks is None else length // group.size
-    hidden = torch.randn(batch, held, model.hidden_size, requires_grad=True)
+    num_local = length if chunks is None else length // group.size
+    hidden = torch.randn(batch, num_local, model.hidden_size, requires_grad=True)
     context.tape = SplitTape() if split else None
     (output,) = block.module(hidden, context=context)
     if context.tape is None:
@@ -86,8 +86,8 @@ def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 def test_a_block_sends_what_tensor_parallelism_does_and_two_shards_again(shape: str, chunks: int, size: int) -> None:
     """Plainly four all-reduces, 8 b s h (t - 1) / t elements of a rank; sharded four gathers and four scatters, the
-    same, and the inputs of the two column-parallel products gathered once more. A split backward gathers the gradients
-    of the two row-parallel outputs once more, too."""
+    same, and the inputs of the two column-parallel products gathered again. A split backward gathers the gradients
+    of the two row-parallel outputs again, too."""
     for found in run_threads({"tensor": size}, traffic_of_a_block, shape, False, None):
         assert found == {"all_reduce": 8}
     for split, gathers in ((False, 6), (True, 8)):
@@ -143,7 +143,7 @@ class _Echo(PartialGroup):
 
 
 class Products(TorchDispatchMode):
-    """Logs matrix products; behind the n-th one the collectives `after[n]` may end."""
+    """Logs matrix products; after the n-th one the collectives `after[n]` may end."""
 
     def __init__(self, group: SlowGroup, after: dict[int, list[int]]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowP
 
 
 def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
-    """Each gather but the first ends only behind the product of the chunk before it; who waits earlier fails."""
+    """Each gather but the first ends only after the product of the chunk before it; an earlier wait fails."""
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(ColumnParallelLinear, group, chunks=3)
@@ -226,7 +226,7 @@ def test_a_chunk_is_scattered_while_the_next_one_is_multiplied() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_backward_gathers_the_input_beside_one_product_and_scatters_beside_the_other(chunks: int) -> None:
+def test_a_backward_overlaps_gathers_and_scatters_with_its_two_products(chunks: int) -> None:
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(ColumnParallelLinear, group, chunks)
@@ -235,7 +235,7 @@ def test_a_backward_gathers_the_input_beside_one_product_and_scatters_beside_the
     with Products(group, forward):
         y = layer(x, None)
     log.clear()
-    # The gather ends behind the product for the input's gradient, the scatters behind the one for the weight's.
+    # The gather ends after the product for the input's gradient, the scatters after the one for the weight's.
     first = group.started
     with Products(group, {chunks - 1: [first], chunks: [first + 1 + i for i in range(chunks)]}):
         y.sum().backward()

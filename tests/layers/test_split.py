@@ -114,7 +114,7 @@ def test_halves_in_the_wrong_order_are_refused() -> None:
 
 
 class Foreign(nn.Module):
-    """A block behind a module that knows nothing of tapes."""
+    """A block inside a module that knows nothing of tapes."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
