@@ -1,4 +1,4 @@
-"""Predictions of a rank beside closed forms; tests/distributed/test_covering.py holds them to counted runs."""
+"""Compare predictions of a rank with closed forms; tests/distributed/test_covering.py has counted runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,10 +63,10 @@ def test_state_and_what_comes_and_goes_of_it_are_the_peak_of_rajbhandari() -> No
     assert peak.weights == peak.gradients == 4 * sum(sorted(sizes())[-2:])
 
 
-def test_a_step_begins_and_ends_without_activations() -> None:
-    held = layered(3).timeline.activations
-    assert held[0] == held[-1] == 0
-    assert max(held) >= 3 * layered(3).costs.kept(LAYERS[1])
+def test_a_step_starts_and_ends_without_activations() -> None:
+    activations = layered(3).timeline.activations
+    assert activations[0] == activations[-1] == 0
+    assert max(activations) >= 3 * layered(3).costs.kept(LAYERS[1])
 
 
 def test_nccl_sums_without_memory_of_its_own() -> None:

@@ -129,7 +129,7 @@ def test_a_partition_holds_every_rank_once_and_its_lists_differ_in_the_named_dim
 
 
 def test_a_group_that_cuts_a_node_unevenly_is_counted() -> None:
-    """3 tensor ranks on nodes of 4: the second group lies on two nodes, the others on one."""
+    """3 tensor ranks on nodes of 4: the second group is on two nodes, the others on one."""
     placement = Placement(machine(4), {"tensor": 3, "data": 4})
     assert placement.inside is None
     assert [group.members for group in placement.groups("tensor")] == [(3,), (1, 2), (2, 1)]
@@ -168,15 +168,15 @@ def test_measured_links_count_along_the_ring_in_its_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "told"),
+    ("sizes", "order", "message"),
     [
         ({"tensr": 2}, None, "unknown mesh dimension 'tensr'; did you mean 'tensor'"),
         ({"tensor": 0}, None, "dimension tensor has size 0; it must be at least 1"),
         ({"data": 3}, (0, 0, 1), r"node_order \[0, 0, 1\] must contain each of the nodes 0 to 2 once"),
     ],
 )
-def test_wrong_placements_are_told(sizes: dict[str, int], order: tuple[int, ...] | None, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_wrong_placements_are_refused(sizes: dict[str, int], order: tuple[int, ...] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Placement(machine(1), sizes, order)
 
 
