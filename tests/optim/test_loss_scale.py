@@ -47,7 +47,7 @@ def test_hysteresis_puts_up_with_overflows_until_the_scale_has_grown() -> None:
 
 @given(OUTCOMES, st.integers(0, 1), st.data())
 def test_a_resumed_scaler_goes_on_as_if_never_stopped(outcomes: list[bool], lag: int, data: st.DataObject) -> None:
-    """Stopping ends the step under way; the steps behind it must not know more than they would have."""
+    """Stopping ends the current step; later steps must not know more than they would have."""
     config = LossScaleConfig(window=3, hysteresis=2, minimum=2.0**-100, patience=NO_END)
     expected = scales(LossScaler(config, lag), outcomes, lag)
     stop = data.draw(st.integers(0, len(outcomes)))
@@ -87,7 +87,7 @@ def test_a_constant_scale_stays() -> None:
         ({"kind": "constant", "initial": 0.0}, "loss_scale.initial is 0.0; it must be above 0"),
     ],
 )
-def test_wrong_values_are_told(fields: dict[str, object], message: str) -> None:
+def test_wrong_values_are_refused(fields: dict[str, object], message: str) -> None:
     config = PretrainConfig(loss_scale=LossScaleConfig(**fields))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"loss_scale is set but training.precision is fp32(?s:.*){message}"):
         validate(config, 1)
