@@ -73,7 +73,7 @@ def test_one_process_needs_no_torch_distributed() -> None:
 
 
 @pytest.mark.usefixtures("bare_environment")
-def test_layout_that_does_not_fit_the_world_is_told() -> None:
+def test_layout_that_does_not_fit_the_world_is_refused() -> None:
     with pytest.raises(LaunchError, match="tensor 3 needs 6 processes, but the launcher started 1: start 6"):
         initialize({"pipeline": 2, "tensor": 3})
     assert not dist.is_initialized()
@@ -81,7 +81,7 @@ def test_layout_that_does_not_fit_the_world_is_told() -> None:
 
 @pytest.mark.usefixtures("bare_environment")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_missing_gpu_is_told() -> None:
+def test_missing_gpu_is_reported() -> None:
     with pytest.raises(LaunchError, match="LOCAL_RANK=0 needs GPU 0 but this host has 0"):
         initialize({}, device="cuda")
 

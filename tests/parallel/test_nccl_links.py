@@ -51,7 +51,7 @@ def test_a_rank_has_one_link_to_each_neighbour_and_one_back(
 
 
 class Recorder:
-    """Stands for torch.distributed with NCCL on one rank: notes splits and messages."""
+    """Replaces torch.distributed with NCCL on one rank: records splits and messages."""
 
     def __init__(self, rank: int, size: int, monkeypatch: pytest.MonkeyPatch, multiprocessors: int = 108) -> None:
         self.splits: list[list[list[int]]] = []
