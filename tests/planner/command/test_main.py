@@ -71,7 +71,7 @@ def test_a_dry_run_of_a_thousand_ranks():
 
 
 @pytest.mark.slow
-def test_a_dry_run_tells_what_does_not_fit():
+def test_a_dry_run_reports_what_does_not_fit():
     file = ROOT / "examples" / "parallel" / "data.yaml"
     model = ["--model", str(ROOT / "examples" / "models" / "llama2_13b.yaml"), "--parallel.data=null"]
     finished = run("dry-run", str(file), *model, "--devices=8", "--hardware=a100-80", "--batch.global_size=32")

@@ -227,7 +227,7 @@ def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys)
         (["--html=/proc/nowhere/all.html"], "/proc/nowhere/all.html cannot be written"),
     ],
 )
-def test_wrong_input_is_told_in_one_line(capsys, flags, words):
+def test_wrong_input_is_one_error_line(capsys, flags, words):
     assert any(words in line for line in refusal(capsys, "search", *SEARCH, *flags))
 
 

@@ -73,8 +73,8 @@ def test_wrong_input(capsys, flags, words):
 def test_formulas_of_dense_models_are_not_used_on_experts(capsys):
     flags = ["train-time", "--model", str(ROOT / "examples" / "models" / "mixtral_8x7b.yaml"), "--tokens=1e12"]
     run = ["--devices=64", "--achieved_tflops=200"]
-    (told,) = refusal(capsys, *flags, *run)
-    assert "pass --parameters 12879925248, the parameters that a token uses" in told
+    (error,) = refusal(capsys, *flags, *run)
+    assert "pass --parameters 12879925248, the parameters that a token uses" in error
     assert json_of(capsys, *flags, *run, "--parameters=12879925248")["days"] > 0
     assert refusal(capsys, *flags, "--hardware=h100", "--devices=64", "--bounds") != []
 

@@ -1,4 +1,4 @@
-"""The estimate beside simulation where traffic sets the time: slow links, sharded weights, PipeDream."""
+"""The estimate compared with simulation where traffic determines the time: slow links, sharded weights, PipeDream."""
 
 from dataclasses import replace
 from typing import Any
@@ -80,7 +80,7 @@ def test_pipedream_waits_for_its_sums_before_every_update(
 
 
 def test_a_sum_that_takes_longer_than_compute_is_a_part_of_every_micro_batch() -> None:
-    """Four replicas, no pipeline, slow links: forward, sums behind the backward of the first unit, update."""
+    """Four replicas, no pipeline, slow links: forward, sums after the backward of the first unit, update."""
     config = config_of(
         parallel={"data": 4},
         schedule={"name": "pipedream"},
@@ -130,7 +130,7 @@ def test_a_ring_for_every_tensor_takes_a_latency_for_every_replica() -> None:
     assert found[1] == pytest.approx(steps * (4 * latency + matrices / 16 / bandwidth))
 
 
-def test_tensors_by_themselves_are_gathered_once_more_where_a_forward_runs_again() -> None:
+def test_single_tensors_are_gathered_again_where_a_forward_is_recomputed() -> None:
     early = Assumptions(slow_down=2.0, tensor_by_tensor=True)
     seconds = {}
     for method in ("none", "full"):

@@ -1,4 +1,4 @@
-"""Every feature of a configuration has its time and its bytes: the closed form beside simulation and exact memory."""
+"""Every feature of a configuration has its time and its bytes: the closed form against simulation and exact memory."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Kernels beside the FLOPs that costs/ counts, and beside bytes counted by hand."""
+"""Kernels compared with the FLOPs that costs/ counts, and with bytes counted by hand."""
 
 from dataclasses import replace
 

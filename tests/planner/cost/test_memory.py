@@ -1,4 +1,4 @@
-"""Memory of a search, by walks that layouts share, beside the walk of every layer and micro-batch of the run."""
+"""Memory of a search, by walks that layouts share, compared with walks of every layer and micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The walk of an order beside the simulator of the lowered schedule, and long steps beside the walk of all of them."""
+"""The walk of an order compared with the simulator of the lowered schedule, and long steps with full walks."""
 
 from dataclasses import replace
 from typing import Any
@@ -185,7 +185,7 @@ LONG = [name for name in NAMES if name not in ("zb_auto", "v_auto")]
 @pytest.mark.parametrize("name", LONG)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
-def test_a_long_step_takes_what_walking_all_of_it_finds(name: str, data: st.DataObject, seed: int) -> None:
+def test_a_long_step_takes_the_time_of_its_full_walk(name: str, data: st.DataObject, seed: int) -> None:
     check_long_steps(name, data, seed, 120)
 
 

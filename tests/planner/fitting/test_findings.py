@@ -49,7 +49,7 @@ def test_two_samples_are_the_best_micro_batch() -> None:
 
 
 def test_recomputation_costs_speed_and_saves_memory() -> None:
-    """A third more forwards at the most, of which a bubble hides some; activations shrink to their inputs."""
+    """At most a third more forwards, of which a bubble hides some; activations shrink to their inputs."""
     without, with_it = recomputation(128)
     slower = with_it.step_seconds / without.step_seconds
     assert 1.15 < slower < 4 / 3 + 0.05
@@ -68,7 +68,7 @@ def test_zero_and_pipelines_are_as_fast_as_published(row: ZeroRow) -> None:
 
 
 @pytest.mark.parametrize("name", ["175B", "530B"])
-def test_sharded_data_parallelism_falls_behind_as_gpus_double(name: str) -> None:
+def test_sharded_data_parallelism_gets_slower_as_gpus_double(name: str) -> None:
     """From near PTD-P to less than a third of it, published; the model's share is the published one to 0.18."""
     rows = [row for row in ZERO_ROWS if row.name == name]
     found = [zero_against_pipeline(row) for row in rows]
@@ -79,7 +79,7 @@ def test_sharded_data_parallelism_falls_behind_as_gpus_double(name: str) -> None
 
 
 def test_this_projects_own_zero_is_not_taken_for_that_one() -> None:
-    """Units in place of tensors, rings inside nodes beside rings between them, and traffic beside compute."""
+    """Units instead of tensors, rings inside nodes together with rings between them, and traffic during compute."""
     layout = Layout(1, 1, 1536, 1536, zero=True)
     early = run(GPT_175B, layout)
     own = estimate(early.config, load_hardware("a100-80"), assumptions=A100.rows[0].assumptions)

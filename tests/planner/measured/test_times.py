@@ -50,8 +50,8 @@ def test_blocks_alone_run_again() -> None:
     assert times.of(config, HEAD).recompute == 0.0
 
 
-def test_between_sizes_and_beside_others() -> None:
-    """Rows are 1 + micro_size, so every size between follows; three busy ranks stand between two and four."""
+def test_times_between_sizes_and_with_busy_ranks() -> None:
+    """Rows are 1 + micro_size, so every size between follows; three busy ranks are between two and four."""
     config = run(batch={"micro_size": 2}, parallel={"tensor": 2})
     assert MeasuredTimes(machine(), contended=False).of(config, BLOCK).forward == pytest.approx(1.5e-3)
     assert MeasuredTimes(machine()).of(config, BLOCK).forward == pytest.approx(1.1 * 1.5e-3)
@@ -122,7 +122,7 @@ def test_other_layouts_of_a_measured_layer_are_in_proportion(config, why, layer)
     """On a machine whose every layer takes three times its roofline forward, and five times backward."""
     times, exact = MeasuredTimes(in_proportion(3.0, 5.0), contended=False), RooflineTimes(DEVICE).of(config, layer)
     found = times.of(config, layer)
-    # A layer that one rank has alone, or a head without logits made again, may have been measured all the same.
+    # A layer that one rank has alone, or a head without recomputed logits, may have been measured all the same.
     assert why in found.source or "measured 2026" in found.source
     assert found.forward == pytest.approx(3 * exact.forward)
     whole = found.backward_input + found.backward_weight
@@ -134,7 +134,7 @@ def test_other_layouts_of_a_measured_layer_are_in_proportion(config, why, layer)
 
 
 def in_proportion(forward: float, backward: float) -> Hardware:
-    """A machine of which layers on one rank and on two were measured, so many times slower than their roofline."""
+    """A machine whose layers, measured on one rank and two, are slower than their roofline by the given factors."""
     rows = []
     for layer in (EMBEDDING, BLOCK, HEAD):
         for tensor, micro_size in ((1, 1), (1, 2), (2, 1), (2, 2)):
@@ -188,14 +188,14 @@ def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
 
 
 def test_two_replicas_slow_each_other_down_as_measured() -> None:
-    """On machines that differ in contention alone; what is summed beside compute is the same."""
+    """On machines that differ in contention alone; sums that overlap compute are the same."""
     config = run(parallel={"data": 2})
     free = predict(config, machine(contention=(Contention(1, 1.0), Contention(4, 1.0)))).estimate.step_seconds
     slow = predict(config, machine(contention=(Contention(1, 1.0), Contention(2, 2.0)))).estimate.step_seconds
     assert 1.8 * free < slow < 2.2 * free
 
 
-def test_a_measured_sum_takes_what_was_measured() -> None:
+def test_a_measured_sum_takes_its_measured_time() -> None:
     """A group of the measured size: latency and bytes over bandwidth, with no ring's formula."""
     placement = Placement(machine(), {"tensor": 2, "data": 2})
     assert placement.slowest("all_reduce", 1e6, "tensor").seconds == pytest.approx(2e-3)
@@ -212,7 +212,7 @@ WAITS = tuple(
 
 
 def test_ranks_that_share_a_layer_wait_as_measured() -> None:
-    """2 samples a micro-batch lie on the line between 1 and 4: a layer waits 2 ms forward and 4 ms backward."""
+    """2 samples per micro-batch are on the line between 1 and 4: a layer waits 2 ms forward and 4 ms backward."""
     config = run(parallel={"tensor": 2})
     layers, count = MODEL.num_layers + 2, 8
     alone = replace(machine(), measured=replace(measurements(machine()), contention=AT_EASE))
@@ -240,7 +240,7 @@ def test_ranks_on_two_nodes_do_not_wait_as_measured_on_one() -> None:
     assert estimate(config, hardware).seconds_of("tensor") != estimate(config, on_one).seconds_of("tensor")
 
 
-def test_what_ranks_wait_is_told_as_the_dimension_s_that_they_share_layers_along() -> None:
+def test_waits_of_ranks_count_in_the_dimension_that_shares_layers() -> None:
     """The embedding's tokens are shared without a message; its ranks wait all the same."""
     rows = tuple(replace(row, tensor=1, context=2) for row in measurements(machine()).layers if row.tensor == 2)
     waits = tuple(replace(row, tensor=1, context=2) for row in WAITS)
@@ -250,7 +250,7 @@ def test_what_ranks_wait_is_told_as_the_dimension_s_that_they_share_layers_along
     assert found.seconds_of("context") == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 
 
-def test_what_ranks_wait_is_told_apart_by_tensor_and_context() -> None:
+def test_waits_of_ranks_are_divided_by_tensor_and_context() -> None:
     measured = measurements(machine())
     rows = tuple(replace(row, context=2) for row in measured.layers if row.tensor == 2)
     waits = tuple(replace(row, context=2) for row in WAITS)

@@ -54,7 +54,7 @@ def test_costs_of_one_strategy_are_those_of_the_cost_model(
         assert seconds == pytest.approx(ours.step_seconds - ends, rel=0.02 if size > 1 else 1e-9)
         return
     # The paper gathers the weights of every layer before either pass, as a rank with one buffer does. It hides the sum
-    # of a layer's gradient behind the layer's own backward; such a rank hides no compute.
+    # of a layer's gradient in the layer's own backward; such a rank hides no compute.
     step = predict(replace(config, zero=replace(config.zero, weight_buffers=1)), hardware, times=times).estimate
     assert 0 <= step.step_seconds - ends - seconds <= ours.seconds_of("compute") + ours.seconds_of("recompute")
 
@@ -147,7 +147,7 @@ def paper(hidden: int) -> PretrainConfig:
 
 
 @pytest.mark.parametrize("hidden", [2304, 2816])
-def test_a_two_buffered_plan_can_run_and_is_told_by_the_cost_model_too(hidden: int) -> None:
+def test_a_two_buffered_plan_can_run_and_is_estimated_too(hidden: int) -> None:
     base, hardware = paper(hidden), load_hardware("v100-16")
     plan = two_buffered_plan(base, hardware, 64)
     assert json.loads(json.dumps(plan)) == plan

@@ -1,4 +1,4 @@
-"""The dynamic programming over layers beside brute force."""
+"""The dynamic programming over layers compared with brute force."""
 
 from itertools import pairwise, product
 

@@ -1,4 +1,4 @@
-"""PipeDream's partitioners beside brute force over all cuts and numbers of workers."""
+"""PipeDream's partitioners compared with brute force over all cuts and numbers of workers."""
 
 import random
 from collections.abc import Iterator

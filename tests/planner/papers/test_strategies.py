@@ -1,4 +1,4 @@
-"""The decision tree beside the paper's counts (arXiv 2211.13878) and an enumeration of labelled factorisations."""
+"""The decision tree compared with the paper's counts (arXiv 2211.13878) and enumerated labelled factorisations."""
 
 import math
 from itertools import product

@@ -1,4 +1,4 @@
-"""The 2BW planner beside the paper's findings (arXiv 2006.09503), appendix A, and brute force."""
+"""The 2BW planner compared with the paper's findings (arXiv 2006.09503), appendix A, and brute force."""
 
 import random
 from itertools import product
@@ -114,7 +114,7 @@ def test_about_30_billion_parameters_are_the_most_that_fit() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_plan_is_that_of_brute_force(seed: int) -> None:
-    """Over widths, depths, micro-batch sizes and executions, with a cost per micro-batch beside that per sequence."""
+    """Over widths, depths, micro-batch sizes and executions, with costs per micro-batch and per sequence."""
     rng = random.Random(seed)
     fixed, each, weights, live, edge = (rng.uniform(0, 1), rng.uniform(0.1, 1), rng.uniform(20, 200), 9.0, 1.5)
 

@@ -1,4 +1,4 @@
-"""Bounds never exceed the estimates that they stand for."""
+"""Bounds never exceed the estimates of their layouts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -234,7 +234,7 @@ def test_no_rank_holds_fewer_micro_batches(
     assert least.shape == (pipeline, chunks)
     found = order(schedule, pipeline, count, **options)
     for rank, rows in enumerate(found.expand(found.prologue_steps or 1)):
-        own, held = found.header.stages_on(rank), np.zeros((len(rows), chunks))
+        own, in_flight = found.header.stages_on(rank), np.zeros((len(rows), chunks))
         for row, (kind, stage) in enumerate(rows[:, [KIND, STAGE]].tolist()):
-            held[row, own.index(stage)] = (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
-        assert (held.cumsum(axis=0) >= least[rank]).all(axis=1).any()
+            in_flight[row, own.index(stage)] = (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        assert (in_flight.cumsum(axis=0) >= least[rank]).all(axis=1).any()

@@ -1,4 +1,4 @@
-"""Branch and bound beside estimating everything: with a made-up cost and bounds below it, and with the cost model."""
+"""Branch and bound compared with exhaustive estimates: with an artificial cost and bounds, and with the cost model."""
 
 import random
 from collections.abc import Sequence

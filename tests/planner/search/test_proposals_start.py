@@ -67,7 +67,7 @@ ASKED = {
     "2bw": Asked(2, LLAMA, replace(SMALL, schedules=("2bw",)), groups=(("parallel", "pipeline", 2),)),
     "long samples": Asked(4, LLAMA, replace(SMALL, max_context=2), groups=(("parallel", "context", 2),)),
     "sharded": Asked(4, GPT, SMALL, groups=(("zero", "stage", 3),)),
-    "made again": Asked(2, LLAMA, SMALL, groups=(("recompute", "method", "full"), ("parallel", "tensor", 2))),
+    "recomputed": Asked(2, LLAMA, SMALL, groups=(("recompute", "method", "full"), ("parallel", "tensor", 2))),
 }
 
 
@@ -147,24 +147,24 @@ def test_every_proposal_trains_as_one_process_in_the_bytes_that_were_predicted(
 
 
 def check_start(proposed: Estimate, hardware: Hardware, expected: list[float]) -> None:
-    """Two steps on real ranks: the losses of one process, and bytes within what was told."""
-    config, told = proposed.config, json.dumps(proposed.as_json()["layout"])
+    """Two steps on real ranks: the losses of one process, and bytes within the estimate."""
+    config, layout = proposed.config, json.dumps(proposed.as_json()["layout"])
     validate(config, proposed.world_size)
     sizes = {name: getattr(config.parallel, name) for name in ("data", "pipeline", "context", "tensor")}
     ranks: list[LayoutRun] = run_mesh(sizes, run_layout, config, timeout=120.0)
     for rank in ranks:
-        assert [result.loss for result in rank.run.results] == pytest.approx(expected, rel=1e-5), told
+        assert [result.loss for result in rank.run.results] == pytest.approx(expected, rel=1e-5), layout
     simulated = predict(config, hardware).estimate
     for number, rank in enumerate(ranks):
         predicted = predict_rank(config, rank.schedule, number, predictions=rank.predictions)
         live = rank.lasting - rank.host + rank.together
         after_any_action = float(np.sum(predicted.timeline[:-1], axis=0).max())
         state = predicted.state().total - predicted.in_host()
-        assert live == pytest.approx(state + after_any_action, rel=0.1), told
+        assert live == pytest.approx(state + after_any_action, rel=0.1), layout
         coordinate = number // (sizes["context"] * sizes["tensor"]) % sizes["pipeline"]
         for estimate in (proposed, simulated):
             memory = estimate.memory[coordinate]
-            assert live <= 1.1 * (memory.total - memory.messages), told
+            assert live <= 1.1 * (memory.total - memory.messages), layout
 
 
 def test_a_proposal_of_each_kind_is_among_those_that_are_started(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_alternatives_say_why_they_lose(judged: Findings) -> None:
         if each.estimate is not None and each.estimate.fits:
             assert estimate(each.estimate.config, hardware).step_seconds >= best.step_seconds
             slower = 1 - each.estimate.tokens_per_second / best.tokens_per_second
-            told = "is the best layout" if each.estimate.config == best.config else f"{slower:.1%} slower"
-            assert told in each.reason or slower < 0.0005
+            reason = "is the best layout" if each.estimate.config == best.config else f"{slower:.1%} slower"
+            assert reason in each.reason or slower < 0.0005
 
 
 def test_findings_are_ready_for_json(judged: Findings) -> None:
@@ -178,7 +178,7 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
     assert found.best.estimate.step_seconds < estimate(found.best.config, hardware).step_seconds
 
 
-def test_what_cannot_be_is_refused_with_a_way_out() -> None:
+def test_impossible_searches_are_refused_with_the_fix() -> None:
     base, hardware = run(), machine()
     with pytest.raises(
         ConfigError, match="objective time needs the number of tokens to train on; set it, as in --tokens 300e9"

@@ -1,4 +1,4 @@
-"""Intensities, thresholds and sizes of the trillion-parameter model X_160 beside figures worked out by hand."""
+"""Intensities, thresholds and sizes of the trillion-parameter model X_160, compared with figures by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Training time of layouts beside figures worked out apart, simulated bubbles and a search by brute force."""
+"""Training time of layouts compared with independent figures, simulated bubbles and a brute-force search."""
 
 from itertools import product
 
@@ -76,7 +76,7 @@ def test_memory_of_a_contiguous_pipeline_holds_the_micro_batches_in_flight() -> 
 
 def test_a_slow_link_shows_in_the_pipeline_by_the_layers_of_a_chunk() -> None:
     model = Transformer(8, 64, 4, 32)
-    cluster = Cluster(1e12, 1e9, tensor_link=1e9, link=1e12 / (24 * 64 * 3), node_size=1)  # hides behind three layers
+    cluster = Cluster(1e12, 1e9, tensor_link=1e9, link=1e12 / (24 * 64 * 3), node_size=1)  # is hidden by three layers
     contiguous, modular = (
         overheads(model, cluster, MethodLayout(method, 1, 4, 1, 1, 4)) for method in ("3d", "modular")
     )
