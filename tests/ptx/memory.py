@@ -62,7 +62,7 @@ class Buffer:
 class Memory:
     """Bytes with a shadow: which were written, and who read and wrote each last.
 
-    granule: the least width of any access; the shadow has one entry for so many bytes.
+    granule: the least width of any access in bytes; the shadow has one entry per granule.
     """
 
     def __init__(self, name: str, base: int, granule: int) -> None:
