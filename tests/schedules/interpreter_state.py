@@ -90,8 +90,8 @@ class RankState:
         states = self.world.schedule.header.stage_states
         if place in self.gathered or states[action.stage][action.unit].weights == "whole":
             raise Broken(f"nothing to gather: {action}")
-        held = sum(states[stage][unit].size for stage, unit, _ in (*self.gathered, place))
-        if held > self.world.schedule.header.states.weight_pool:
+        gathered = sum(states[stage][unit].size for stage, unit, _ in (*self.gathered, place))
+        if gathered > self.world.schedule.header.states.weight_pool:
             raise Broken(f"no room: {action}")
         copies = self.weights["unit", first_holder(self.world.schedule.header, action.stage), action.unit]
         self.gathered[place] = copies[action.version % len(copies)]

@@ -43,7 +43,7 @@ def test_simulate_gives_the_promised_keys(capsys):
     assert found["exposed_communication"] == 0
 
 
-def test_never_flushing_schedules_run_four_steps_unless_told(capsys):
+def test_never_flushing_schedules_run_four_steps_by_default(capsys):
     assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--json"))["finish"] == (4 * 8 + 3) * 3
     assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--steps", "2", "--json"))["steps"] == 2
 

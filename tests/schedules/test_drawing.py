@@ -145,7 +145,7 @@ def browser_path():
     return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def test_hovering_an_action_tells_what_it_is(tmp_path):
+def test_hovering_an_action_describes_it(tmp_path):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
     if browser_path() is None:
         pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")

@@ -242,7 +242,7 @@ def test_the_merged_trace_has_a_process_a_rank_and_one_for_its_prediction(traced
     assert document["otherData"]["layout"] == {"data": 1, "pipeline": 4, "tensor": 1}
 
 
-def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
+def test_the_page_describes_an_action_on_both_lines(traced: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
     if browser_path() is None:
         pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
@@ -253,7 +253,7 @@ def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto((traced / "overlay.html").as_uri())
-        told = []
+        tooltips = []
         for line in (4, 5):
             wanted = f"bars.find(bar => bar.line === {line} && bar.lane === 'compute' && bar.label === '3')"
             x, y = page.evaluate(
@@ -261,12 +261,12 @@ def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
                 return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 6]; }}"""
             )
             page.mouse.move(x, y)
-            told.append(page.inner_text("#tooltip"))
+            tooltips.append(page.inner_text("#tooltip"))
         levels = page.evaluate("[levelsOf(-6, 264), levelsOf(-200, 264), levelsOf(-264, 6), levelsOf(0, 4)]")
         browser.close()
     assert errors == []
     assert levels == [[0, 264], [0, -200, 264], [0, -264], [0, 2, 4]]
-    for text, side in zip(told, ("measured", "predicted"), strict=True):
+    for text, side in zip(tooltips, ("measured", "predicted"), strict=True):
         assert "forward" in text
         assert "stage 2, micro-batch 3, step 2" in text
         assert side in text

@@ -77,11 +77,11 @@ def test_a_busy_link_delays_the_next_message():
     assert arrivals == [5.0, 9.0, 13.0]
 
 
-def test_blocking_sends_hold_the_sender():
-    free, held = (
+def test_blocking_sends_block_the_sender():
+    free, blocked = (
         simulated("1f1b", 2, 4, link=Link(latency=0.5), blocking_sends=blocking).finish for blocking in (False, True)
     )
-    assert held > free
+    assert blocked > free
 
 
 def test_reductions_overlap_with_the_backward_and_updates_wait_for_all_ranks():

@@ -1,4 +1,4 @@
-"""The text form: what is written reads back the same, and what is wrong is shown where it stands."""
+"""The text form: written files read back the same, and errors name the line and column."""
 
 import pytest
 from hypothesis import given, settings
