@@ -184,13 +184,13 @@ def test_a_tensor_size_that_does_not_divide_is_named_with_those_that_do() -> Non
     assert tensor_problems(model, 1) == []
     assert tensor_problems(model, 2) == []
     assert tensor_problems(model, 4) == []
-    way_out = "tensor sizes that divide this model: 1, 2, 4"
+    fix = "tensor sizes that divide this model: 1, 2, 4"
     assert tensor_problems(model, 3) == [
-        f"model.ffn_hidden_size 100 is not divisible by parallel.tensor 3; {way_out}",
-        f"model.num_kv_heads 4 is not divisible by parallel.tensor 3; {way_out}",
+        f"model.ffn_hidden_size 100 is not divisible by parallel.tensor 3; {fix}",
+        f"model.num_kv_heads 4 is not divisible by parallel.tensor 3; {fix}",
     ]
     model.num_kv_heads = None
-    assert tensor_problems(model, 8)[0] == f"model.num_heads 12 is not divisible by parallel.tensor 8; {way_out}"
+    assert tensor_problems(model, 8)[0] == f"model.num_heads 12 is not divisible by parallel.tensor 8; {fix}"
     assert tensor_problems(model, 0) == ["parallel.tensor is 0; it must be at least 1"]
     model = ModelConfig(hidden_size=96, num_heads=12, ffn_hidden_size=100, num_experts=6)
     assert tensor_problems(model, 3) == []
