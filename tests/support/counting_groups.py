@@ -37,7 +37,7 @@ class Place(NamedTuple):
 @dataclass
 class Traffic:
     """Counts of one rank by place. Elements and bytes are those of the whole buffer of a collective: what an
-    all-reduce sums, what an all-gather leaves behind, what a reduce-scatter starts from.
+    input of an all-reduce, the output of an all-gather, the input of a reduce-scatter.
     """
 
     calls: Counter[Place] = field(default_factory=Counter)

@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         self._lock = threading.RLock()
 
     def reset_peak(self) -> None:
-        """Start looking for the peak anew, from what is alive now."""
+        """Reset the peak to the bytes that are alive now."""
         self.peak = self.current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
