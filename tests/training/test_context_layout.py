@@ -1,4 +1,4 @@
-"""Which tokens reach a context rank, and what cannot be shared out."""
+"""Which tokens reach a context rank, and what cannot be sharded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +52,8 @@ def test_ranks_hold_their_own_tokens_alone(tmp_path: Path, kind: str) -> None:
     shared = replace(plain, parallel=replace(plain.parallel, **parallel))
     (whole,) = run_threads({}, loaded, plain)
     parts = run_threads({"context": 2}, loaded, shared)
-    held = [[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]] if kind == "ring" else [[*range(8)], [*range(8, 16)]]
-    for part, numbers in zip(parts, held, strict=True):
+    tokens = [[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]] if kind == "ring" else [[*range(8)], [*range(8, 16)]]
+    for part, numbers in zip(parts, tokens, strict=True):
         for found, everything in zip(part.contexts, whole.contexts, strict=True):
             assert found.token_numbers.tolist() == numbers
             for name in ("tokens", "labels", "loss_mask", "document_starts"):
@@ -65,7 +65,7 @@ def test_ranks_hold_their_own_tokens_alone(tmp_path: Path, kind: str) -> None:
     )
 
 
-def test_predictions_lie_where_their_tokens_do(tmp_path: Path) -> None:
+def test_predictions_are_on_the_rank_of_their_tokens(tmp_path: Path) -> None:
     plain = make_bert_config(write_corpus(tmp_path), POST_NORM, batch={"micro_size": 4})
     shared = replace(plain, parallel=replace(plain.parallel, context=2, data=1))
     (whole,) = run_threads({}, loaded, plain)

@@ -41,13 +41,13 @@ def test_rates_weigh_steps_by_their_time() -> None:
     assert "| 32 tokens/s |" in lines[2]
 
 
-def test_uneven_loads_of_experts_are_told_of_the_worst_block() -> None:
+def test_expert_loads_are_printed_for_the_worst_block() -> None:
     line = vital_signs(step_record(1, loss_scale=8.0, expert_load_variations=[0.25, 1.5, 0.5]))
     assert line.endswith("| loss scale 8 | expert loads vary by 150%")
     assert "vary" not in vital_signs(step_record(1))
 
 
-def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:
+def test_skipped_steps_and_evaluations_are_printed_at_once() -> None:
     lines: list[str] = []
     display = PlainLines(steps=9, log_every=5, printer=lines.append)
     display.step(step_record(1))

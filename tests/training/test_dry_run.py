@@ -118,8 +118,8 @@ def test_offload_that_measures_at_the_start_is_refused() -> None:
 
 
 def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
-    """Every message of another stage that has to wait has a slot: of 1f1b on rank r of p as many as are in flight, and
-    one more that is under way."""
+    """Every message of another stage that has to wait has a slot: with 1f1b, one for each micro-batch in flight and
+    one for a message in transit."""
     found = dry_run(gpt("--parallel.pipeline", "4"), 4)
     message = 1024 * 768 * 4
     stages = build_schedule(
@@ -139,7 +139,7 @@ def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     assert [each.message_bytes for each in dry_run(gpt(), 4).coordinates] == [0]
 
 
-def test_broken_rules_are_told_before_anything_is_built() -> None:
+def test_broken_rules_are_reported_before_anything_is_built() -> None:
     with pytest.raises(ConfigError, match=r"model.num_heads 12 is not divisible by parallel.tensor 5"):
         dry_run(gpt("--parallel.tensor", "5"), 1000)
     with pytest.raises(ConfigError, match=r"world size 1001 is not a multiple"):
@@ -195,18 +195,18 @@ def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.Capture
     assert "training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB" in printed
     assert "recompute auto: " in printed
     assert main(["dry-run", *asked, "--hardware=a100-80", "--json"], {"dry-run": run_dry_run}) == 0
-    held = json.loads(capsys.readouterr().out)["memory_bytes"]
+    within_budget = json.loads(capsys.readouterr().out)["memory_bytes"]
     plain = [flag for flag in asked if "yaml" in flag] + SMALL
     flags = ["--training.precision=bf16", "--recompute.method=none", "--recompute.memory=null", "--json"]
     assert main(["dry-run", *plain, *flags], {"dry-run": run_dry_run}) == 0
     everything = json.loads(capsys.readouterr().out)["memory_bytes"]
-    assert max(held) <= 1.1 * 2**30 < max(everything)
+    assert max(within_budget) <= 1.1 * 2**30 < max(everything)
     written = tmp_path / "layout.yaml"
     assert main(["dry-run", *asked, "--hardware=a100-80", f"--write_layout={written}"], {"dry-run": run_dry_run}) == 0
     capsys.readouterr()
     again = [str(written), *plain[1:], "--training.precision=bf16", "--json"]
     assert main(["dry-run", *again], {"dry-run": run_dry_run}) == 0
-    assert json.loads(capsys.readouterr().out)["memory_bytes"] == held
+    assert json.loads(capsys.readouterr().out)["memory_bytes"] == within_budget
 
 
 def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

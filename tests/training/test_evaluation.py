@@ -103,7 +103,7 @@ def test_every_layout_gets_the_same_and_every_rank_knows_it(
 
 
 def evaluate_trained(mesh: Mesh, config: PretrainConfig) -> float:
-    """Behind three updates, so that the versions differ of which one is the newest."""
+    """Evaluate after three updates, so that the weight versions differ."""
     replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     for step in range(3):

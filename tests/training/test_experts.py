@@ -77,7 +77,7 @@ def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
 
 
 def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tuple[list[list[float]], list[float]]:
-    """Of two steps what a rank is told of each block, and of the last one what its own routers' choices say."""
+    """Return the reported variations of each block in two steps, and those of the last step's own choices."""
     config = make_config(corpus, replace(MODEL, num_kv_heads=4, init_std=0.3), **groups)
     replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
@@ -90,7 +90,7 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
 
     for router in routers:
         router.register_forward_hook(count)
-    told = []
+    reported = []
     for step in range(2):
         counts.update({router: torch.zeros(4) for router in routers})
         batch = loader.load(step * config.batch.global_size)
@@ -98,8 +98,8 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
         given = StepInput(step, batch.contexts, batch.token_counts, 1e-3, loss_scale=scale)
         (result,) = (*replica.engine.feed(given), *replica.engine.drain())
         tokens = config.batch.global_size * config.data.sequence_length
-        told.append(load_variations(config.model, result.squared_loads, tokens))
-    return told, [float(each.std(correction=0) / each.mean()) for each in counts.values()]
+        reported.append(load_variations(config.model, result.squared_loads, tokens))
+    return reported, [float(each.std(correction=0) / each.mean()) for each in counts.values()]
 
 
 def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -> None:
@@ -113,8 +113,8 @@ def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -
         ({"data": 2}, {"parallel": {"data": 2}, "zero": {"stage": 2}}),
     ]
     for sizes, groups in layouts:
-        for told, _ in run_mesh(sizes, variations, corpus, groups, backend="threads"):
-            for found, wanted in zip(told, expected, strict=True):
+        for reported, _ in run_mesh(sizes, variations, corpus, groups, backend="threads"):
+            for found, wanted in zip(reported, expected, strict=True):
                 assert found == pytest.approx(wanted, rel=1e-5), sizes
     ((scaled, counted),) = run_mesh({}, variations, corpus, {"training": {"precision": "fp16"}}, backend="threads")
     assert scaled[1] == pytest.approx(counted, rel=1e-6), "a loss scale is no part of a load"

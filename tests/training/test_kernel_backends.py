@@ -188,7 +188,7 @@ def test_sums_of_weight_gradients_are_not_compiled(corpus: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_told_at_the_start_is_what_runs(corpus: str, model: str) -> None:
+def test_kernels_printed_at_the_start_are_those_that_run(corpus: str, model: str) -> None:
     config = configuration(corpus, MODELS[model])
     predicted = {str(choice) for choice in kernel_choices(config, CPU, OPS) if choice.width > 1}
     [(_, choices)] = run_mesh({}, on_backend, config, REFERENCE)
@@ -207,7 +207,7 @@ def test_a_run_without_a_gpu_says_so_in_one_line(corpus: str) -> None:
     ]
 
 
-def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
+def test_different_reasons_are_printed_by_backend(corpus: str) -> None:
     backends = (
         Backend("triton", reference_norms, lambda device: "is not installed"),
         Backend("cuda", reference_norms, lambda device: "was not built"),
@@ -240,9 +240,9 @@ def test_a_run_says_how_documents_are_kept_apart(tmp_path: Path) -> None:
     config = make_config("unread", replace(GPT2_SHAPE, head_size=16))
     assert document_attention(config, torch.device("cpu")) is None
     config = replace(config, data=replace(config.data, isolate_documents=True))
-    told_on_cpu = document_attention(config, torch.device("cpu"))
-    assert told_on_cpu is not None
-    assert "a mask [samples, tokens, tokens] (torch's flex_attention has no backward on cpu)" in told_on_cpu
+    cpu_warning = document_attention(config, torch.device("cpu"))
+    assert cpu_warning is not None
+    assert "a mask [samples, tokens, tokens] (torch's flex_attention has no backward on cpu)" in cpu_warning
     assert "flex_attention over the blocks" in str(document_attention(config, torch.device("cuda")))
     demanded = replace(config, model=replace(config.model, attention="flex"))
     with pytest.raises(ConfigError, match="'flex', but torch's flex_attention has no backward on cpu"):

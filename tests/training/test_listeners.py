@@ -219,7 +219,7 @@ def test_no_line_raises_where_both_outputs_are_dead(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdout", Dead())
     monkeypatch.setattr(sys, "stderr", Dead())
     for _ in range(3):
-        print_line("nobody reads this")
+        print_line("unread")
         print_error("nor this")
     with pytest.raises(BrokenPipeError):
         write_line("a listener must know")

@@ -78,10 +78,10 @@ def test_suggested_changes_fit(share: float, count: int, device: str) -> None:
         data = data_parallel_size(changed, world_size)
         changed = replace(changed, parallel=replace(changed.parallel, data=data))
         if device == "cpu" and world_size == count:
-            held = sum(sum(needed(changed, count, rank, "cpu")) for rank in range(count))
+            needed_bytes = sum(sum(needed(changed, count, rank, "cpu")) for rank in range(count))
         else:
-            held = peak_bytes(changed, device) * (count if device == "cpu" else 1)
-        assert held <= free, change
+            needed_bytes = peak_bytes(changed, device) * (count if device == "cpu" else 1)
+        assert needed_bytes <= free, change
 
 
 def test_memory_of_equal_names_is_counted_apart() -> None:

@@ -69,7 +69,7 @@ def test_a_forward_that_does_not_fit_names_its_unit(tmp_path: Path, unit: str) -
 
 
 @pytest.mark.parametrize("unit", ["blocks.1", "head"])
-def test_a_backward_that_does_not_fit_names_the_unit_that_it_had_come_to(tmp_path: Path, unit: str) -> None:
+def test_a_backward_that_does_not_fit_names_its_unit(tmp_path: Path, unit: str) -> None:
     report = report_of(tmp_path, unit, backward=True)
     assert report.startswith(f"out of memory in unit {unit}: ")
     assert "BACKWARD stage 0 microbatch 2" in report

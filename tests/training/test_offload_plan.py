@@ -1,4 +1,4 @@
-"""What a configuration's offload group comes to: which blocks move, what auto decides and tells, what is refused."""
+"""Effects of a configuration's offload group: blocks that move, the choice of auto and its message, refusals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -94,12 +94,12 @@ def test_auto_measures_what_is_not_stated() -> None:
     assert "TFLOP/s, copies at " in remarks[0]
 
 
-def test_too_little_memory_is_told_with_what_is_needed() -> None:
+def test_too_little_memory_is_refused_with_the_need() -> None:
     with pytest.raises(ConfigError, match=r"offload.memory .*: activations of the blocks of stage 0 need .* GiB"):
         run_threads({}, planned, config_of(auto(0.5, 2.0)))
 
 
-def test_nothing_left_to_move_is_told() -> None:
+def test_nothing_left_to_move_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"offload.activations blocks has nothing to move"):
         run_threads({}, planned, config_of({"activations": "blocks"}, {"method": "full"}))
 

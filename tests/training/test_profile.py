@@ -1,4 +1,4 @@
-"""profile.trace: what lies in the folder afterwards, for windows, layouts and schedules of every kind."""
+"""profile.trace: the files in the folder afterwards, for windows, layouts and schedules of every kind."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
-def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_behind: int) -> tuple[list[str], list[Tensor]]:
-    """Feed the engine as the loop does, draining once on the way; what was said, and the weights."""
+def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_after: int) -> tuple[list[str], list[Tensor]]:
+    """Feed the engine as the loop does, draining once on the way, and return the printed lines and the weights."""
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], timeout_seconds=30.0)
     config = replace(config, parallel=parallel)
@@ -41,7 +41,7 @@ def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_behind: int) -
             batch = loader.load(step * config.batch.global_size)
             profiler.before(step, replica.engine)
             replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 0.01))
-            if step == drain_behind:
+            if step == drain_after:
                 replica.engine.drain()
         replica.engine.drain()
     return said, [state.master.clone() for state in replica.states()]
@@ -55,7 +55,7 @@ def traced(folder: Path, corpus: str, sizes: dict[str, int], name: str, **how: A
         schedule={"name": name},
         profile={"trace": str(folder), **how.pop("profile", {})},
     )
-    return run_threads(sizes, trained, config, how.get("steps", 6), how.get("drain_behind", -1))
+    return run_threads(sizes, trained, config, how.get("steps", 6), how.get("drain_after", -1))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_tracing_changes_no_weight(tmp_path: Path, corpus: str, name: str) -> No
 
 
 def test_a_drain_within_the_window_splits_it(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
-    traced(tmp_path, corpus, {"pipeline": 2}, "2bw", profile={"first_step": 2, "steps": 4}, drain_behind=2)
+    traced(tmp_path, corpus, {"pipeline": 2}, "2bw", profile={"first_step": 2, "steps": 4}, drain_after=2)
     episodes = [[(each.section, each.step) for each in episode] for episode in read_run(tmp_path).episodes]
     assert episodes == [[("body", 1), ("epilogue", 2)], [("prologue", 3), ("body", 3), ("body", 4)]]
     assert main(["overlay", str(tmp_path), "--json"]) == 0

@@ -23,7 +23,7 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", signals.STOPS)
 def test_first_signal_and_its_echo_only_ask(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "ECHO_SECONDS", 1000.0)  # however long this process is held up between the two
+    monkeypatch.setattr(signals, "ECHO_SECONDS", 1000.0)  # however long this process is blocked between the two
     with SignalRequests() as requests:
         assert not requests.stop
         signal.raise_signal(number)
@@ -76,9 +76,9 @@ def test_handlers_are_restored() -> None:
     assert [signal.getsignal(each) for each in signals.SIGNALS] == before
 
 
-def test_error_is_told_before_a_launcher_ends_the_process() -> None:
-    with pytest.raises(ValueError, match="told"), SignalRequests():
-        raise ValueError("told")
+def test_error_is_reported_before_a_launcher_ends_the_process() -> None:
+    with pytest.raises(ValueError, match="reported"), SignalRequests():
+        raise ValueError("reported")
     signal.raise_signal(signal.SIGTERM)  # would have ended the test process
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -104,7 +104,7 @@ def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None
     ],
 )
 def test_before_training_a_process_that_runs_no_python_answers_at_once(number: signal.Signals, status: int) -> None:
-    """It waits in C until its input ends: a handler of Python's would run only behind that, and print a traceback."""
+    """It waits in C until its input ends: a Python handler would run only after that, and print a traceback."""
     program = (
         "import ctypes, signal\n"
         "from megapipe.training.resilience.signals import before_training\n"

@@ -128,7 +128,7 @@ def test_a_rank_ends_well_although_its_stacks_file_is_gone(tmp_path: Path) -> No
 
 
 class PlannedTime:
-    """A clock of seconds, in the place of `time`: rank 0 begins a step every other second, for an hour."""
+    """A clock of seconds, which replaces `time`: rank 0 starts a step every other second, for an hour."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat, self.now = heartbeat, 0
