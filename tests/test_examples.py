@@ -115,7 +115,7 @@ class Launch:
 
 @functools.cache
 def launch_of(script: Path) -> Launch:
-    """Run the script with stand-ins for the launchers, as its comment says, and read what it would start."""
+    """Run the script with stand-ins for the launchers, as its comment says, and return what it would start."""
     with tempfile.TemporaryDirectory() as folder:
         return _launched(script, Path(folder))
 
@@ -191,7 +191,7 @@ def test_a_parallel_example_starts_as_its_comment_says(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generate_with_transformers_samples_unless_told(
+def test_generate_with_transformers_samples_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The most likely continuation of a small model repeats itself; a sample of the same seed is always the same."""
