@@ -27,7 +27,7 @@ FOUND = NodeLinks(("a", "b"), (4, 4), 2e-5, ((0.0, 3e9), (1e9, 0.0)))
 
 
 @given(st.integers(1, 40))
-def test_each_pair_meets_once_and_each_node_once_per_round(nodes: int) -> None:
+def test_pairs_meet_once_and_nodes_once_per_round(nodes: int) -> None:
     found = rounds(nodes)
     met = [tuple(sorted(pair)) for pairs in found for pair in pairs]
     assert sorted(met) == list(combinations(range(nodes), 2))

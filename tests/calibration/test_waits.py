@@ -63,7 +63,7 @@ def test_waits_are_never_negative() -> None:
     assert (layer.forward, layer.backward, layer.backward_input, layer.backward_weight) == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_layers_are_shared_by_as_many_ranks_as_there_are() -> None:
+def test_layers_are_shared_by_the_number_of_ranks() -> None:
     found = shared_cells(cells([1, 2, 4], [1, 2], [1]), 4)
     assert found == {2: [Cell(1, 2, 1), Cell(2, 1, 1)], 4: [Cell(2, 2, 1), Cell(4, 1, 1)]}
     assert shared_cells(cells([1, 2], [1], [1]), 1) == {}
