@@ -130,7 +130,7 @@ def test_a_save_that_no_step_copies_is_whole(tmp_path: Path) -> None:
     assert saver.take_snapshot() is None
 
 
-def test_a_run_that_fails_during_its_copy_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_a_failure_during_a_copy_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path, 1)
     mesh, states, blocked = alone(), make_states(alone(), ALONE), BlockedCopies()
     fill(states, 2)

@@ -89,7 +89,7 @@ def test_a_directory_has_one_job_at_a_time(tmp_path: Path) -> None:
     DirectoryLock(tmp_path).release()
 
 
-def test_a_failed_write_is_reported_with_how_to_fix_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_reported_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert " bytes are free there" in explained(full, tmp_path / "runs" / "new")
     (tmp_path / "file").touch()
