@@ -145,7 +145,7 @@ def test_an_untied_head_keeps_the_bias_that_transformers_reads(name: str, tmp_pa
         assert torch.equal(found, expected)
 
 
-def test_a_tokenizer_with_another_padding_than_the_positions_is_refused(
+def test_tokenizers_whose_padding_differs_from_positions_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs_of("roberta").save_pretrained(tmp_path / "theirs")
@@ -194,7 +194,7 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     ],
     ids=str,
 )
-def test_a_model_of_no_family_is_refused_with_its_fields(changes: dict[str, object], message: str) -> None:
+def test_models_of_no_family_are_refused_with_their_fields(changes: dict[str, object], message: str) -> None:
     from megapipe.checkpoint import CheckpointError
     from megapipe.conversion.hugging_face import exported_config
 
