@@ -253,7 +253,7 @@ def test_every_range_is_used_once_in_an_epoch(tmp_path: Path) -> None:
     assert len({tuple(epoch) for epoch in firsts}) == 3
 
 
-def test_tokens_are_cut_from_both_ends_of_the_longer_part(tmp_path: Path) -> None:
+def test_tokens_are_cut_from_the_longer_parts_ends(tmp_path: Path) -> None:
     shard = shard_of(tmp_path, [[50, 9], [50, 60]])
     source = open_pairs(shard, sequence_length=33, short_probability=0.0, split="train", shares="1")
     cut_in_front = []

@@ -87,7 +87,7 @@ def test_a_billion_documents_cost_what_a_thousand_do(split: str, monkeypatch: py
     assert reads[10**9][1] <= 4 * (4 * 31 + 6)
 
 
-def test_documents_among_a_billion_are_where_the_rule_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_among_a_billion_are_where_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, _ = opened(10**9, monkeypatch, "train")
     assert len(samples) == 980_000_000 * LENGTH // 2048
     windows = samples.windows(np.arange(200))

@@ -117,7 +117,7 @@ def test_idle_workers_are_reported(
     assert inputs.idle_workers([InputFile(Path("a.jsonl.gz"), 100)], 8) is None
 
 
-def test_a_dataset_by_name_without_a_network_is_one_clear_error(
+def test_dataset_names_without_a_network_give_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_such_host(*arguments: object) -> None:

@@ -234,7 +234,7 @@ def ctrl_c_is_blocked() -> bool:
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_ctrl_c_is_blocked_in_workers_and_delayed_at_their_start() -> None:
+def test_workers_block_ctrl_c_and_delay_it_while_starting() -> None:
     assert list(map_in_order(ctrl_c_is_blocked, [(), ()], workers=2)) == [True, True]
     assert not ctrl_c_is_blocked()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -127,7 +127,7 @@ def gpt2_oracle(folder: Path) -> GPT2Tokenizer:
     return GPT2Tokenizer.from_pretrained(str(folder))
 
 
-def test_gpt2_files_are_found_by_folder_and_by_either_name(gpt2_folder: Path, tmp_path: Path) -> None:
+def test_gpt2_files_are_found_by_folder_or_name(gpt2_folder: Path, tmp_path: Path) -> None:
     fingerprints = {
         open_tokenizer(str(path)).fingerprint
         for path in (gpt2_folder, gpt2_folder / "vocab.json", gpt2_folder / "merges.txt")
