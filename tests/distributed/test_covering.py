@@ -354,9 +354,7 @@ def expected(corpora: Corpora) -> Oracles:
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=name_of)
-def test_a_pair_of_features_trains_as_one_process_and_costs_what_is_predicted(
-    corpora: Corpora, expected: Oracles, case: Case
-) -> None:
+def test_feature_pairs_match_one_process_and_predicted_costs(corpora: Corpora, expected: Oracles, case: Case) -> None:
     config = config_of(case, *corpora)
     validate(config, world_size(case))
     ranks = predicted_and_counted(config)
@@ -379,9 +377,7 @@ def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Cas
 @pytest.mark.slow
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "change"), MIXED)
-def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
-    corpora: Corpora, case: Case, change: Change
-) -> None:
+def test_unequal_blocks_match_one_process_and_predicted_costs(corpora: Corpora, case: Case, change: Change) -> None:
     case = {**BASE, "model": "llama", **case}
     config = changed(config_of(case, *corpora), change)
     kept = {group: fields for group, fields in change.items() if group in ("model", "data", "batch")}
@@ -467,7 +463,7 @@ def broken(case: Mapping[str, str]) -> list[Rule]:
     return [rule for rule in RULES if rule.forbids(case)]
 
 
-def test_the_array_leaves_out_what_rules_forbid_and_wide_pipelines_alone() -> None:
+def test_the_array_omits_forbidden_cases_and_wide_pipelines_alone() -> None:
     """The array's own construction is tested in tests/support/test_covering.py, four stages with two of something
     else, eight ranks, with the table of docs/parallelism.md."""
     assert len(CASES) <= MOST_CASES

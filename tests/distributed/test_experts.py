@@ -111,7 +111,7 @@ def expected(corpora: Corpora) -> Oracles:
 
 
 @pytest.mark.parametrize(("kind", "case"), EVERY_CASE)
-def test_a_layout_trains_as_one_process_and_exchanges_what_is_predicted(
+def test_layouts_match_one_process_and_predicted_traffic(
     corpora: Corpora, expected: Oracles, kind: str, case: Case
 ) -> None:
     config = with_experts(kind, case, corpora)

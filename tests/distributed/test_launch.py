@@ -49,9 +49,7 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
         *(pytest.param(schedule, "SIGINT", marks=pytest.mark.exhaustive) for schedule in ("1f1b", "2bw")),
     ],
 )
-def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
-    tmp_path: Path, corpus: str, schedule: str, number: str
-) -> None:
+def test_a_signal_stops_and_saves_after_a_whole_step(tmp_path: Path, corpus: str, schedule: str, number: str) -> None:
     arguments = ["--data.prefix", corpus, "--optimizer.decay", "constant", "--checkpoint.every", "100000"]
     arguments += ["--schedule.name", schedule]
     arguments += ["--training.steps", "100000", "--parallel.pipeline", "2"]

@@ -27,9 +27,7 @@ def metrics(folder: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
-def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(
-    tmp_path: Path, corpus: str, schedule: str
-) -> None:
+def test_pipelines_ramp_evaluate_and_resume_like_one_process(tmp_path: Path, corpus: str, schedule: str) -> None:
     alone, split = tmp_path / "alone", tmp_path / "split"
     for folder in (alone, split):
         folder.mkdir()
@@ -49,7 +47,7 @@ def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(
     assert list((split / "runs/default/tensorboard").glob("events.*"))
 
 
-def test_a_terminal_gets_a_bar_and_has_its_cursor_back(tmp_path: Path, corpus: str) -> None:
+def test_terminals_get_a_bar_and_their_cursor_back(tmp_path: Path, corpus: str) -> None:
     ours, theirs = pty.openpty()
     arguments = [f"--data.prefix={corpus}", *RUN, "--training.steps=3"]
     process = subprocess.Popen(

@@ -175,7 +175,7 @@ def test_where_2bw_is_drained_changes_nothing(make: Make, update: str) -> None:
         check_equal(run_threads(P2, trained, make("gpt2", P2, run), drained), [expected])
 
 
-def test_pipedream_is_the_same_however_it_is_run_and_drained(make: Make) -> None:
+def test_pipedream_does_not_depend_on_layout_and_drains(make: Make) -> None:
     config = make("llama", P2, schedule("pipedream"), UNCLIPPED)
     check_equal(run_mesh(P2, trained, config, (0, 3)), run_threads(P2, trained, config))
 

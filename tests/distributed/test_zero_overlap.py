@@ -100,7 +100,7 @@ def passes(events: list[Event], letter: str) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def test_the_next_layers_weights_are_there_before_a_layers_forward_ends(corpus: str) -> None:
+def test_the_next_weights_arrive_before_a_forward_ends(corpus: str) -> None:
     for events, log in run(corpus, weight_buffers=2):
         gathers = [(start, end) for operation, start, end in log if operation == "gather_into"][:UNITS]
         layers = passes(events, "F")
@@ -117,7 +117,7 @@ def test_without_a_second_buffer_weights_come_after_it(corpus: str) -> None:
             assert start > layer[1]
 
 
-def test_a_layers_gradients_travel_while_the_one_before_it_computes(corpus: str) -> None:
+def test_gradients_are_reduced_while_the_previous_layer_computes(corpus: str) -> None:
     for events, log in run(corpus, weight_buffers=2):
         reductions = [(start, end) for operation, start, end in log if operation == "reduce_into_part"]
         layers = passes(events, "B")
