@@ -20,7 +20,7 @@ def without_figures(line: str) -> str:
     return re.sub(r"[\s-]+", " ", line).strip()
 
 
-def test_every_tutorial_has_commands_and_says_what_needs_other_hardware() -> None:
+def test_tutorials_have_commands_and_name_other_hardware() -> None:
     assert set(PAGES) == {
         "first_run",
         "own_data",
