@@ -31,7 +31,7 @@ def test_errors_come_out_where_results_are_read() -> None:
         run_now(fail)
 
 
-def test_ranks_are_spoken_to_in_the_order_of_the_starts() -> None:
+def test_turns_communicate_in_the_order_of_their_starts() -> None:
     """The first one finds late what the second one has at once; it still shares first."""
     turns, gate, shared = Turns(), threading.Event(), list[str]()
     first = turns.run_beside(lambda: gate.wait(10), lambda _: shared.append("first"), CPU)
@@ -50,7 +50,7 @@ def test_a_failed_turn_does_not_block_the_next_one() -> None:
     assert isinstance(broken.exception(), ZeroDivisionError)
 
 
-def test_on_a_gpu_all_turns_share_a_stream_and_await_their_own_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_turns_share_a_stream_and_await_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has 32 streams, which communicators use, too: a new one for each step would soon be one of theirs."""
     made, awaited = list[Any](), list[str]()
 

@@ -146,7 +146,7 @@ def counted_run(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_the_device_holds_what_moves_and_the_host_what_has_left(config: PretrainConfig, prefetch: int) -> None:
+def test_moved_activations_leave_the_device_for_the_host(config: PretrainConfig, prefetch: int) -> None:
     """gpipe on one rank: of all blocks but the last micro-batch's last ones the activations leave; on the device are
     all heads', and of the blocks the one in use, those that wait and those that never left."""
     config = replace(config, offload=OffloadConfig(activations="blocks", prefetch=prefetch))
@@ -172,7 +172,7 @@ def states(count: int, dtype: torch.dtype) -> list[UnitState]:
 
 
 @pytest.mark.parametrize(("dtype", "buffers"), [(torch.float32, 2), (torch.bfloat16, 3)], ids=["fp32", "bf16"])
-def test_two_units_states_are_on_the_device_and_changes_reach_the_host(dtype: torch.dtype, buffers: int) -> None:
+def test_two_states_are_on_device_and_updates_reach_host(dtype: torch.dtype, buffers: int) -> None:
     """buffers: moments, and the master of bf16."""
     swaps, made = Swaps(CPU), states(5, dtype)
     at_home = [state.update_buffers() for state in made]
@@ -197,7 +197,7 @@ def test_two_units_states_are_on_the_device_and_changes_reach_the_host(dtype: to
         assert torch.equal(state.master, (masters[index].float() + 0.5).to(state.master.dtype))
 
 
-def test_state_on_the_device_moves_to_the_host_at_its_first_update() -> None:
+def test_state_on_the_device_leaves_at_its_first_update() -> None:
     swaps = Swaps(CPU)
     state = UnitState("layer", SPECS, compute_dtype=torch.bfloat16)
     swaps.reload_state(state)
@@ -225,7 +225,7 @@ def broken_run(mesh: Mesh, config: PretrainConfig) -> str:
     return str(error.value)
 
 
-def test_a_copy_that_fails_names_the_action_that_waited_for_it(config: PretrainConfig) -> None:
+def test_failed_copies_name_the_action_that_waited(config: PretrainConfig) -> None:
     message = run_threads({}, broken_run, config)[0]
     assert "OFFLOAD stage 0 unit 2 microbatch 0" in message
     assert message.endswith("the copy engine has failed")

@@ -132,9 +132,7 @@ def test_no_more_units_than_buffers_are_on_the_device(
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
-def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_the_host(
-    dtype: torch.dtype, precision: str
-) -> None:
+def test_updates_use_two_units_weights_and_reach_the_host(dtype: torch.dtype, precision: str) -> None:
     swaps, states = Swaps(CPU), [HostWeights(f"layer{index}", SPECS, compute_dtype=dtype) for index in range(4)]
     for state in states:
         state.initialize(0)

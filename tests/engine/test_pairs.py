@@ -157,7 +157,7 @@ def test_halves_that_take_turns_compute_the_same_bits(tmp_path: Path, pipeline: 
             assert all(torch.equal(one.values, other.values) for one, other in zip(found, wanted, strict=True))
 
 
-def test_pairs_run_in_order_for_a_reason_that_is_printed() -> None:
+def test_pairs_that_run_in_order_print_the_reason() -> None:
     schedule, distributed = build("dualpipe_v", 2, 4), mock.Mock(spec=DistributedGroup, size=2)
 
     def overlap_of(tensor: Any = distributed, device: str = "cuda", name: str = "dualpipe_v", **fields: Any) -> Any:

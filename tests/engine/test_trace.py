@@ -61,9 +61,7 @@ def plain(mesh: Mesh, name: str, per_stage: list[int]) -> tuple[list[float], Any
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.parametrize(("name", "per_stage"), [("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])])
-def test_every_action_is_noted_in_order_and_nothing_else_changes(
-    backend: Backend, name: str, per_stage: list[int]
-) -> None:
+def test_actions_are_recorded_in_order_without_side_effects(backend: Backend, name: str, per_stage: list[int]) -> None:
     ranks = run_mesh({"pipeline": 2}, recorded, name, per_stage, backend=backend)
     expected = run_mesh({"pipeline": 2}, plain, name, per_stage, backend=backend)
     for (events, words, losses, weights), (plain_losses, plain_weights) in zip(ranks, expected, strict=True):

@@ -221,7 +221,7 @@ def test_sums_of_neighbouring_steps_keep_their_order(pipeline: int) -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "num_microbatches"), [(2, 1), (4, 3)])
-def test_fewer_micro_batches_than_ranks_are_refused_with_the_reason(pipeline: int, num_microbatches: int) -> None:
+def test_too_few_micro_batches_are_refused_with_the_reason(pipeline: int, num_microbatches: int) -> None:
     with pytest.raises(
         ScheduleError,
         match=f"{num_microbatches} micro-batches on {pipeline} ranks would need weights that do not exist yet",

@@ -59,7 +59,7 @@ def test_two_buffered_weights_are_two(
 
 
 @pytest.mark.parametrize("options", [{}, {"vertical_sync": True}], ids=["plain", "vertical sync"])
-def test_pipedream_keeps_as_many_versions_as_micro_batches_in_flight(options: dict[str, Any]) -> None:
+def test_pipedream_keeps_one_version_per_micro_batch_in_flight(options: dict[str, Any]) -> None:
     optimizer = replace(SGD, clip_norm=None)
     one = bytes_by_rank(replace(FLUSHING, optimizer=optimizer))
     several = bytes_by_rank(with_options(replace(FLUSHING, name="pipedream", optimizer=optimizer), **options))
