@@ -116,7 +116,7 @@ def check_all_pairs(folder: Path, layouts: Sequence[Sizes], **groups: dict[str, 
                 raise AssertionError(f"saved on {source}, resumed on {sizes}") from error
 
 
-def test_the_layouts_are_all_of_up_to_four_ranks_and_meet_all_stages() -> None:
+def test_layouts_cover_up_to_four_ranks_and_all_stages() -> None:
     assert len(LAYOUTS) == 10
     pairs = {(saved_stage(one), loaded_stage(other)) for one in REPLICATED for other in REPLICATED}
     assert pairs == set(itertools.product(range(4), repeat=2))

@@ -17,7 +17,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
 
 
-def test_a_loss_that_stays_high_ends_with_its_own_status(tmp_path: Path, corpus: str) -> None:
+def test_persistent_high_loss_ends_with_its_own_status(tmp_path: Path, corpus: str) -> None:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=20", "--checkpoint.every=4"]
     arguments += ["--spikes.deviations=10", "--spikes.window=4", "--spikes.patience=1", "--spikes.skip_batches=1"]
     arguments += ["--optimizer.learning_rate=0.005", "--optimizer.warmup_steps=2"]
@@ -30,7 +30,7 @@ def test_a_loss_that_stays_high_ends_with_its_own_status(tmp_path: Path, corpus:
     assert saved_steps(tmp_path / RUN) == [4]
 
 
-def test_wrong_input_is_reported_once_though_rank_0_starts_late(tmp_path: Path) -> None:
+def test_wrong_input_is_reported_once_despite_late_rank_0(tmp_path: Path) -> None:
     """The other rank has noticed it long before, and waits, because its exit would end the rank that reports it."""
     output = output_of(tmp_path, Fault("start", rank=0), "--data.prefix=nowhere", "--parallel.data=2")
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -48,7 +48,7 @@ def test_replicas_that_differ_end_with_their_own_status(tmp_path: Path, corpus: 
     assert saved_steps(tmp_path / RUN) == [2], "what differs is not saved"
 
 
-def test_a_rank_asleep_in_a_collective_is_named_by_its_watchdog(tmp_path: Path, corpus: str) -> None:
+def test_watchdogs_name_ranks_asleep_in_a_collective(tmp_path: Path, corpus: str) -> None:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=1000"]
     arguments += ["--watchdog.floor_seconds=5", "--watchdog.factor=20"]
     output = output_of(tmp_path, Fault("collective", step=20), *arguments)

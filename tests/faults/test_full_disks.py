@@ -131,9 +131,7 @@ def files(directory: Path) -> list[bytes]:
         *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 20)),
     ],
 )
-def test_a_disk_that_fills_at_any_moment_ends_no_run(
-    tmp_path: Path, corpus: str, undisturbed: Path, seed: int
-) -> None:
+def test_disks_that_fill_at_any_moment_end_no_run(tmp_path: Path, corpus: str, undisturbed: Path, seed: int) -> None:
     """The disk has room again some steps later; the run then saves the same bytes as an undisturbed run."""
     chosen = random.Random(seed)
     error = chosen.choice([errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
@@ -163,7 +161,7 @@ def test_a_disk_that_fills_at_any_moment_ends_no_run(
     assert ours.items() <= theirs.items(), "lines may be missing, and those that are there are right"
 
 
-def test_a_disk_that_stays_full_costs_what_came_after_the_last_save(
+def test_permanently_full_disks_cost_steps_since_the_last_save(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = FillingDisk(1 << 40)

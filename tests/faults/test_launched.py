@@ -59,7 +59,7 @@ def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
         wait_for_the_end([*workers.values(), *watchers])
 
 
-def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Path) -> None:
+def test_watchdogs_name_a_stopped_rank_and_end_the_job(tmp_path: Path) -> None:
     """Each watcher is stopped while the other one reports, because the first of them to end its rank ends the job."""
     watchdog = ["--watchdog.floor_seconds=5", "--watchdog.factor=20"]
     with endless_job(tmp_path, "--parallel.pipeline=2", *watchdog) as (process, workers):
@@ -111,7 +111,7 @@ def test_a_reader_that_leaves_costs_nothing(tmp_path: Path) -> None:
     assert [line["event"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "event" in line][-1] == "end"
 
 
-def test_numbers_that_stay_infinite_end_the_job_with_their_own_status(tmp_path: Path) -> None:
+def test_persistent_infinities_end_the_job_with_their_status(tmp_path: Path) -> None:
     arguments = ["--optimizer.learning_rate=1e30", "--optimizer.warmup_steps=0", "--reliability.non_finite_patience=2"]
     arguments += [f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2"]
     done = launch_with_torchrun(2, *arguments, folder=tmp_path)
@@ -120,7 +120,7 @@ def test_numbers_that_stay_infinite_end_the_job_with_their_own_status(tmp_path: 
     assert f"exitcode  : {ExitCode.NOT_FINITE:d}" in done.stderr
 
 
-def test_a_killed_rank_costs_nothing_where_torchrun_starts_the_job_again(tmp_path: Path) -> None:
+def test_killed_ranks_cost_nothing_under_torchrun_restarts(tmp_path: Path) -> None:
     """Twice: each time the ranks that torchrun starts go on from the newest checkpoint by themselves."""
     corpus = write_shard(tmp_path)
     arguments = [f"--data.prefix={corpus}", f"--training.steps={STEPS}", "--training.log_every=1"]

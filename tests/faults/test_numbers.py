@@ -89,7 +89,7 @@ def poisoned_run(mesh: Mesh, config: PretrainConfig, where: str) -> tuple[list[S
     ],
     ids=str,
 )
-def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
+def test_infinities_on_one_rank_skip_the_step_everywhere(
     corpus: str, sizes: dict[str, int], where: str, precision: str
 ) -> None:
     config = make_config(corpus, GPT2_SHAPE, parallel={"data": None, **sizes}, training={"precision": precision})
@@ -101,7 +101,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
         assert all(bool(each.isfinite().all()) for each in later)
 
 
-def test_optimizer_state_gone_bad_on_one_replica_stops_all_updates(corpus: str) -> None:
+def test_bad_optimizer_state_on_one_replica_stops_updates(corpus: str) -> None:
     """Its next update spoils that replica's weights; from then on no rank updates, until the run is ended."""
     config = make_config(corpus, GPT2_SHAPE, parallel={"data": None})
     for results, weights in run_threads({"data": 2}, poisoned_run, config, "moment"):

@@ -140,7 +140,7 @@ def test_a_clock_that_jumps_changes_nothing(
     assert saved(tmp_path) == saved(whole)
 
 
-def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(
+def test_refused_saves_cost_that_checkpoint_alone(
     corpora: list[str],
     whole: Path,
     tmp_path: Path,
