@@ -181,7 +181,7 @@ def test_every_layout_gives_the_same_texts(name: str, sizes: dict[str, int]) -> 
         assert texts == expected
 
 
-def test_a_text_does_not_depend_on_its_batch_or_its_neighbours() -> None:
+def test_texts_do_not_depend_on_batch_or_neighbours() -> None:
     model, settings = SHAPES["gpt2-tied"], SamplingSettings(seed=8)
     expected = alone(model, settings, limits_of(model), samples=3)
     assert [(text.prompt, text.sample) for text in expected] == [(p, s) for p in range(4) for s in range(3)]
