@@ -165,7 +165,7 @@ def test_installed_extensions_are_found_and_reported(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("_apex")
-def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
+def test_ops_with_an_apex_backend_take_known_builds() -> None:
     """And the backends that refuse some arguments are never chosen by themselves."""
     backends = {op.name: backend for op in OPS.ops for backend in op.backends if backend.name == "apex"}
     assert set(backends) == set(apex_backend.EXTENSIONS)
@@ -177,7 +177,7 @@ def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
 
 
 @pytest.mark.usefixtures("_apex")
-def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_builds_are_refused_when_choosing_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     extension = importlib.import_module("fused_layer_norm_cuda")
     known = signatures.LAYER_NORM_BACKWARD.forms[-1]
     longer = signatures.Form("later", "2030", (*known.arguments, "more:int"))
@@ -207,7 +207,7 @@ def test_arguments_are_counted_in_docstrings_of_pybind11() -> None:
 
 
 @pytest.mark.usefixtures("_apex")
-def test_apex_is_chosen_and_reported_where_triton_and_csrc_cannot_run() -> None:
+def test_apex_is_chosen_where_triton_and_csrc_cannot_run() -> None:
     ops = OPS.with_overrides({})
     names = ("layer_norm", "adamw", "gradient_norm")
     choices = [ops.choice(name, "cuda", torch.float32, 64) for name in names]

@@ -187,7 +187,7 @@ def test_a_table_has_rates_shares_and_failures() -> None:
     ]
 
 
-def test_what_misses_an_aim_or_loses_to_the_compiler_is_named() -> None:
+def test_kernels_below_an_aim_or_the_compiler_are_named() -> None:
     def said(*figures: Figure) -> list[str]:
         return table.verdicts(Findings(figures, {}, [], CEILING, CPU), CASES)
 
@@ -237,7 +237,7 @@ def test_the_script_runs_every_op_on_a_processor(
     assert "--repeats 1" in text  # the command
 
 
-def test_a_race_too_large_for_the_device_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_races_too_large_for_the_device_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(size: Size, draw: Draw) -> list[Tensor]:
         raise torch.OutOfMemoryError("no")
 
