@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:some parameters")
-def test_a_module_of_adopted_and_foreign_parts_keeps_every_use_of_every_weight() -> None:
+def test_partly_adopted_modules_keep_every_use_of_weights() -> None:
     """Sums over several uses of one weight are taken in another order, so these may differ in the last bits."""
     original = perturbed(Block().double())
     names = [name for name, _ in original.named_parameters()]

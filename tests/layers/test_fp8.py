@@ -41,7 +41,7 @@ def test_rounding_is_within_the_format(dtype: torch.dtype, seed: int, exponent: 
     assert (short.float().abs().amax(1 if by_row else (0, 1)) == torch.finfo(dtype).max).all()
 
 
-def test_zeros_stay_and_what_is_not_finite_is_passed_on() -> None:
+def test_zeros_stay_and_infinities_pass_through() -> None:
     zeros = torch.zeros(3, 4)
     assert not quantised(zeros, zeros.abs().amax(), E4M3)[0].float().any()
     for value in (torch.inf, torch.nan):

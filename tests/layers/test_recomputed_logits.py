@@ -158,7 +158,7 @@ def test_halves_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_a_compiled_head_has_the_bits_of_an_eager_one(fields: dict[str, object]) -> None:
+def test_compiled_heads_have_the_bits_of_eager_ones(fields: dict[str, object]) -> None:
     torch._dynamo.reset()
     model = small_model(**fields)
     head = bind_model(model, recompute_logits=True)[-1]

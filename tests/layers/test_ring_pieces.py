@@ -30,7 +30,7 @@ def work(order: TokenOrder, size: int, chunk: int, rank: int, visibility: Visibi
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_head_and_tail_give_every_rank_the_same_work_at_every_hop(size: int) -> None:
+def test_head_and_tail_balance_the_work_of_every_hop(size: int) -> None:
     causal = Visibility(causal=True)
     by_rank = [work("head_tail", size, 16, rank, causal) for rank in range(size)]
     assert all(each == by_rank[0] for each in by_rank)
@@ -117,7 +117,7 @@ class _NotedWork(Work):
         self._work.wait()
 
 
-def test_a_hop_is_under_way_while_its_predecessor_is_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hops_overlap_the_work_of_their_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
     events: dict[str, list[str]] = defaultdict(list)
     shift, forward, backward = ThreadGroup.shift, context_parallel.piece_forward, context_parallel.piece_backward
 

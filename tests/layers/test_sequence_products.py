@@ -84,7 +84,7 @@ def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_a_block_sends_what_tensor_parallelism_does_and_two_shards_again(shape: str, chunks: int, size: int) -> None:
+def test_blocks_send_tensor_parallel_traffic_and_two_shards_again(shape: str, chunks: int, size: int) -> None:
     """Plainly four all-reduces, 8 b s h (t - 1) / t elements of a rank; sharded four gathers and four scatters, the
     same, and the inputs of the two column-parallel products gathered again. A split backward gathers the gradients
     of the two row-parallel outputs again, too."""
@@ -95,7 +95,7 @@ def test_a_block_sends_what_tensor_parallelism_does_and_two_shards_again(shape: 
             assert found == pytest.approx({"all_gather": gathers, "reduce_scatter": 4})
 
 
-def test_norms_of_queries_and_keys_send_nothing_for_each_micro_batch() -> None:
+def test_query_and_key_norms_send_nothing_per_micro_batch() -> None:
     """Their sums over heads are a part of the step's."""
     for found in run_threads({"tensor": 2}, traffic_of_a_block, "qwen3", False, 1):
         assert "all_reduce" not in found
@@ -196,7 +196,7 @@ def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowP
     return layer
 
 
-def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
+def test_chunks_are_gathered_during_the_previous_product() -> None:
     """Each gather but the first ends only after the product of the chunk before it; an earlier wait fails."""
     log: list[str] = []
     group = SlowGroup(2, log)
@@ -216,7 +216,7 @@ def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
     ]
 
 
-def test_a_chunk_is_scattered_while_the_next_one_is_multiplied() -> None:
+def test_chunks_are_scattered_during_the_next_product() -> None:
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(RowParallelLinear, group, chunks=3)
@@ -226,7 +226,7 @@ def test_a_chunk_is_scattered_while_the_next_one_is_multiplied() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_backward_overlaps_gathers_and_scatters_with_its_two_products(chunks: int) -> None:
+def test_backward_overlaps_gathers_and_scatters_with_both_products(chunks: int) -> None:
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(ColumnParallelLinear, group, chunks)
