@@ -87,7 +87,7 @@ def test_it_is_the_best_of_all_combinations(blocks, microbatches, tenths, bandwi
     st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.sampled_from([0.5, 1.0, 1.5]),
     st.sampled_from([0.4, 0.6, 0.8]),
 )  # fmt: skip
-def test_what_is_to_hide_adds_no_time_in_the_simulator(name, units, ranks, rounds, prefetch, copy, share):
+def test_copies_meant_to_hide_add_no_simulated_time(name, units, ranks, rounds, prefetch, copy, share):
     """Equal blocks of a forward of 1 and a backward of 2, in halves where it is split; a copy takes `copy`."""
     generator = GENERATORS[name]
     in_flight = ranks
@@ -115,7 +115,7 @@ def test_what_is_to_hide_adds_no_time_in_the_simulator(name, units, ranks, round
     assert finish[1] == pytest.approx(finish[0], abs=1e-9)
 
 
-def test_with_memory_for_all_nothing_leaves_and_with_less_the_first_blocks_do():
+def test_less_memory_moves_the_first_blocks():
     blocks = [BlockCost(1.0, 2.0, kept=100, input=10)] * 6
     everything = treat(blocks, microbatches=2, memory=1200, bandwidth=100.0)
     assert everything.of_blocks == ("keep",) * 6

@@ -41,7 +41,7 @@ def test_selene_as_the_megatron_paper_lays_out_a_trillion() -> None:
     assert placement.slowest("all_gather", 3e8, "tensor").transfer == pytest.approx(7 / 8 * 3e8 / 300e9)
 
 
-def test_links_reach_their_devices_share_of_the_nominal_bandwidth_and_measured_ones_are_what_they_are() -> None:
+def test_nominal_bandwidths_are_scaled_and_measured_ones_are_not() -> None:
     sizes = {"tensor": 8, "pipeline": 4, "data": 2}
     nominal, reached = Placement(SELENE, sizes), Placement(FITTED, sizes)
     share = FITTED.groups[0].device.efficiency.links
@@ -114,9 +114,7 @@ def test_the_closed_form_is_what_counting_ranks_gives(
     sizes=st.fixed_dictionaries({name: st.integers(1, 4) for name in DIMENSIONS}),
     names=st.sets(st.sampled_from(DIMENSIONS)),
 )
-def test_a_partition_holds_every_rank_once_and_its_lists_differ_in_the_named_dimensions_alone(
-    sizes: dict[str, int], names: set[str]
-) -> None:
+def test_partitions_hold_ranks_once_and_vary_named_dimensions(sizes: dict[str, int], names: set[str]) -> None:
     placement = Placement(machine(8), sizes)
     lists = placement.partition(*names)
     assert sorted(rank for ranks in lists for rank in ranks) == list(range(placement.num_ranks))
@@ -136,7 +134,7 @@ def test_a_group_that_cuts_a_node_unevenly_is_counted() -> None:
     assert placement.slowest("all_gather", 3.0, "tensor").latency == 2 * 10.0
 
 
-def test_of_a_border_the_side_with_the_smaller_share_counts() -> None:
+def test_borders_count_the_side_with_the_smaller_share() -> None:
     """As above: of the first node 1 device sends out, of the second 4. To the second the link gives 16 B/s, so its 2
     members get 2 / 4 of that; back it gives 80."""
     matrix = ((0.0, 16.0, 80.0), (80.0, 0.0, 80.0), (80.0, 80.0, 0.0))
@@ -144,7 +142,7 @@ def test_of_a_border_the_side_with_the_smaller_share_counts() -> None:
     assert [(group.members, group.crossing) for group in groups] == [((3,), 0.0), ((1, 2), 8.0), ((2, 1), 40.0)]
 
 
-def test_nodes_of_several_kinds_go_at_the_slower_ones_pace() -> None:
+def test_mixed_nodes_run_at_the_slower_kinds_pace() -> None:
     fast = NodeGroup("fast", DEVICE, 4, IntraNodeLink(1.0, 100.0, 50.0), Network(10.0, 80.0, 4), num_nodes=1)
     slow = NodeGroup(
         "slow", replace(DEVICE, name="b"), 2, IntraNodeLink(2.0, 60.0, 60.0), Network(20.0, 6.0, 1), num_nodes=2
@@ -187,7 +185,7 @@ def test_wrong_placements_are_refused(sizes: dict[str, int], order: tuple[int, .
     per_node=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     matrix=st.booleans(),
 )
-def test_groups_on_any_nodes_are_those_of_counting_rank_by_rank(
+def test_groups_on_any_nodes_match_counting_by_rank(
     sizes: dict[str, int], names: list[str], per_node: list[int], matrix: bool
 ) -> None:
     """Nodes of several kinds and sizes, cut where ranks happen to end: each group's members node by node, and its

@@ -157,7 +157,7 @@ def test_a_damaged_file_is_read_or_refused(start: int, length: int, written: str
     assert all(group.devices_per_node >= 1 and group.inside.bandwidth > 0 for group in groups)
 
 
-def test_a_name_that_is_no_preset_and_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_unknown_presets_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown hardware 'a100-8'; did you mean 'a100-80'"):
         load_hardware("a100-8")
     with pytest.raises(ConfigError, match="did you mean 'a100-40' or 'a100-80' or 'a100-80-25gbe'"):

@@ -24,7 +24,7 @@ def test_every_number_format_has_its_bytes() -> None:
     assert set(DTYPE_BYTES) == set(DTYPES)
 
 
-def test_at_the_peak_a_product_takes_the_slower_of_arithmetic_and_traffic() -> None:
+def test_ideal_products_take_the_slower_of_arithmetic_and_traffic() -> None:
     large = matrix_product_time(DEVICE, 4096, 8192, 2048, "bf16", batch=3)
     assert large.compute == pytest.approx(3 * 2 * 4096 * 8192 * 2048 / 312e12)
     assert large.memory == pytest.approx(3 * 2 * (4096 * 8192 + 8192 * 2048 + 4096 * 2048) / 2e12)
