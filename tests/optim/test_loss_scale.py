@@ -38,7 +38,7 @@ def test_without_hysteresis_it_is_torchs_rule(outcomes: list[bool], window: int)
     assert scales(LossScaler(config), outcomes) == expected
 
 
-def test_hysteresis_puts_up_with_overflows_until_the_scale_has_grown() -> None:
+def test_hysteresis_tolerates_overflows_until_the_scale_grows() -> None:
     config = LossScaleConfig(initial=64.0, window=2, hysteresis=3, minimum=8.0)
     skipped = [True, False, True, True, True, False, False, True, True, True, True, True, True, False]
     expected = [64, 64, 64, 64, 32, 16, 16, 32, 32, 32, 16, 8, 8, 8]
@@ -63,7 +63,7 @@ def test_a_resumed_scaler_goes_on_as_if_never_stopped(outcomes: list[bool], lag:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "constant"])
-def test_too_many_skipped_steps_at_the_lowest_scale_end_the_run(kind: str) -> None:
+def test_too_many_skips_at_the_lowest_scale_end_runs(kind: str) -> None:
     scaler = LossScaler(LossScaleConfig(kind=kind, initial=4.0, minimum=4.0, patience=3))  # type: ignore[arg-type]
     scales(scaler, [True, True, False, True, True])
     with pytest.raises(LossScaleError, match=r"3 steps in a row, up to step 6, .* loss scale 4, the lowest allowed"):

@@ -210,7 +210,7 @@ def test_working_copies_are_the_rounded_master() -> None:
         torch.testing.assert_close(found, values(stepped(CONFIGS[0]))[name])
 
 
-def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
+def test_matrices_have_one_moment_also_in_the_formula() -> None:
     specs = [
         ParameterSpec("w", (64, 32), None, NORMAL, decay=True, matrix=True),
         ParameterSpec("t", (64, 2), None, NORMAL, decay=True, matrix=False),
