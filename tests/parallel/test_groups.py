@@ -126,7 +126,7 @@ def fail_on_rank_one(mesh: Mesh) -> None:
     mesh.group("data").all_reduce(torch.ones(2))
 
 
-def test_failed_thread_breaks_the_wait_and_is_the_one_reported() -> None:
+def test_failed_threads_break_the_wait_and_are_reported() -> None:
     with pytest.raises(ValueError, match="bad batch"):
         run_mesh({"data": 3}, fail_on_rank_one, backend="threads")
 

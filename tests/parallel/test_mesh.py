@@ -42,7 +42,7 @@ def test_tensor_ranks_are_neighbours_and_data_ranks_are_far() -> None:
     assert shape.partition("data")[0] == (0, 4)
 
 
-def test_replicas_of_a_shared_weight_hold_the_first_replica_first() -> None:
+def test_groups_of_shared_weights_start_with_the_first_replica() -> None:
     shape = MeshShape({"tensor": 2, "pipeline": 3, "data": 2})
     assert shape.stage_partition((0, 2)) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
