@@ -44,7 +44,7 @@ def with_memory(num_bytes: float) -> Hardware:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.95, 0.85])
-def test_auto_chooses_and_reports_the_least_recomputation_in_the_budget(share: float) -> None:
+def test_auto_chooses_the_least_recomputation_within_budget(share: float) -> None:
     budget = share * plain()
     config = auto(budget)
     found = resolved(config, CPU, 1)
@@ -70,7 +70,7 @@ def test_a_method_that_is_named_stays() -> None:
     assert (found.config, found.remark) == (config, None)
 
 
-def test_without_a_budget_a_tenth_of_the_device_is_left() -> None:
+def test_without_a_budget_a_tenth_stays_free() -> None:
     """The same device with just enough, and with a byte less than that."""
     enough = plain() / (1 - RESERVE)
     assert resolved(auto(), with_memory(enough + 2), 1).config.recompute.method == "none"
@@ -81,7 +81,7 @@ def test_without_a_budget_a_tenth_of_the_device_is_left() -> None:
     assert resolved(auto(), with_memory(enough - 2), 1, device_bytes=enough + 2).config.recompute.method == "none"
 
 
-def test_a_budget_too_small_is_refused_with_bytes_and_fixes() -> None:
+def test_small_budgets_are_refused_with_bytes_and_fixes() -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(auto(100_000), CPU, 1)
     (problem,) = caught.value.problems
@@ -114,7 +114,7 @@ def test_measured_layers_decide_where_there_are_some() -> None:
     assert "by the roofline of core" in str(resolved(config, machine(layers=free), 1).remark)
 
 
-def test_a_search_opens_the_method_on_devices_of_the_budget() -> None:
+def test_searches_vary_the_method_on_devices_of_the_budget() -> None:
     """The best layout's own choice within the budget is as fast as what the search took, or faster."""
     budget = 0.85 * plain()
     config, hardware = limited(auto(budget), CPU)

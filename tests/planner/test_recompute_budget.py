@@ -126,7 +126,7 @@ def test_invalid_configurations_are_refused_before_a_choice(change: dict[str, di
         least_recomputation(config, CPU, 1e9)
 
 
-def test_no_budget_is_the_devices_memory_and_none_is_refused() -> None:
+def test_the_default_budget_is_the_devices_memory() -> None:
     assert least_recomputation(run(), CPU).config.recompute.method == "none"
     with pytest.raises(ConfigError, match="budget is 0 bytes; it must be above 0"):
         least_recomputation(run(), CPU, 0)

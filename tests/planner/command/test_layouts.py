@@ -30,7 +30,7 @@ def test_predict_says_what_the_cost_model_says(capsys):
     assert found["memory_bytes"] == [memory.total for memory in expected.memory]
 
 
-def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(capsys, tmp_path):
+def test_only_a_missing_precision_is_chosen(capsys, tmp_path):
     assert "note: training.precision was not given, so it is bf16, the first of" in output(capsys, "predict", *LAYOUT)
     v100 = [each.replace("a100-80", "v100-32") for each in LAYOUT]
     assert "note: training.precision was not given, so it is fp16, the first of" in output(capsys, "predict", *v100)

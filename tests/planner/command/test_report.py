@@ -64,7 +64,7 @@ def test_memory_bars_are_in_proportion_to_bytes(prediction):
     assert set(notes_of(as_svg(memory_figure(answer)))) == {note for _, width, note in bars if width}
 
 
-def test_a_rank_that_is_too_full_reaches_over_the_line_of_its_device(prediction):
+def test_overfull_ranks_exceed_the_line_of_their_device(prediction):
     half = prediction.estimate.peak_bytes / 2
     figure = memory_figure(replace(prediction.estimate, memory_limits=(half,) * len(prediction.estimate.memory)))
     (line,) = [each for each in figure.axes[0].lines if each.get_color() == LIMIT]

@@ -16,7 +16,7 @@ def test_megatron_s_estimates(capsys):
     assert json_of(capsys, "train-time", *large)["days"] == pytest.approx(84, abs=1)
 
 
-def test_the_critical_batch_is_gpt_3_s_for_its_parameters(capsys):
+def test_critical_batch_of_gpt_3s_parameters_is_gpt_3s(capsys):
     flags = ["--parameters=175e9", "--tokens=300e9", "--devices=1024", "--achieved_tflops=140"]
     assert json_of(capsys, "train-time", *flags)["critical_batch_tokens"] == pytest.approx(3.2e6)
 

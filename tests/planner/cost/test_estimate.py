@@ -39,7 +39,7 @@ def test_executed_flops_with_full_recomputation_are_equation_3(name: str) -> Non
     assert found.executed_flops > found.model_flops
 
 
-def test_the_row_of_145_6_billion_takes_5_642e18_flop_a_step() -> None:
+def test_flops_of_the_145_6_billion_row_match() -> None:
     assert estimate(row("145.6B"), SELENE).executed_flops == pytest.approx(5.642e18, rel=1e-4)
 
 
@@ -155,7 +155,7 @@ def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any
         assert estimate(config, faster).step_seconds <= most
 
 
-def test_terms_of_a_simulation_add_up_and_it_carries_its_schedule() -> None:
+def test_terms_of_a_simulation_add_up() -> None:
     config = layout("1f1b", 4, 8, parallel={"data": 2})
     found = predict(config, SELENE)
     slow_down = found.estimate.seconds_of("slow-down")

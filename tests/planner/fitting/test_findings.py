@@ -20,7 +20,7 @@ from tests.planner.fitting.findings import (
 )
 
 
-def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -> None:
+def test_interleaving_gains_less_with_larger_batches() -> None:
     gains = list(interleaving_gains().values())
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 0.10
@@ -28,7 +28,7 @@ def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -
 
 
 @pytest.mark.parametrize(("batch", "level"), [(32, 1.0), (128, 0.995)])
-def test_tensor_parallelism_up_to_a_node_and_a_pipeline_beyond(batch: int, level: float) -> None:
+def test_tensor_parallelism_within_nodes_and_pipelines_beyond_win(batch: int, level: float) -> None:
     """8 is best, as in figure 13; with the large batch, whose bubble is small, 4 is level with it."""
     found = tensor_against_pipeline(batch)
     assert found[8] >= level * max(found.values())
@@ -78,7 +78,7 @@ def test_sharded_data_parallelism_gets_slower_as_gpus_double(name: str) -> None:
     assert shares[-1] < 0.4 * shares[0]
 
 
-def test_this_projects_own_zero_is_not_taken_for_that_one() -> None:
+def test_this_projects_zero_differs_from_the_early_one() -> None:
     """Units instead of tensors, rings inside nodes together with rings between them, and traffic during compute."""
     layout = Layout(1, 1, 1536, 1536, zero=True)
     early = run(GPT_175B, layout)

@@ -66,7 +66,7 @@ def test_the_truth_that_rows_were_made_with_is_found() -> None:
     assert abs(found.unfitted[0].error) < 5e-3
 
 
-def test_there_are_three_free_parameters_and_each_is_a_share() -> None:
+def test_the_three_free_parameters_are_shares() -> None:
     assert [each.name for each in PARAMETERS] == ["ceiling", "memory", "links"]
     assert all(0 < each.low < each.start < each.high == 1 for each in PARAMETERS)
 
@@ -136,7 +136,7 @@ def test_the_report_names_parameters_rows_and_errors() -> None:
     assert as_json["prior"] is as_json["leave_one_out_mean_error"] is as_json["leave_one_out_worst_error"] is None
 
 
-def test_the_report_names_what_was_known_before_and_rows_left_out() -> None:
+def test_the_report_names_priors_and_left_out_rows() -> None:
     prior = prior_of("a100-80")
     found = fit(made_up()[:4], load_hardware("a100-80"), prior=prior)
     lines = list(report_lines(found, "steps/s"))
@@ -202,9 +202,7 @@ def test_another_prior_predicts_left_out_rows_too(name: str) -> None:
     ("name", "squares", "too_fast"),
     [("sc21", (0.0079, 0.0022, 0.0007), 0.09), ("h100", (0.0041, 0.0030, 0.0025), 0.10)],
 )
-def test_without_the_smallest_model_rows_alone_put_memory_on_its_bound(
-    name: str, squares: tuple[float, ...], too_fast: float
-) -> None:
+def test_rows_without_the_smallest_model_bound_memory(name: str, squares: tuple[float, ...], too_fast: float) -> None:
     """Why there is a prior: the other rows fit the better the more of its bandwidth memory reaches."""
     rows, _, hardware = runs_of(name)
     others = [parameter for parameter in PARAMETERS if parameter.name != "memory"]

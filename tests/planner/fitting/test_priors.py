@@ -36,7 +36,7 @@ def ridge(slopes: Floats, start: Floats, prior: Prior) -> tuple[Floats, Floats]:
 
 @given(seed=st.integers(0, 10_000), rows=st.integers(0, 6), scale=st.floats(0.01, 1.0))
 @settings(max_examples=30, deadline=None)
-def test_rows_move_shares_as_far_as_the_closed_form_says(seed: int, rows: int, scale: float) -> None:
+def test_rows_move_shares_as_in_the_closed_form(seed: int, rows: int, scale: float) -> None:
     """Also with fewer rows than shares, which without a prior have no answer."""
     slopes, start, prior = problem(seed, rows, scale)
     errors = errors_of(slopes, start, prior)

@@ -21,7 +21,7 @@ def test_the_a100_has_the_law_of_its_products() -> None:
     assert preset.launch == pytest.approx(found.launch, abs=1e-7)
 
 
-def test_the_h100_has_the_launch_of_the_a100_and_the_half_size_of_its_products() -> None:
+def test_h100_has_its_own_half_size_and_a100s_launch() -> None:
     preset = device("h100").efficiency
     assert preset.launch == device("a100-80").efficiency.launch
     assert preset.half_size == pytest.approx(half_size_of(H100_BF16, preset.launch), abs=1.0)
@@ -40,9 +40,7 @@ def test_the_law_predicts_the_products_it_was_fitted_to() -> None:
 
 
 @given(half=st.floats(1.0, 500.0), launch=st.floats(0.0, 2e-5), peak=st.floats(50.0, 900.0))
-def test_the_half_size_and_ceiling_that_products_were_made_with_are_found(
-    half: float, launch: float, peak: float
-) -> None:
+def test_fits_recover_half_size_and_ceiling_of_synthetic_products(half: float, launch: float, peak: float) -> None:
     rates = {
         size: 2e-12 * size**3 / (2.0 * (size + half) ** 3 / (peak * 1e12) + launch) for size in (2048, 4096, 8192)
     }

@@ -79,7 +79,7 @@ def test_updates_go_by_the_elements_that_a_rank_owns() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "pipeline", "ranks"), [("1f1b", 1, 1), ("1f1b", 2, 2), ("zb_v", 2, 1)])
-def test_each_rank_that_uses_a_tied_weight_updates_it_once(schedule: str, pipeline: int, ranks: int) -> None:
+def test_ranks_update_their_tied_weight_once(schedule: str, pipeline: int, ranks: int) -> None:
     """zb_v has the embedding and the head on one rank, in two stages."""
     config = run(parallel={"pipeline": pipeline}, schedule={"name": schedule})
     (tied,) = {spec.name for spec in EMBEDDING.parameters.values()} & {spec.name for spec in HEAD.parameters.values()}
@@ -156,7 +156,7 @@ def in_proportion(forward: float, backward: float) -> Hardware:
     return machine(layers=tuple(rows))
 
 
-def test_a_search_does_not_take_the_layout_that_was_not_measured_for_a_faster_one() -> None:
+def test_unmeasured_layouts_do_not_look_faster_to_a_search() -> None:
     """The roofline of this machine is some nine times as fast as what was measured, without recomputation and on one
     rank and two: with memory for everything recomputation can only cost, and so does a model on four ranks."""
     config, hardware = run(), machine()
@@ -172,12 +172,12 @@ def test_a_search_does_not_take_the_layout_that_was_not_measured_for_a_faster_on
     assert of_two.estimate.step_seconds < of_four.estimate.step_seconds
 
 
-def test_how_tokens_are_shared_matters_to_layers_that_share_them_alone() -> None:
+def test_token_sharding_matters_only_to_layers_that_shard_tokens() -> None:
     config = run(parallel={"context_attention": "all_to_all"})
     assert "measured 2026" in MeasuredTimes(machine()).of(config, BLOCK).source
 
 
-def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
+def test_the_cost_model_uses_the_machines_measurements() -> None:
     """One rank: its layers, its update and what the engine takes around 2 x 8 actions, and nothing else."""
     config, times = run(), MeasuredTimes(machine())
     layers = [times.of(config, layer) for layer in model_layers(MODEL)]
@@ -229,7 +229,7 @@ def test_halves_that_run_apart_wait_apart() -> None:
     assert waits == pytest.approx((2e-3, 3e-3, 0.5e-3))
 
 
-def test_ranks_on_two_nodes_do_not_wait_as_measured_on_one() -> None:
+def test_measured_waits_do_not_apply_across_nodes() -> None:
     config = run(parallel={"tensor": 2, "data": 2})
     hardware = machine(waits=WAITS)
     (group,) = hardware.groups
@@ -240,7 +240,7 @@ def test_ranks_on_two_nodes_do_not_wait_as_measured_on_one() -> None:
     assert estimate(config, hardware).seconds_of("tensor") != estimate(config, on_one).seconds_of("tensor")
 
 
-def test_waits_of_ranks_count_in_the_dimension_that_shares_layers() -> None:
+def test_waits_count_in_the_dimension_that_shares_layers() -> None:
     """The embedding's tokens are shared without a message; its ranks wait all the same."""
     rows = tuple(replace(row, tensor=1, context=2) for row in measurements(machine()).layers if row.tensor == 2)
     waits = tuple(replace(row, tensor=1, context=2) for row in WAITS)
@@ -262,7 +262,7 @@ def test_waits_of_ranks_are_divided_by_tensor_and_context() -> None:
     assert tensor + context == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 
 
-def test_collectives_at_ease_are_contended_again_to_what_was_measured() -> None:
+def test_contention_of_uncontended_collectives_gives_measured_times() -> None:
     eased = at_ease(machine())
     measured = machine().measured
     assert measured is not None
@@ -271,7 +271,7 @@ def test_collectives_at_ease_are_contended_again_to_what_was_measured() -> None:
         assert factor * after.seconds(3e5) == pytest.approx(before.seconds(3e5))
 
 
-def test_nodes_of_the_measured_kind_have_its_times_and_others_have_not() -> None:
+def test_only_nodes_of_the_measured_kind_use_its_times() -> None:
     """Eight ranks on two nodes: four on each slow each other down, whatever the other node does."""
     here = machine().groups[0]
     two = replace(machine(), groups=(replace(here, num_nodes=2),))

@@ -163,7 +163,7 @@ def test_bounds_hold_where_blocks_differ(data: st.DataObject, mixed: dict[str, A
     check_bounds(base, hardware, 8, data.draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=4)))
 
 
-def test_a_bound_that_takes_too_much_for_granted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_that_are_too_high_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property test is wide enough: bounds that overlook split backwards, or a missing flush, do not pass it."""
     generating = settings(
         max_examples=8, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False

@@ -86,7 +86,7 @@ def test_exactly_the_layouts_that_can_run(
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_a_looped_1f1b_on_one_rank_saves_neither_time_nor_memory(chunks: int) -> None:
+def test_looped_1f1b_on_one_rank_saves_nothing(chunks: int) -> None:
     looped = order("interleaved_1f1b", 1, 4, chunks=chunks, units_per_stage=[1] * chunks)
     plain = order("1f1b", 1, 4, units_per_stage=[chunks])
 
@@ -100,7 +100,7 @@ def test_a_looped_1f1b_on_one_rank_saves_neither_time_nor_memory(chunks: int) ->
     assert both[0][1] >= both[1][1]
 
 
-def test_rules_that_no_layout_satisfies_are_reported_before_any_work() -> None:
+def test_unsatisfiable_rules_are_reported_before_any_work() -> None:
     base = run()
     with pytest.raises(
         ConfigError, match=r"pinned field 'parallel.tensors' is not a field .*did you mean 'parallel.tensor'"

@@ -95,7 +95,7 @@ ROWS = {run.name: run for run in (*A100.rows, *A100.unfitted)}
     "name",
     ["1.7B", "39.1B", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in ("7.5B", "145.6B", "1008B"))],
 )
-def test_the_best_is_as_fast_as_the_authors_layout_and_says_what_differs(name: str) -> None:
+def test_the_best_is_as_fast_as_the_authors_layout(name: str) -> None:
     """SC21 table 1, everything recomputed and nothing sharded there. Micro-batch size and chunks are free for them."""
     row, hardware = ROWS[name], load_hardware("a100-80")
     theirs = min(

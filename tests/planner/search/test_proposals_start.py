@@ -131,9 +131,7 @@ def losses_alone(config: PretrainConfig) -> list[float]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_every_proposal_trains_as_one_process_in_the_bytes_that_were_predicted(
-    corpora: tuple[str, Any], asked: Asked
-) -> None:
+def test_proposals_match_one_process_and_predicted_bytes(corpora: tuple[str, Any], asked: Asked) -> None:
     hardware = machine(asked.devices, asked.memory)
     found = search_speed(
         base_of(asked, *corpora), hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3)
@@ -167,7 +165,7 @@ def check_start(proposed: Estimate, hardware: Hardware, expected: list[float]) -
             assert live <= 1.1 * (memory.total - memory.messages), layout
 
 
-def test_a_proposal_of_each_kind_is_among_those_that_are_started(tmp_path: Path) -> None:
+def test_proposals_of_each_kind_are_started(tmp_path: Path) -> None:
     """The exhaustive test would pass if a search proposed less than its name says."""
     (tmp_path / "bert").mkdir()
     files = write_shard(tmp_path), write_corpus(tmp_path / "bert")

@@ -28,7 +28,7 @@ def everything(base: PretrainConfig, hardware: Hardware, devices: int) -> float:
     return max((each.tokens_per_second for each in found if each.fits), default=0.0)
 
 
-def test_cost_and_time_are_the_best_of_all_numbers_of_devices() -> None:
+def test_cost_and_time_are_best_over_device_counts() -> None:
     base, hardware = run(), machine(4e7)
     counts = device_counts(4, hardware)
     assert counts == (1, 2, 3, 4)
@@ -131,7 +131,7 @@ def test_the_best_are_simulated_and_ordered_by_that() -> None:
     assert not any(each.simulated for each in closed.ranked)
 
 
-def test_a_schedule_without_a_bubble_is_found_where_it_is_much_faster() -> None:
+def test_much_faster_schedules_without_bubbles_are_found() -> None:
     """On slow links only a pipeline pays, and with two micro-batches per rank its bubble is large."""
     base, hardware = run(num_layers=8, tie_embeddings=False), machine(inside=1e8, outside=1e8, node=1, nodes=4)
     found = search(base, hardware, 4, space=SearchSpace())
@@ -205,7 +205,7 @@ def test_impossible_searches_are_refused_with_the_fix() -> None:
         search(base, hardware, 7)
 
 
-def test_a_schedule_file_is_planned_with_where_it_is_for_the_run(tmp_path: Path) -> None:
+def test_schedule_files_are_used_where_they_fit_the_run(tmp_path: Path) -> None:
     """Two ranks with three layers each: only meshes of its own ranks and micro-batches are left."""
     path = tmp_path / "own.txt"
     path.write_text(dumps(order("gpipe", 2, 8, units_per_stage=[3, 3])))

@@ -83,7 +83,7 @@ def test_the_best_is_that_of_estimating_everything(
     more=st.floats(1.0, 10.0),
     group=st.integers(0, 1),
 )
-def test_no_device_is_over_its_budget_and_more_memory_on_one_group_never_makes_the_best_slower(
+def test_budgets_hold_and_more_memory_never_slows_the_best(
     base: PretrainConfig, devices: int, memory: tuple[float, float], more: float, group: int
 ) -> None:
     def best(sizes: tuple[float, float]) -> float:
@@ -108,7 +108,7 @@ def test_no_device_is_over_its_budget_and_more_memory_on_one_group_never_makes_t
     assert best(larger) <= best(memory) * (1 + 1e-9)  # type: ignore[arg-type]
 
 
-def test_large_devices_may_be_needed_at_the_front_of_a_pipeline() -> None:
+def test_pipelines_may_need_large_devices_at_the_front() -> None:
     """1F1B holds most activations on its first ranks: there is where the large devices belong."""
     base = run(num_layers=8)
     layout = replace(
