@@ -35,7 +35,7 @@ def cores(number: float):  # type: ignore[no-untyped-def]
     times=st.lists(st.floats(0.1, 2.0), min_size=6, max_size=6),
 )
 @settings(max_examples=40, deadline=None)
-def test_ranks_that_do_not_disturb_each_other_are_simulated_as_ever(
+def test_independent_ranks_are_simulated_as_without_contention(
     name: str, ranks: int, rounds: int, data_parallel: bool, times: list[float]
 ) -> None:
     schedule = schedule_of(name, ranks, ranks * rounds, data_parallel=data_parallel)
@@ -59,9 +59,7 @@ def test_ranks_that_do_not_disturb_each_other_are_simulated_as_ever(
     times=st.lists(st.floats(0.1, 2.0), min_size=3, max_size=3),
 )
 @settings(max_examples=40, deadline=None)
-def test_one_core_is_never_idle_and_does_all_the_work(
-    name: str, ranks: int, processes: int, times: list[float]
-) -> None:
+def test_one_core_is_never_idle(name: str, ranks: int, processes: int, times: list[float]) -> None:
     """Someone can always go on where messages take no time, so the last rank ends when the work is done."""
     schedule = schedule_of(name, ranks, 2 * ranks)
     forward, to_input, to_weight = times
@@ -72,7 +70,7 @@ def test_one_core_is_never_idle_and_does_all_the_work(
 
 @given(name=st.sampled_from(NAMES), ranks=st.integers(2, 4), number=st.floats(1.0, 4.0))
 @settings(max_examples=30, deadline=None)
-def test_fewer_cores_never_help_and_no_core_does_two_things(name: str, ranks: int, number: float) -> None:
+def test_fewer_cores_never_help_and_cores_run_one_action(name: str, ranks: int, number: float) -> None:
     schedule = schedule_of(name, ranks, 2 * ranks)
     costs = rank_costs(schedule.header, forward=1.0, update=0.5)
     free, found = simulate(schedule, costs), simulate_contended(schedule, costs, cores(number))

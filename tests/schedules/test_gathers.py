@@ -69,7 +69,7 @@ def test_two_layers_on_one_rank_by_hand():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 4, 9])
 @pytest.mark.parametrize("layers", [3, 8])
-def test_layered_accumulation_gathers_twice_and_reduces_once_whatever_the_microbatches(ranks, microbatches, layers):
+def test_layered_accumulation_gathers_twice_and_reduces_once(ranks, microbatches, layers):
     """Arxiv 2106.02679; the layer of the last forward and, with two buffers, the one before it are still on hand."""
     schedule = sharded("modular", ranks, microbatches, ranks * layers, chunks=layers)
     for rank in range(ranks):
@@ -101,7 +101,7 @@ def test_gathers_are_those_of_the_next_units(schedule):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), schedules().filter(lambda schedule: schedule.header.gathered_weights.any()))
-def test_a_gather_or_release_dropped_or_moved_after_a_use_is_refused(data, schedule):
+def test_dropped_or_late_gathers_and_releases_are_refused(data, schedule):
     ranks = [rank for rank in range(schedule.header.num_ranks) if counted(schedule, Kind.GATHER_WEIGHTS, rank)]
     rank = data.draw(st.sampled_from(ranks))
     rows = schedule.sections.body[rank]

@@ -119,7 +119,7 @@ def test_2bw_starts_the_next_batch_early():
     assert words(schedule, 1, "epilogue") == ""
 
 
-def test_2bw_updates_before_the_next_forward_or_after_the_last_backward():
+def test_2bw_updates_lazily_or_eagerly():
     lazy, eager = (words(build("2bw", 2, 3, update=update), 0).split() for update in ("lazy", "eager"))
     assert lazy[-1] == "U0/0.2"
     assert eager[eager.index("B0.2") : eager.index("B0.2") + 3] == ["B0.2", "DS.2", "U0/0.2"]
@@ -197,7 +197,7 @@ def ragged_shapes():
 
 @settings(max_examples=30, deadline=None)
 @given(shape=st.sampled_from(list(ragged_shapes())))
-def test_default_group_of_a_ragged_batch_is_the_better_one(shape):
+def test_default_groups_of_ragged_batches_are_the_better(shape):
     check_default_group(*shape)
 
 

@@ -76,7 +76,7 @@ def test_each_broken_rule_is_named(old, new, message):
         validate(loads(text.replace(old, new)))
 
 
-def test_what_cannot_keep_its_weights_in_host_memory_says_why():
+def test_unsupported_host_weights_are_refused_with_the_reason():
     for name in NEVER_FLUSHING:
         with pytest.raises(ScheduleError, match="never flushes and keeps several weight versions on the device"):
             build(name, 2, 4, **in_host(1, 1))
@@ -85,7 +85,7 @@ def test_what_cannot_keep_its_weights_in_host_memory_says_why():
     assert main(["simulate", "--offload-weights=2", "--weight-buffers=2"]) == 2
 
 
-def test_a_file_of_compute_actions_takes_the_weights_of_the_run():
+def test_compute_files_use_the_runs_weight_placement():
     file = build("1f1b", 1, 2, **in_host(3))
     bare = loads("megapipe schedule 1\nname mine\nmicrobatches 2\nstage 0 rank 0\nbody\nrank 0: F0.0 B0.0 F0.1 B0.1\n")
     run = {"num_ranks": 1, "num_microbatches": 2, **in_host(3)}

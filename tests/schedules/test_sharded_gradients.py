@@ -87,7 +87,7 @@ def test_layered_accumulation_reduces_once_a_layer_whatever_the_microbatches(ran
 
 @settings(max_examples=150, deadline=None)
 @given(schedules().filter(lambda schedule: schedule.header.sharded_gradients.any() and one_unit_a_layer(schedule)))
-def test_what_is_not_added_to_soon_is_reduced_at_once(schedule):
+def test_gradients_not_needed_soon_are_reduced_at_once(schedule):
     validate(schedule)
     for rank in range(schedule.header.num_ranks):
         assert reductions(schedule, rank) == expected_reductions(schedule, rank)
@@ -95,7 +95,7 @@ def test_what_is_not_added_to_soon_is_reduced_at_once(schedule):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), schedules().filter(lambda schedule: schedule.header.sharded_gradients.any()))
-def test_a_reduction_dropped_or_moved_before_its_backward_is_refused(data, schedule):
+def test_dropped_or_early_reductions_are_refused(data, schedule):
     rank = data.draw(st.integers(0, schedule.header.num_ranks - 1))
     rows = schedule.sections.body[rank]
     places = [at for at, row in enumerate(rows.tolist()) if row[0] == Kind.REDUCE_GRADIENTS]
@@ -138,7 +138,7 @@ def test_what_cannot_shard_its_gradients_says_why():
         build("1f1b", 2, 4, data_parallel=True, states=StateTable.uniform([1, 1], gradient_pool=-1))
 
 
-def test_a_second_buffer_hides_reductions_that_are_shorter_than_a_unit():
+def test_a_second_buffer_hides_short_reductions():
     """One rank, four units of 1 + 2 time, reductions of 1 each: with one buffer three show, the last one always."""
     times = {}
     for buffers in (1, 2):

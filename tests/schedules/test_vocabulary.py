@@ -41,7 +41,7 @@ def passes(schedule: Schedule, rank: int) -> list[tuple[bool, int, int]]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), mode=st.sampled_from(["train", "forward"]), variant=st.sampled_from([1, 2]))
-def test_orders_with_shards_are_valid_and_alike_on_all_ranks(
+def test_orders_with_shards_are_valid_and_equal_everywhere(
     name: str, data: st.DataObject, mode: Any, variant: int
 ) -> None:
     given: dict[str, Any] = data.draw(layouts(name))
