@@ -26,7 +26,7 @@ def test_the_chunks_of_two_ranks() -> None:
     assert Share("contiguous", 1, 2).numbers(8).tolist() == [4, 5, 6, 7]
 
 
-def test_a_length_that_does_not_come_out_even_is_refused() -> None:
+def test_indivisible_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"10 tokens cannot be divided into 4 equal chunks for 2 context ranks"):
         token_numbers("head_tail", 0, 2, 10)
 
