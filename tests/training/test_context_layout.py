@@ -27,13 +27,13 @@ from tests.support.meshes import run_threads
 from tests.training.test_validate import make
 
 
-def test_the_world_is_data_x_pipeline_x_context_x_tensor() -> None:
+def test_the_world_is_the_product_of_four_dimensions() -> None:
     config = make(parallel={"pipeline": 2, "context": 2, "tensor": 2})
     validate(config, 16)
     assert data_parallel_size(config, 16) == 2
 
 
-def test_no_order_needs_pairs_of_chunks_where_none_is_causal() -> None:
+def test_chunk_pairs_are_only_needed_with_causal_attention() -> None:
     for kind, refused in (("ring", True), ("all_to_all", False)):
         config = make(parallel={"context": 2, "context_attention": kind}, data={"sequence_length": 126})
         assert bool(context_problems(config)) == refused

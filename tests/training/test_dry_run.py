@@ -51,7 +51,7 @@ def test_layouts_that_are_known_to_run_pass() -> None:
         assert all(each.peak_bytes > 0 for each in found.coordinates)
 
 
-def test_a_thousand_ranks_hold_the_whole_model_once_a_replica() -> None:
+def test_a_thousand_ranks_hold_one_model_per_replica() -> None:
     """GPT-2's 124,439,808 parameters, the position table's and the norms' included, and its tied weight on both ends;
     no size needs padding at tensor 1 but the vocabulary, 50,257 rows to the next multiple of 64."""
     config = gpt("--parallel.pipeline", "4", "--batch.global_size", "1024")
@@ -163,7 +163,7 @@ def test_a_stage_that_hands_on_another_shape_is_found() -> None:
         module._run_shapes(twice, stages, HeldTokens())
 
 
-def test_buffers_that_are_not_what_the_formulas_say_are_found() -> None:
+def test_buffers_that_differ_from_formulas_are_noticed() -> None:
     config = gpt("--parallel.pipeline", "2")
     stages, mesh, layout, schedule = stages_of(config)
     other = replace(config, training=replace(config.training, precision="bf16"))
@@ -187,7 +187,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_auto_values_are_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto, memory: 1.1}\n")
     asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
     assert main(["dry-run", *asked, "--hardware=a100-80"], {"dry-run": run_dry_run}) == 0
@@ -209,7 +209,7 @@ def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["memory_bytes"] == within_budget
 
 
-def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_auto_values_are_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto}\n")
     asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
     assert main(["dry-run", *asked], {"dry-run": run_dry_run}) == 2

@@ -102,7 +102,7 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
     return reported, [float(each.std(correction=0) / each.mean()) for each in counts.values()]
 
 
-def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -> None:
+def test_load_variations_follow_the_choices_on_every_layout(corpus: str) -> None:
     ((expected, counted),) = run_mesh({}, variations, corpus, {}, backend="threads")
     assert expected[1] == pytest.approx(counted, rel=1e-6)
     assert len(counted) == 2
@@ -132,7 +132,7 @@ def test_every_layout_gives_the_same_texts() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [({"tensor": 2}, {"data": 2}), ({"pipeline": 2}, {"tensor": 4})], ids=str
 )
-def test_a_run_goes_on_from_its_checkpoint_on_another_layout(
+def test_runs_resume_on_another_layout(
     corpus: str, tmp_path: Path, first: dict[str, int], second: dict[str, int]
 ) -> None:
     model = replace(MODEL, num_kv_heads=4)
@@ -147,7 +147,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_layout(
         assert straight.tensors["weights"][name].any()
 
 
-def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:
+def test_top_1_experts_learn_from_shares_of_scores() -> None:
     """A share that is normalised over one expert is 1, whatever its score: the router would get no gradient."""
     model = replace(MODEL, experts_per_token=1, normalize_expert_shares=False)
     validate(make_config("shard", model), 1)

@@ -142,7 +142,7 @@ def test_a_run_on_an_emulated_gpu_is_the_references(
         pytest.param({"data": 2}, {"parallel": {"data": 2}, "zero": {"stage": 2}}, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_matrices_that_apex_adds_up_are_the_references(
+def test_apex_accumulates_the_references_matrix_gradients(
     corpus: str, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], groups: dict[str, dict[str, object]]
 ) -> None:
     """In whole backwards and in halves; every micro-batch of every step calls it for four matrices of each block."""
@@ -200,7 +200,7 @@ def test_kernels_printed_at_the_start_are_those_that_run(corpus: str, model: str
     assert all(any(line.startswith(op) for line in layers) for op in flat)
 
 
-def test_a_run_without_a_gpu_says_so_in_one_line(corpus: str) -> None:
+def test_runs_without_a_gpu_print_one_line(corpus: str) -> None:
     lines = described_choices(kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, OPS), {})
     assert lines == [
         "kernels: reference for adamw, bias_gelu, gradient_norm, layer_norm, linear_cross_entropy (needs a GPU)"
@@ -230,7 +230,7 @@ def test_wrong_demands_are_problems_of_the_configuration(corpus: str) -> None:
     assert "op 'gelu' has no backend 'trition'; did you mean 'triton'?" in second
 
 
-def test_a_demand_that_cannot_be_met_ends_the_run_before_it_starts(corpus: str) -> None:
+def test_demands_that_cannot_be_met_prevent_the_start(corpus: str) -> None:
     kernels = OPS.with_overrides({"adamw": "cuda"})
     with pytest.raises(ConfigError, match=r"'adamw' is requested from backend 'cuda'.*needs a GPU"):
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels)

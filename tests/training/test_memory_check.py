@@ -172,7 +172,7 @@ def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_model_too_large_ends_in_one_line_before_it_is_built(tmp_path: Path) -> None:
+def test_too_large_models_fail_in_one_line_before_building(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some words to learn " * 500)
     root = Path(__file__).parents[2]
 

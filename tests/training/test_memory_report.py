@@ -94,7 +94,7 @@ def test_the_tables_count_states_and_kept_activations(tmp_path: Path) -> None:
     assert "batch.micro_size" in report
 
 
-def test_weights_in_host_memory_count_while_the_device_has_them() -> None:
+def test_host_weights_count_while_they_are_on_the_device() -> None:
     state, swaps = HostWeights("layer", SPECS, compute_dtype=torch.bfloat16), Swaps(torch.device("cpu"))
     size = state.table.num_elements
     assert _state_row(state) == ("layer", (0, 0, 4 * size, 0))

@@ -82,7 +82,7 @@ def test_a_whole_run_reports_all_it_did(tmp_path: Path, corpus: str, capsys: pyt
         assert str(path) in last
 
 
-def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_two_parts_equals_one_run(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(configuration(corpus, whole))
     run(configuration(corpus, parts, stop_at=4))  # in the middle of the ramp

@@ -110,19 +110,19 @@ def test_every_replica_of_the_pipeline_can_be_shown(
     assert "the run had 2" in capsys.readouterr().err
 
 
-def test_a_run_that_ends_early_says_that_nothing_was_traced(tmp_path: Path, corpus: str) -> None:
+def test_runs_that_end_early_report_an_empty_trace(tmp_path: Path, corpus: str) -> None:
     folder = tmp_path / "trace"
     (said, _), _ = traced(folder, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 9})
     assert said == ["profile.trace: the run ended before step 9, the first step to trace"]
     assert not folder.exists()
 
 
-def test_a_run_that_ends_within_the_window_keeps_what_it_has(tmp_path: Path, corpus: str) -> None:
+def test_runs_that_end_within_the_window_keep_their_trace(tmp_path: Path, corpus: str) -> None:
     (said, _), _ = traced(tmp_path, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 5, "steps": 10})
     assert said[0].startswith("traced steps 5 to 6:")
 
 
-def test_a_run_that_fails_keeps_its_trace_and_its_error(tmp_path: Path, corpus: str) -> None:
+def test_failed_runs_keep_their_trace_and_error(tmp_path: Path, corpus: str) -> None:
     def failing(mesh: Mesh) -> None:
         config = make_config(corpus, GPT2_SHAPE, profile={"trace": str(tmp_path), "first_step": 1})
         config.parallel = replace(config.parallel, pipeline=1, data=1)
@@ -140,7 +140,7 @@ def test_a_run_that_fails_keeps_its_trace_and_its_error(tmp_path: Path, corpus: 
     assert {each.step for each in read_run(tmp_path).recorded} == {0}
 
 
-def test_a_folder_that_cannot_be_written_costs_the_trace_alone(
+def test_an_unwritable_folder_costs_the_trace_alone(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -95,7 +95,7 @@ def test_the_last_and_every_nth_checkpoints_are_kept(tmp_path: Path, corpus: str
 
 
 @pytest.mark.slow
-def test_auto_measures_and_then_saves_as_often_as_it_may(
+def test_auto_measures_then_saves_at_its_cost_limit(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(configuration(corpus, tmp_path / "dear", steps=40, every="auto", max_overhead=1e-6)) == 0
@@ -114,7 +114,7 @@ def test_auto_measures_and_then_saves_as_often_as_it_may(
     assert gaps <= {1, 2}, "a limit that no save reaches leaves the disk's speed alone, which a step outlasts"
 
 
-def test_a_save_to_a_silent_disk_fails_before_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_to_silent_disks_fail_before_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 must report a save to which no rank writes before its peers take it for lost."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(checkpoints, "BackgroundSaver", lambda *_, **options: given.update(options))
@@ -172,7 +172,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
     on(monkeypatch, before)
 
 
-def test_a_failed_background_save_is_reported_and_the_next_one_works(
+def test_after_a_failed_background_save_the_next_works(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refuse(monkeypatch, 2)
@@ -200,7 +200,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeyp
     ],
     ids=["timed", "timed in the background", "by steps", "before the end"],
 )
-def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
+def test_failed_saves_end_no_run_without_a_final_save(
     tmp_path: Path,
     corpus: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,7 +289,7 @@ def test_spikes_are_watched_after_a_failed_save(
         (signal.SIGUSR1, None, 0, []),
     ],
 )
-def test_a_signal_saves_after_the_step_in_which_it_was_noticed(
+def test_a_signal_saves_after_the_current_step(
     tmp_path: Path,
     corpus: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -328,7 +328,7 @@ def signal_as_a_save_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_signal_during_a_save_waits_for_no_further_step(
+def test_a_signal_during_a_save_prevents_further_steps(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     signal_as_a_save_starts(monkeypatch)

@@ -57,7 +57,7 @@ def test_a_hangup_stays_ignored_under_nohup() -> None:
         assert not requests.stop
 
 
-def test_sigusr1_asks_for_one_save_each_time_and_never_for_a_stop() -> None:
+def test_sigusr1_requests_one_save_and_never_a_stop() -> None:
     with SignalRequests() as requests:
         assert not requests.take_save()
         signal.raise_signal(signal.SIGUSR1)
@@ -83,7 +83,7 @@ def test_error_is_reported_before_a_launcher_ends_the_process() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None:
+def test_stopped_runs_print_their_summary_before_being_killed() -> None:
     """Whichever rank was asked: torchrun sends SIGTERM as soon as the first one has ended."""
     for asked in (signal.SIGTERM, None):
         with SignalRequests() as requests:
@@ -103,7 +103,7 @@ def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None
         (signal.SIGPIPE, 0),
     ],
 )
-def test_before_training_a_process_that_runs_no_python_answers_at_once(number: signal.Signals, status: int) -> None:
+def test_signals_before_training_end_c_code_at_once(number: signal.Signals, status: int) -> None:
     """It waits in C until its input ends: a Python handler would run only after that, and print a traceback."""
     program = (
         "import ctypes, signal\n"

@@ -37,9 +37,7 @@ def test_nothing_is_judged_too_early_and_a_threshold_always() -> None:
     ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 25)), max_size=4),
     steps=st.integers(1, 12),
 )
-def test_steps_take_no_sample_of_a_range_and_every_other_batch(
-    full: int, ranges: list[tuple[int, int]], steps: int
-) -> None:
+def test_steps_skip_the_ranges_samples_and_nothing_else(full: int, ranges: list[tuple[int, int]], steps: int) -> None:
     skipped = tuple((first, first + length) for first, length in ranges)
     plan = SkippingPlan(BatchPlan(full, full, 0), skipped)
     consumed, taken = 0, []

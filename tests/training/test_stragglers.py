@@ -18,7 +18,7 @@ def test_a_thousand_clean_noisy_steps_name_no_rank() -> None:
         assert report.take(seconds) == []
 
 
-def test_a_slow_rank_is_named_at_its_third_report_and_every_third_again() -> None:
+def test_slow_ranks_are_named_at_every_third_report() -> None:
     report = StragglerReport(PLACES, 1.3, 3)
     slow = [1.0] * 4 + [2.0, 2.0, 3.2, 2.0]
     reports = [report.take(slow) for _ in range(6)]

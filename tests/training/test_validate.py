@@ -196,7 +196,7 @@ def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None
         (dumps(order("1f1b", 2, 4)).replace("stage 1", "stage 1 replica 1"), "does not sum the gradients of copies"),
     ],
 )
-def test_a_schedule_file_is_checked_against_the_model_at_once(tmp_path: Path, text: str, problem: str) -> None:
+def test_schedule_files_are_checked_against_the_model_early(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(text.replace("stage 1 replica 1 rank 1", "stage 1 rank 1 replica 1"), encoding="utf-8")
     config = make(
@@ -215,7 +215,7 @@ def test_a_schedule_file_is_checked_against_the_model_at_once(tmp_path: Path, te
     assert schedule_name(config) == "mine"
 
 
-def test_a_file_with_parameters_fits_every_step_of_a_ramp(tmp_path: Path) -> None:
+def test_files_with_parameters_fit_every_ramp_step(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(GENERATORS["interleaved_1f1b"].text.replace("\nbody", "\nrequire m >= 4\nbody"))
     config = make(
