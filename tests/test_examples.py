@@ -174,7 +174,7 @@ def test_launch_scripts_pass_shellcheck(script: Path) -> None:
 
 @pytest.mark.parametrize("path", RUNS, ids=attrgetter("name"))
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_a_run_can_start_on_one_and_on_two_ranks(path: Path, pipeline: int) -> None:
+def test_runs_can_start_on_one_or_two_ranks(path: Path, pipeline: int) -> None:
     words = ["--config", str(path), "--parallel.pipeline", str(pipeline)]
     config = parse_as(kind_of(words), words)
     validate(config, pipeline)
