@@ -185,7 +185,7 @@ def test_runs_report_their_choice_and_resumes_choose_again(tmp_path: Path) -> No
 
 
 def _of(prefix: str, pipeline: int) -> PretrainConfig:
-    """What `launch` starts, as far as memory knows it."""
+    """The configuration that `launch` starts, as far as it determines memory."""
     model = replace(MODEL, tie_embeddings=PretrainConfig().model.tie_embeddings)
     config = make_config(prefix, model, batch={"micro_size": 2, "global_size": 4})
     return replace(config, parallel=replace(config.parallel, data=1, pipeline=pipeline))

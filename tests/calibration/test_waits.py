@@ -1,4 +1,4 @@
-"""What ranks wait for one another in layers that they share: found by running them, beyond their own work."""
+"""Waits of ranks for each other in layers that they share: measured times beyond their own work."""
 
 import time
 from collections.abc import Sequence
