@@ -1,4 +1,4 @@
-"""What the tools' parsers say of a wrong command line: one line, status 2."""
+"""The tools' parsers answer a wrong command line with one line and status 2."""
 
 import argparse
 import re
