@@ -14,7 +14,7 @@ from megapipe.data.samples import GptSamples
 from megapipe.data.shards import IndexedDataset
 
 LENGTH = 1000
-"""Of every document but the first, which has one token more."""
+"""Tokens of every document except the first, which has one more."""
 
 
 class ComputedArray:

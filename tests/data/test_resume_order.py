@@ -88,7 +88,7 @@ def test_any_number_of_threads_reads_the_same(
 
 @pytest.mark.parametrize("kind", ["one corpus", "blend"])
 def test_epochs_of_the_corpora_are_whole(tmp_path: Path, kind: str) -> None:
-    """Of each corpus every window comes once before one comes again."""
+    """Every window of each corpus comes once before one is repeated."""
     samples = opened(tmp_path, kind)
     rows = [tokens for _, tokens in read(samples, 0, (2, 1, 200))]
     for first, per_epoch in ((0, 17), (1000, 23), (2000, 5)):
