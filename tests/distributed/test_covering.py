@@ -94,7 +94,7 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"parallel": {"vocabulary": "pipeline_2"}, "training": {"precision": "bf16"}},
     ),
 ]
-"""What the array leaves out: a case, and what else is changed."""
+"""Cases that the array omits, and other changes to their configuration."""
 WINDOWS: Change = {
     "model": {
         "layer_kinds": {"local": {"sliding_window": 5, "rope_theta": 100.0}},
@@ -410,8 +410,8 @@ def changed(config: PretrainConfig, change: Change) -> PretrainConfig:
 
 
 def predicted_and_counted(config: PretrainConfig) -> list[tuple[RankPrediction, LayoutRun]]:
-    """Of each rank the prediction and the run; on a busy machine gloo's threads may hold a tensor for longer than is
-    waited for, and then all is counted again."""
+    """Return the prediction and the run of each rank; on a busy machine gloo's threads may hold a tensor for longer
+    than the wait, and then all is counted again."""
 
     def run() -> list[tuple[RankPrediction, LayoutRun]]:
         ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)

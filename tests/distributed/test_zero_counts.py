@@ -1,4 +1,4 @@
-"""What shared state costs, counted: collectives and elements in a step, layers that are whole at once, bytes."""
+"""Counted costs of sharded state: collectives and elements of a step, layers that are whole at once, bytes."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is gathered and reduced travels while layers compute: orders in a measured trace of slow collectives.
+"""Gathers and reductions overlap compute of layers: the order in a measured trace of slow collectives.
 
 Collectives take 10 ms, on a stream of their own, and a layer at least 20 ms a pass.
 """
