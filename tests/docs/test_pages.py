@@ -1,4 +1,4 @@
-"""What pages say about files, commands and messages is true; their tables and pictures are in test_figures.py."""
+"""Statements of pages about files, commands and messages are true; tables and pictures are in test_figures.py."""
 
 import contextlib
 import io

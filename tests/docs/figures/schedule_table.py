@@ -46,7 +46,7 @@ PRINTED: dict[str, tuple[str, Callable[[], float] | None, str]] = {
     "2bw": ("none after the warm-up", None, "2006.09503"),
     "pipedream": ("none after the warm-up", None, "1806.03377"),
 }
-"""Of each schedule the formula, its value as a part of the ideal time, and the paper (arXiv)."""
+"""The formula of each schedule, its value as a part of the ideal time, and the paper (arXiv)."""
 
 
 def peak_activations(compute: Schedule) -> float:
@@ -88,7 +88,7 @@ def as_printed() -> Iterator[str]:
 
 @sentence(PAGE, "bubble of ZB-H1", r"With 8 ranks and 20 micro-batches, it gives ([\d.]+)%; the order has ([\d.]+)%\.")
 def bubble_of_zb_h1() -> list[str]:
-    """What Primus' formula gives, and the simulated order."""
+    """Return the value of Primus' formula, and that of the simulated order."""
     schedule = build("zb_h1", 8, 20)
     exact = simulate(schedule, rank_costs(schedule.header, **EQUAL)).bubble_rate
     return [f"{100 * (8 - 1) / (3 * (20 + 8 - 1)):.1f}", f"{100 * exact:.1f}"]
