@@ -41,7 +41,7 @@ SHARED = "shared.weight"
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained and how. layers_per_stage: one stage a pipeline rank. num_microbatches: of one replica.
+    """A model and how it is trained. layers_per_stage: one stage a pipeline rank. num_microbatches: of one replica.
 
     poisoned: (step, micro-batch of the global batch) whose targets hold an infinity.
     """

@@ -33,7 +33,7 @@ from tests.support.meshes import run_threads
 LAYERS = 4
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 STATE_BYTES = {"fp32": 8, "bf16": 12}
-"""Of an element, which updates change: Adam's two moments, and the fp32 master weight of bf16."""
+"""Bytes per element that updates change: Adam's two moments, and the fp32 master weight of bf16."""
 ONE_COEFFICIENT = 4
 """Bytes of what gradients are multiplied by where nothing is clipped."""
 
@@ -63,8 +63,8 @@ class Counted(ThreadCopies):
 
 @dataclass
 class Found:
-    """Of one replica. units, weights: most units whose weights were on the device at once in a second step, and most
-    bytes of these. gathered: bytes of the step's gathers. copied_in, copied_out: of all its copies. created: live
+    """Counts of one replica. units, weights: most units whose weights were on the device at once in a second step, and
+    most bytes of these. gathered: bytes of the step's gathers. copied_in, copied_out: of all its copies. created: live
     bytes of a new replica, new_home those of them in host memory, and home those after the step."""
 
     created: int

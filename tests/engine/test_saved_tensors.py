@@ -1,4 +1,4 @@
-"""What a forward keeps, moved away and back: counted once, freed in between, the same bits after."""
+"""Saved tensors of a forward, moved away and back: counted once, freed in between, the same bits after."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a recorder notes is what a rank did, and recording changes nothing."""
+"""A recorder notes the actions of a rank, and recording changes nothing."""
 
 import itertools
 import statistics

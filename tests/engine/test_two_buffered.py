@@ -77,7 +77,7 @@ def test_equals_the_serial_recursion_bit_for_bit(backend: Backend, pipeline: int
 
 
 def test_the_recursion_is_not_the_one_without_a_delay() -> None:
-    """What the other tests could not see if a delay made no difference."""
+    """The delay changes weights; otherwise the other tests would be blind to it."""
     case = two_buffered(2, 2)
     delayed, plain = serial(case, 3), expected(case, 3, [0] * case.chain.num_layers)
     assert delayed.losses()[0] == plain.losses()[0]

@@ -17,7 +17,7 @@ SGD = OptimizerConfig(name="sgd", weight_decay=0.0, clip_norm=1.0)
 FLUSHING = Case("1f1b", (1,) * PIPELINE, MICROBATCHES, SGD, width=WIDTH)
 
 ELEMENTS = WIDTH * WIDTH + WIDTH
-"""Of a stage: a weight and a bias. A tensor of a micro-batch, three rows, is an 85th of that."""
+"""Elements of a stage: a weight and a bias. A tensor of a micro-batch, three rows, is an 85th of that."""
 
 SLACK = 8 * ELEMENTS // 4
 """Less than any copy of the weights, more than all activations and messages in flight."""
