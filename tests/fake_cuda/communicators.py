@@ -322,7 +322,7 @@ class Communicator(dist.ProcessGroup):
 
 
 def check_logs(logs: Sequence[Sequence[Exchanged]]) -> list[str]:
-    """What does not match between the ranks' logs, by rank: collectives are the same on all members, and what one
+    """Return mismatches between the ranks' logs, by rank: collectives are the same on all members, and what one
     rank sends another receives in the same order."""
     problems = []
     names = {each.communicator for log in logs for each in log}

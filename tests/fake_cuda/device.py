@@ -19,7 +19,7 @@ TOTAL_MEMORY = 80 << 30
 
 
 class Properties:
-    """Of the device that is not there: an H100."""
+    """Properties of the imitated device: an H100."""
 
     name = "NVIDIA H100 80GB HBM3"
     total_memory = TOTAL_MEMORY
@@ -271,7 +271,7 @@ class Baton:
         threading.Thread.join = join_without_baton  # type: ignore[method-assign]
 
     def _hand_clocks_over(self) -> None:
-        """What a thread waited for is known to whoever takes its result, its message or its start."""
+        """Copy a thread's clock to the thread that receives its result, its message or its start."""
         for owner, senders, receivers in (
             (threading.Thread, ("start",), ()),
             (threading.Event, ("set",), ("wait", "is_set")),

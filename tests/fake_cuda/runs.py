@@ -52,7 +52,7 @@ from tests.fake_cuda.timeline import Timeline
 
 @dataclass
 class Phase:
-    """What one part of a run did. launches, moved: operations and bytes by name. syncs: (reason, place) -> times."""
+    """Counts of one part of a run. launches, moved: operations and bytes by name. syncs: (reason, place) -> times."""
 
     launches: Counter[str]
     moved: Counter[str]
@@ -66,7 +66,7 @@ class Phase:
 
 @dataclass
 class Report:
-    """What one rank's run did. faults: in words. log: exchanges. peak: bytes. waits: places at which
+    """The report of one rank's run. faults: in words. log: exchanges. peak: bytes. waits: places at which
     the program lets a stream or the host wait. results: what the run returned."""
 
     phases: dict[str, Phase] = field(default_factory=dict)

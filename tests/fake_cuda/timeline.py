@@ -1,4 +1,4 @@
-"""What a GPU's streams would do, as vector clocks: which operation surely ends before which other one starts.
+"""A GPU's streams as vector clocks: which operation surely ends before which other one starts.
 
 A stream's clock says, for every stream, how many of its operations surely ended before the next one here starts. The
 host has a clock for each thread: what it has waited for. Two accesses of one memory race unless the clocks order them.
@@ -157,7 +157,7 @@ class Timeline:
         return event
 
     def wait(self, stream: int, event: dict[int, int]) -> None:
-        """What is given to the stream from now on runs after the event. The program asks for it."""
+        """Run later operations of the stream after the event. The program asks for it."""
         if not self._drops():
             self.follow(stream, event)
 
@@ -173,7 +173,7 @@ class Timeline:
 
     @property
     def host(self) -> dict[int, int]:
-        """What this thread of the host knows to have ended."""
+        """The operations that this thread of the host knows to have ended."""
         if not hasattr(self._host, "clock"):
             self._host.clock = {}
         clock: dict[int, int] = self._host.clock
