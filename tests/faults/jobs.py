@@ -117,7 +117,7 @@ class Job:
         pytest.fail(f"never said {words!r}: {''.join(self.output)}")
 
     def end(self) -> str:
-        """What it said, once it has ended and nothing of it is left."""
+        """Return its output, after it has ended with all of its processes."""
         output = rest_of(self.process, LIMIT_SECONDS)
         wait_for_the_end(self.workers)
         return "".join([*self.output, output])

@@ -111,7 +111,7 @@ def damages() -> Iterator[Damage]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run did about a damage. same_bits: whether all that it holds is what was saved."""
+    """The reaction of a run to a damage. same_bits: whether its whole state equals the saved one."""
 
     step: int
     same_bits: bool

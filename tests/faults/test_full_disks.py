@@ -245,7 +245,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]
         "no more files fit there",
     ),
 }
-"""What fills a disk, what frees it, and the words of the warning."""
+"""Calls that fill a disk and free it, and the words of the warning."""
 
 
 @pytest.mark.slow

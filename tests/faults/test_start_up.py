@@ -37,7 +37,7 @@ OTHERS = {
     "a missing file": (["--data.prefix=nowhere"], "rank 1: nowhere.idx does not exist"),
     "a layout for more ranks": (["--parallel.data=3"], "rank 1: "),
 }
-"""What rank 1 alone is given, and the part of the line that ends all ranks."""
+"""Options that only rank 1 gets, and the part of the line that ends all ranks."""
 COMMON = [*TINY, "--data.prefix=corpus", "--training.steps=20", "--parallel.data=2", "--checkpoint.every=5"]
 
 
