@@ -1,4 +1,4 @@
-"""What tests of kernels share: draws, awkward layouts, and the rule for how exact a kernel must be.
+"""Shared by tests of kernels: draws, awkward layouts, and the rule for how exact a kernel must be.
 
 A kernel's checks are functions of a device and a shape, and live in a module without test functions, such as
 `norm_checks`. tests/kernels runs them on small shapes, interpreted where there is no GPU; tests/gpu/test_kernels.py

@@ -1,4 +1,4 @@
-"""What a backend of the norms must do, on any device."""
+"""Requirements of norm backends, on any device."""
 
 from collections.abc import Callable
 

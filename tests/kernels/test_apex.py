@@ -166,7 +166,7 @@ def test_installed_extensions_are_found_and_reported(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("_apex")
 def test_ops_with_an_apex_backend_take_known_builds() -> None:
-    """And the backends that refuse some arguments are never chosen by themselves."""
+    """Backends that refuse some arguments are never chosen automatically."""
     backends = {op.name: backend for op in OPS.ops for backend in op.backends if backend.name == "apex"}
     assert set(backends) == set(apex_backend.EXTENSIONS)
     for name, backend in backends.items():
@@ -200,7 +200,7 @@ def test_unknown_builds_are_refused_when_choosing_a_backend(monkeypatch: pytest.
 
 
 def test_arguments_are_counted_in_docstrings_of_pybind11() -> None:
-    """Of functions of torch, which the same library binds."""
+    """The functions are torch's, which the same library binds."""
     assert signatures._count(torch._C._jit_set_profiling_mode) == 1
     assert signatures._count(torch._C._jit_pass_inline) == 1
     assert signatures._count(torch._C._propagate_shapes) == 3

@@ -72,7 +72,7 @@ def tuple_of(results: Any) -> tuple[Tensor, ...]:
 
 
 def figure(contestant: str, seconds: float | None, direction: str = FORWARD, failure: str | None = None) -> Figure:
-    """Of a softmax that moves 1 GB."""
+    """A figure of a softmax that moves 1 GB."""
     share = None if seconds is None else 1e9 / CEILING.copy / seconds
     return Figure("softmax, plain", "softmax", 8, 4, direction, contestant, 1e9, 0.0, seconds, share, failure)
 
