@@ -1,4 +1,4 @@
-"""What each rank of a ring computes: everything that is visible once, and the same amount everywhere."""
+"""Ranks of a ring compute every visible pair once, and the same number everywhere."""
 
 import threading
 from collections import Counter, defaultdict

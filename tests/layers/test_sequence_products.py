@@ -1,4 +1,4 @@
-"""What sequence parallelism sends, when it sends it, and what it refuses."""
+"""Messages of sequence parallelism, their times, and refusals."""
 
 import threading
 from collections.abc import Callable
