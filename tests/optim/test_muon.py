@@ -43,7 +43,7 @@ RATES = [1e-2, 3e-2, 2e-2, 5e-3]
 
 
 def gradient_of(name: str, step: int) -> Tensor:
-    """Of a whole parameter."""
+    """Draw the gradient of a whole parameter."""
     spec = next(spec for spec in SPECS if spec.name == name)
     return torch.randn(spec.shape, generator=torch.Generator().manual_seed(100 * step + len(name) + ord(name[0])))
 
