@@ -181,7 +181,7 @@ def test_messages_outlive_their_sender() -> None:
 
 
 def shared_memory_files() -> set[str]:
-    """Of the links; the folders in which ranks of other tests and of profiles meet come and go meanwhile."""
+    """List the files of links; folders of other tests and of profiles come and go meanwhile."""
     names = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
     return {name for name in names if "megapipe" in name and not name.startswith(("megapipe-ranks-", "megapipe-prof"))}
 
