@@ -1,4 +1,4 @@
-"""What `explain` prints, worked out again by hand: formulas of the papers on a machine whose links have no latency.
+"""The output of `explain` against results by hand: formulas of the papers on a machine whose links have no latency.
 
 Three layouts of a GPT whose stages between the first and the last hold nothing but blocks. FLOPs: Narayanan et al.
 (2021, arXiv 2104.04473, equation 3). Tensor traffic: the same, section 3.2. Bubble: section 2.2.1. State of a mixed
@@ -75,7 +75,7 @@ def test_a_stage_computes_for_its_flops_over_the_peak(explained) -> None:
 
 
 def test_tensor_ranks_send_8_bsh_a_layer(explained) -> None:
-    """And half as much again where a forward runs again."""
+    """Half as much more where a forward is recomputed."""
     layout, found = explained
     ranks = layout["tensor"]
     elements = 8 * layout["micro"] * LENGTH * HIDDEN * (ranks - 1) / ranks * BLOCKS

@@ -114,7 +114,7 @@ def test_waiting_ranks_recompute_only_for_the_first_backward(name: str, pipeline
 
 
 def test_rings_per_tensor_take_a_latency_per_replica() -> None:
-    """Of a block's twelve tensors all are summed and the four matrices gathered; of bytes, two for an element."""
+    """All twelve tensors of a block are summed and its four matrices gathered, with two bytes per element."""
     latency, bandwidth = 1e-5, 1e9
     run = lay_run(
         config_of(parallel={"data": 16}, zero={"stage": 3}, batch={"global_size": 16}), machine(latency, bandwidth)

@@ -59,7 +59,7 @@ def speed(found: Estimate) -> float:
 
 
 def run(shape: Shape, layout: Layout) -> Estimate:
-    """What the model says of a layout; of ZeRO-3 with `EARLY_ZERO`."""
+    """Return the model's estimate of a layout; of ZeRO-3 with `EARLY_ZERO`."""
     base = A100.rows[0].base
     stages = layout.pipeline * layout.chunks
     layers = [shape.layers // stages] * stages

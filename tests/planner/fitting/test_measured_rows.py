@@ -33,7 +33,7 @@ ROWS: list[tuple[int, dict[str, int]]] = [
 
 @pytest.fixture(scope="module")
 def seconds(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What the cost model gives for the rows on a machine of known efficiency."""
+    """Return the cost model's times of the rows on a machine of known efficiency."""
     run = tmp_path_factory.mktemp("run") / "run.yaml"
     run.write_text(RUN)
     truth = with_shares(load_hardware("h100"), TRUTH)

@@ -107,7 +107,7 @@ def test_straight_pipelines_keep_one_mini_batch_per_stage() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_straight_pipeline_seconds_equal_the_schedules_walk(seed: int) -> None:
-    """Of a mini-batch, in a pipeline that is full, where transfers take no time."""
+    """Seconds are those of a mini-batch in a full pipeline, where transfers take no time."""
     layers = [Layer(each.seconds, 0.0, 1e9) for each in profile(seed, 5)]
     found = flat(layers, 5, 1.0)
     times = np.array([[sum(layer.seconds for layer in layers[each.first : each.last]) for each in found.stages]])

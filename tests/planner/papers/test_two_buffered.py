@@ -28,9 +28,9 @@ from megapipe.spec.layers import layer_flops
 V100_16 = Machine(devices=64, devices_per_server=8, memory_bytes=16 * 2**30, fast=150e9, slow=25e9 / 8)
 """Eight p3.16xlarge: NVLink inside, 25 Gbit/s between."""
 V100_FLOPS = 45e12
-"""What the paper reports of one device."""
+"""FLOP/s of one device in the paper."""
 VERSION_BYTES, GRADIENT_BYTES = 16, 2
-"""Of a parameter in the paper: 16-bit weight and gradient, fp32 master weight and Adam's two moments, of which it
+"""Bytes per parameter in the paper: 16-bit weight and gradient, fp32 master weight and Adam's two moments, of which it
 counts two versions of everything."""
 
 
@@ -161,7 +161,7 @@ def test_throughput_is_the_cost_model_by_hand() -> None:
 
 @pytest.mark.parametrize(("depth", "microbatches"), [(2, 2), (4, 8), (8, 64)])
 def test_throughput_is_that_of_a_walk_of_the_schedule(depth: int, microbatches: int) -> None:
-    """Of equal stages without messages, whose replicas have nothing to sum."""
+    """Equal stages without messages, whose replicas have nothing to sum."""
     model = BlockModel(8, lambda size, again: 3.0 * size, lambda size: 0.0, lambda *given: 1.0, 1.0)
     machine = Machine(8, 8, memory_bytes=1.0, fast=1, slow=1)
     stage = 3.0 * 8 / depth

@@ -183,7 +183,7 @@ def _check_one(search: tuple[PretrainConfig, Hardware, int, list[Layout]]) -> No
 
 
 def test_bounds_are_near_enough_to_prune() -> None:
-    """Of a model whose blocks are much of it, on links that are not the bottleneck."""
+    """Search a model that consists mostly of blocks, on links that are not the bottleneck."""
     base = run(num_layers=16, hidden_size=1024, num_heads=8)
     hardware = machine(memory=1e15, inside=1e12, outside=1e12)
     bounds = LayoutBounds(Evaluation(base, hardware, slowest_times(base, hardware, 8)), 8)

@@ -1,4 +1,4 @@
-"""What must hold of every plan: within memory, able to run, no worse on a better machine, as fast as the authors'."""
+"""Properties of every plan: within memory, able to run, no worse on a better machine, as fast as the authors'."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ SPACE = SearchSpace(max_micro_size=4, max_chunks=3)
 
 
 def seconds(base: PretrainConfig, devices: int, **hardware: float) -> float:
-    """Of the best layout; endless where nothing fits."""
+    """Return the seconds of the best layout; infinite where nothing fits."""
     try:
         found = search_speed(base, machine(**hardware), devices, space=SPACE, effort=replace(CLOSED, slowest=0))  # type: ignore[arg-type]
     except ConfigError:  # nothing fits, or nothing can run

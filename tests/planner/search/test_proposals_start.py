@@ -1,4 +1,4 @@
-"""What a search proposes is started: every proposal trains as one process does, in the bytes that were predicted.
+"""Proposals of a search are started: each one trains as one process does, in the predicted bytes.
 
 The best layouts, the front of speed against memory and the alternatives that fit are run for two real steps on gloo
 ranks, for 1 to 4 CPU devices, several small GPTs and a BERT, and spaces with each schedule, ZeRO stage, recomputation,
@@ -124,7 +124,7 @@ def alone(config: PretrainConfig) -> PretrainConfig:
 
 
 def losses_alone(config: PretrainConfig) -> list[float]:
-    """Of two steps on one process."""
+    """Return the losses of two steps on one process."""
     (only,) = run_threads({}, run_layout, alone(config))
     return [result.loss for result in only.run.results]
 
