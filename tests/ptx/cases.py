@@ -41,7 +41,7 @@ Results = Callable[[SimpleNamespace, SimpleNamespace], Pairs]
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a launch must move of its large tensors.
+    """Bytes of its large tensors that a launch must move.
 
     distinct: bytes read or written, each once. requested: by lanes, as often as they ask. declared: what the op's
     entry in the kernel benchmark says; None for a kernel that is only a part of an op. beyond: distinct bytes that no
@@ -565,7 +565,7 @@ def _rounding(name: str, count: int, key: int, elements: Elements) -> Case:
 
 
 def _specimen_cases() -> list[Case]:
-    """Of each specimen's machine code at a small size."""
+    """Return cases of each specimen's machine code at a small size."""
     rows = 16
     cases = []
     for width, center, add in triton_norms._SHAPES:

@@ -41,7 +41,7 @@ def tags_of(blocks: Array, phases: Array, warps: Array) -> Array:
 
 @dataclass
 class Counts:
-    """What a launch moved. bytes: requested by lanes. sectors: of 32 bytes, distinct ones of a warp's instruction."""
+    """Traffic of a launch. bytes: requested by lanes. sectors: of 32 bytes, distinct ones of a warp's instruction."""
 
     read_bytes: int = 0
     written_bytes: int = 0
