@@ -1,4 +1,4 @@
-"""What each kind of action does to a rank of the interpreter."""
+"""Effects of each kind of action on a rank of the interpreter."""
 
 from __future__ import annotations
 

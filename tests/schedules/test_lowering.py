@@ -1,4 +1,4 @@
-"""What lowering adds, where it puts it, and what it refuses."""
+"""Actions that lowering adds, their places, and refusals."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the validator proves of streams, queues and links, against a simulation that knows none of its rules."""
+"""The validator's proofs about streams, queues and links, compared with a simulation that has none of its rules."""
 
 import random
 from collections.abc import Hashable
