@@ -27,7 +27,7 @@ OPERATIONS = {"gather_into": "all_gather", "reduce_into_part": "reduce_scatter",
 
 
 class Place(NamedTuple):
-    """What a count belongs to. group: as the mesh is asked for it ("tensor", "data+context", "world"), "tied" for the
+    """The place of a count. group: as the mesh is asked for it ("tensor", "data+context", "world"), "tied" for the
     ranks that share a weight, "link" between stages."""
 
     group: str

@@ -1,4 +1,4 @@
-"""What "the same training run on another layout" means: bit for bit, or within the design's tolerances."""
+"""Definition of "the same training run on another layout": bit for bit, or within the design's tolerances."""
 
 from collections.abc import Mapping, Sequence
 

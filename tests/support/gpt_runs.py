@@ -82,7 +82,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank saw of a run. gradients: after the reductions of step 1, before clipping."""
+    """The results of a run on one rank. gradients: after the reductions of step 1, before clipping."""
 
     results: list[StepResult]
     gradients: list[Shard]

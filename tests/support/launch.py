@@ -77,7 +77,7 @@ def start(
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """What a started one says from here on, to its end; its session is killed after so long.
+    """Return the remaining output of a started process; its session is killed after `seconds`.
 
     `communicate` would lose lines that are in the buffer of a reader of single lines.
     """

@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutRun:
-    """What one rank saw, and what was counted on it.
+    """The results of one rank, and its counts.
 
     schedule: what the engine ran. traffic: of one step. state: bytes of the unit states between steps, on the device
     or not. lasting: all bytes that live then. host: those of them in buffers for activations that are away. peak: of
@@ -122,7 +122,7 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
 
 
 def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
-    """Of each micro-batch, the tokens of a sample that a BERT's head predicts here, where this rank has it."""
+    """Return each micro-batch's tokens per sample that a BERT's head predicts on this rank, if it has the head."""
     found = [
         each.positions.shape[1] for each in contexts if isinstance(each, BertContext) and each.positions is not None
     ]

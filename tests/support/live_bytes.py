@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _ignore(self, argument: Tensor) -> None:
-        """What an operation is given, and may return or return a view of, it has not created."""
+        """Do not count an input of an operation, which may also return it or a view of it."""
         if argument.device.type != "meta":
             self._seen.setdefault(argument.untyped_storage(), None)
 

@@ -33,7 +33,7 @@ FORK_SERVER.set_forkserver_preload(
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 _JOINED = b""
-"""What a rank sends first, once all have started; then comes its answer, which is never empty."""
+"""The first message of a rank, when all have started; its answer follows, which is never empty."""
 _PR_SET_PDEATHSIG = 1
 
 
