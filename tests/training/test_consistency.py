@@ -1,4 +1,4 @@
-"""What several ranks hold is compared bit for bit, whichever dimension they share it over."""
+"""State that several ranks hold is compared bit for bit, over any dimension."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What people see: plain lines off a terminal, a bar on one."""
+"""Output for people: plain lines without a terminal, a bar on one."""
 
 import io
 import math

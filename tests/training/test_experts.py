@@ -44,7 +44,7 @@ def biases(states: Sequence[UnitState]) -> Iterator[tuple[UnitState, Segment]]:
 
 
 def violations(mesh: Mesh, corpus: str, rate: float) -> list[float]:
-    """Of 40 steps, by how much the most used expert of any block is above the mean (2408.15664, equation 4).
+    """Return for 40 steps by how much the most used expert of any block is above the mean (2408.15664, equation 4).
 
     The first expert starts out favoured.
     """

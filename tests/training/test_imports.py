@@ -1,4 +1,4 @@
-"""What it takes to import the training programs."""
+"""Importing the training programs does not import slow modules."""
 
 import subprocess
 import sys

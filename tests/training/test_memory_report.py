@@ -28,7 +28,7 @@ from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 
 
 def allocate_too_much(*_: object) -> None:
-    """What torch's allocator says when memory is really exhausted."""
+    """Raise the error of torch's allocator when memory is exhausted."""
     torch.empty(2**50, dtype=torch.uint8)
 
 

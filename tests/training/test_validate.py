@@ -165,7 +165,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None:
-    """Of a schedule in a file too, whatever it is called."""
+    """This applies to a schedule in a file too, whatever its name."""
     for name in TRAINED:
         splits = find_generator(name).splits
         config = make(
