@@ -84,7 +84,7 @@ def test_a_model_has_the_parameters_that_it_claims(path: Path) -> None:
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("path", MODELS, ids=attrgetter("name"))
 def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
-    """Of the model that transformers builds from our config.json, on the meta device."""
+    """Compare with the model that transformers builds from our config.json, on the meta device."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `hf`)")
     model = model_of(path)
     family, differences = exporting_family(model)
@@ -102,7 +102,7 @@ def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch script gives to `megapipe train`."""
+    """The arguments that a launch script gives to `megapipe train`."""
 
     nodes: int
     processes_per_node: int
