@@ -185,7 +185,7 @@ def test_shards_step_as_the_whole_does(count: int, tensor: int, cut: set[str]) -
         assert counted == ({"all_gather": 4 * gathered} if cut else {})
         for segment in state.table:
             box = tuple(slice(*each) for each in zip(segment.box.starts, segment.box.stops, strict=True))
-            extent = state.extent(segment)
+            extent = state.held(segment)
             wanted = expected[segment.spec.name][box].flatten()[extent.start : extent.stop]
             assert torch.equal(state.in_shard(state.master, segment), wanted), segment.spec.name
             seen[segment.spec.name] += len(extent) if segment.spec.partition_axis is not None else len(extent) / tensor
